@@ -319,7 +319,15 @@ def collective_costs(draw: st.DrawFn) -> CollectiveCosts:
         {name: draw(positive) for name in groups},
         {name: draw(devices) for name in groups},
         {name: draw(string_maps) for name in groups},
-        tuple(MeasuredCollectives(n, draw(collectives), {name: draw(st.floats(0.0, 0.99)) for name in groups}) for n in ctas),
+        tuple(
+            MeasuredCollectives(
+                n,
+                draw(collectives),
+                {name: draw(st.floats(0.0, 0.99)) for name in groups},
+                draw(st.just({}) | st.fixed_dictionaries(dict.fromkeys(groups, st.floats(0.0, 1.0)))),
+            )
+            for n in ctas
+        ),
         {name: draw(st.floats(0.0, 10.0)) for name in groups},
         draw(measured),
     )

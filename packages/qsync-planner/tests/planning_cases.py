@@ -192,6 +192,7 @@ def random_costs(case: Case, rng: random.Random, *, ctas: tuple[int, ...] = (0, 
             number,
             CollectiveModel(ranks, "nccl", rng.uniform(1e3, 1.5e5), rng.uniform(1, 40)),
             {group.name: rng.uniform(0, 0.6) for group in groups},
+            {group.name: 0.1 * (group.role is Role.INFER) for group in groups},
         )
         for number in ctas
     )

@@ -20,6 +20,7 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.artifacts import schema
 from qsync_core.errors import ArtifactError
 from qsync_core.ir.chain import ChainForm, ChainVariant
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import ChainAssignment, PrecisionPlan
@@ -189,6 +190,16 @@ def test_profiles_without_alternating_steps_are_stored_as_before() -> None:
     saying = attrs.evolve(profile, alternating=AlternatingDispatch(Variant.of(Precision.BFLOAT16), 1_000_000, 0))
     assert [version_of(p) for p in (profile, saying)] == [2, 6]
     assert artifact.from_bytes(artifact.to_bytes(saying), Profile) == saying
+
+
+def test_costs_without_transfer_shares_are_stored_as_before() -> None:
+    costs = examples(layers=1)[CollectiveCosts]
+    first, *others = costs.measured
+    saying = attrs.evolve(costs, measured=(attrs.evolve(first, transfer_share={"train": 0.25, "infer": 0.5}), *others))
+    assert [version_of(c) for c in (costs, saying)] == [1, 2]
+    assert artifact.from_bytes(artifact.to_bytes(saying), CollectiveCosts) == saying
+    with pytest.raises(ValueError, match="the transfer share with 0 CTAs and ranks name different groups: 'infer'"):
+        attrs.evolve(costs, measured=(attrs.evolve(first, transfer_share={"train": 0.25}), *others))
 
 
 NEW_IN_2: dict[str, Any] = {

@@ -110,7 +110,10 @@ def _with_other_groups(case: Case, costs: CollectiveCosts) -> CollectiveCosts:
     def renamed(by_group: dict[str, object]) -> dict[str, object]:
         return {name.replace("infer", "weak"): value for name, value in by_group.items()}
 
-    measured = tuple(attrs.evolve(entry, slowdown=renamed(dict(entry.slowdown))) for entry in costs.measured)
+    measured = tuple(
+        attrs.evolve(entry, slowdown=renamed(dict(entry.slowdown)), transfer_share=renamed(dict(entry.transfer_share)))
+        for entry in costs.measured
+    )
     names = ("ranks", "devices", "software", "copy_ns_per_byte")
     return attrs.evolve(costs, measured=measured, **{name: renamed(dict(getattr(costs, name))) for name in names})
 

@@ -35,6 +35,7 @@ def costs_of(
     slowdown: dict[str, float],
     copies: float = 0.0,
     broadcast_ns: int = 0,
+    transfer_share: dict[str, float] | None = None,
 ) -> CollectiveCosts:
     names = [group.name for group in cluster.groups]
     return CollectiveCosts(
@@ -43,7 +44,7 @@ def costs_of(
         {group.name: group.count for group in cluster.groups},
         {group.name: DeviceType(group.device, DeviceKind.CUDA, group.share) for group in cluster.groups},
         {name: {} for name in names},
-        (MeasuredCollectives(0, all_reduce, slowdown),),
+        (MeasuredCollectives(0, all_reduce, slowdown, transfer_share or {}),),
         dict.fromkeys(names, copies),
         broadcast_ns,
     )
@@ -53,7 +54,8 @@ def costs_of(
 def costs(draw: st.DrawFn, case: Case, broadcast: st.SearchStrategy[int] = TIME) -> CollectiveCosts:
     model = CollectiveModel(draw(st.integers(1, 4)), "nccl", float(draw(TIME)) + 1, 0.5)
     slowdown = {group.name: draw(SHARE) for group in case.cluster.groups}
-    found = costs_of(case.dag, case.cluster, model, slowdown, draw(st.sampled_from([0.0, 0.5])), draw(broadcast))
+    transfer = {group.name: draw(SHARE) for group in case.cluster.groups}
+    found = costs_of(case.dag, case.cluster, model, slowdown, draw(st.sampled_from([0.0, 0.5])), draw(broadcast), transfer)
     return attrs.evolve(found, measured=(*found.measured, MeasuredCollectives(2, attrs.evolve(model, alpha_ns=60.0), slowdown)))
 
 
@@ -128,6 +130,7 @@ def test_free_running_jobs_agree_with_a_fluid_simulation(case: Case, data: st.Da
     rate, ranks, dispatch, ends_early = measured.copy_ns_per_byte["g0"] if several else 0.0, [], 0, True
     for group in case.cluster.groups:
         mapper = replayer.mapper(group.name, variants[group.name])
+        share = measured.measured[0].transfer_share[group.name] if several else 0.0
         kernels = [work.compute_ns for work in mapper.forward]
         ready = [0] * len(case.dag.buckets)
         for position in reversed(range(len(mapper.backward))):
@@ -137,7 +140,9 @@ def test_free_running_jobs_agree_with_a_fluid_simulation(case: Case, data: st.Da
                     ready[bucket] = len(kernels)
             last = len(ready) - 1
             kernels += [
-                round(rate * case.dag.buckets[b].nbytes) for b, n in enumerate(ready) if n == len(kernels) and n and b != last
+                round(rate * case.dag.buckets[b].nbytes) + round(share * replayer.collective_ns[b])
+                for b, n in enumerate(ready)
+                if n == len(kernels) and n and b != last
             ]
         c = measured.measured[0].slowdown[group.name] if several else 0.0
         profiled = case.profiles[group.name]
@@ -164,7 +169,9 @@ def test_costs_without_contention_change_no_number(case: Case, alpha: int, data:
     assert Replayer(case.dag, case.cluster, profiles, communication=measured).replay(variants) == before
 
 
-def hand_job(way: CommunicationSettings = PYTORCH_DEFAULTS, **changed: object) -> Replayer:
+def hand_job(
+    way: CommunicationSettings = PYTORCH_DEFAULTS, transfer_share: dict[str, float] | None = None, **changed: object
+) -> Replayer:
     """Two GPUs: forward 40; backward of `last` 60 and 100, of `first` 60; buckets (last), (first) of 36 bytes, 20 ns each."""
     g = GraphBuilder("m")
     g.loss(g.linear("last", g.linear("first", g.input("x", (2, 3)), 3, bias=False), 3, bias=False))
@@ -176,7 +183,7 @@ def hand_job(way: CommunicationSettings = PYTORCH_DEFAULTS, **changed: object) -
         for name, ns in times.items()
     }
     model = CollectiveModel(2, "nccl", 20.0, 0.0)
-    found = costs_of(dag, cluster, model, {"strong": 0.25, "weak": 0.5})
+    found = costs_of(dag, cluster, model, {"strong": 0.25, "weak": 0.5}, transfer_share=transfer_share)
     return Replayer(dag, cluster, profiles, communication=attrs.evolve(found, **changed), settings=way)
 
 
@@ -198,6 +205,12 @@ def test_two_groups_and_two_buckets_by_hand() -> None:
     backward = [i for i in timeline.intervals if (i.phase, i.resource) == (Phase.BACKWARD, Resource.COMPUTE)]
     assert [i.duration_ns for i in backward if i.name.startswith("first")] == [75, 70]
     assert timeline.iteration_ns == 240
+
+
+def test_transfers_by_hand() -> None:
+    # Half of the 20 ns of bucket 0 is compute of the weak rank, 70 then, of which it has done 10 at 170: ready at 230, to 250.
+    # Nothing is left to compute after bucket 1.  The strong rank has done 45 of 65 at 170, and waits.
+    assert hand_job(transfer_share={"strong": 0.25, "weak": 0.5}).replay({}).iteration_ns == 250
 
 
 def test_copies_and_a_broadcast_by_hand() -> None:

@@ -111,10 +111,10 @@ def scripted_cuda(said: list[str], elapsed_ms: list[float]) -> Iterator[None]:
 
     class Event:
         def __init__(self, enable_timing: bool = False) -> None:
-            self.name = "time" if enable_timing else "compute begins"
+            assert enable_timing
 
         def record(self) -> None:
-            said.append(self.name)
+            said.append("time")
 
         def elapsed_time(self, end: Event) -> float:
             return next(times)
@@ -130,7 +130,7 @@ def scripted_cuda(said: list[str], elapsed_ms: list[float]) -> Iterator[None]:
             said.append(f"all-reduce of {tensor.numel()}")
         return reduce(tensor, group=group, **more)
 
-    side = SimpleNamespace(wait_event=lambda event: said.append(f"wait until {event.name}"))
+    side = SimpleNamespace(wait_event=lambda event: said.append("wait for it"))
     with (
         mock.patch.multiple(torch.cuda, Event=Event, Stream=lambda device: side, stream=stream),
         mock.patch.object(dist, "all_reduce", all_reduce),
@@ -138,14 +138,19 @@ def scripted_cuda(said: list[str], elapsed_ms: list[float]) -> Iterator[None]:
         yield
 
 
-ELAPSED_MS = {0: [50.0, 1.0, 3.0], 1: [50.0, 2.0, 4.0], 2: [50.0, 4.0, 6.0]}
+COMPUTE_MS = {0: 12.0, 1: 10.0, 2: 14.0}
+ELAPSED_MS = {0: (50.0, 2.0, 6.0), 1: (50.0, 4.0, 8.0), 2: (50.0, 8.0, 12.0)}
+"""Of two all-reduces, in each sample."""
+LONGER_MS = {0: (9.0, 1.0, 3.0), 1: (9.0, 0.0, -1.0), 2: (9.0, 8.0, 24.0)}
+"""Of compute, likewise."""
 
 
 def beside_compute(rank: int, alone_ns: int, **script: Any) -> Any:
-    backward = ScriptedBackward(rank, **script)
-    with scripted_cuda(backward.said, ELAPSED_MS[rank]):
-        factor = measure_beside_compute(backward, GROUP[0], torch.ones(8), alone_ns, "communicate")
-    return [factor, backward.said]
+    backward, alone_ms = ScriptedBackward(rank, **script), COMPUTE_MS[rank]
+    elapsed = [ms for taken, more in zip(ELAPSED_MS[rank], LONGER_MS[rank], strict=True) for ms in (taken, alone_ms + more)]
+    with scripted_cuda(backward.said, elapsed):
+        found = measure_beside_compute(backward, GROUP[0], torch.ones(8), alone_ns, round(alone_ms * 1e6), "communicate")
+    return [found.factor, found.lost, backward.said]
 
 
 GROUP: list[dist.ProcessGroup] = []

@@ -35,6 +35,7 @@ KINDS: dict[str, type] = {
 """Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
 
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
+    "CollectiveCosts": 2,
     "Sensitivity": 3,
     "PrecisionDag": 2,
     "PrecisionPlan": 3,
@@ -43,6 +44,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
 }
 
 _ADDED: dict[tuple[str, int], dict[str, Any]] = {
+    ("CollectiveCosts", 2): {},
     ("PrecisionDag", 2): {"base": "float32", "batch_axes": {}},
     ("PrecisionPlan", 2): {
         "base": "float32",
@@ -70,6 +72,7 @@ name it, stay what they were.
 """
 
 _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
+    ("CollectiveCosts", 2): ("measured", {"transfer_share": {}}),
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),
     ("Profile", 4): ("casts.key", {"symmetric": True}),

@@ -174,7 +174,9 @@ def _collective_costs(costs: CollectiveCosts) -> Lines:
         model = entry.all_reduce
         cost = f"{format_ns(model.alpha_ns)} + {model.beta_ns_per_byte:.3g} ns per byte"
         slowed = ", ".join(f"{group} {c:.1%}" for group, c in sorted(entry.slowdown.items()))
-        lines.append((f"all-reduce, {entry.max_ctas or 'default'} CTAs", f"{cost}; compute slowed by {slowed} while it is open"))
+        taken = ", ".join(f"{group} {share:.0%}" for group, share in sorted(entry.transfer_share.items()) if share)
+        said = f"{cost}; compute slowed by {slowed} while it is open" + (f", and by {taken} of what it takes" if taken else "")
+        lines.append((f"all-reduce, {entry.max_ctas or 'default'} CTAs", said))
     return lines
 
 

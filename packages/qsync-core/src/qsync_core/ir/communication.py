@@ -73,11 +73,14 @@ class MeasuredCollectives:
         all_reduce: their cost over all ranks of the job.
         slowdown: per group c, the share of its compute that a rank loses while one of its collectives is open: with it, work that
             takes t alone takes t / (1 - c).
+        transfer_share: per group, the share of a collective's duration by which it lengthens a rank's compute while it transfers,
+            beyond what an open one does; empty where it was not measured.
     """
 
     max_ctas: int = attrs.field(validator=checks.non_negative_int)
     all_reduce: CollectiveModel
     slowdown: Mapping[str, float] = attrs.field(validator=checks.each(checks.share))
+    transfer_share: Mapping[str, float] = attrs.field(factory=dict, validator=checks.each(checks.share))
 
     def __attrs_post_init__(self) -> None:
         if whole := sorted(name for name, c in self.slowdown.items() if c >= 1):
@@ -118,6 +121,7 @@ class CollectiveCosts:
             ("software", self.software),
             ("copy_ns_per_byte", self.copy_ns_per_byte),
             *((f"the slowdown with {entry.max_ctas} CTAs", entry.slowdown) for entry in self.measured),
+            *((f"the transfer share with {entry.max_ctas} CTAs", entry.transfer_share or self.ranks) for entry in self.measured),
         ):
             if differing := sorted(set(names) ^ set(self.ranks)):
                 raise ValueError(f"{what} and ranks name different groups: {differing[0]!r} is in one of them only")

@@ -26,7 +26,8 @@ class GradientExchange:
         buckets: in the order of their collectives.
         group_ns: per group the duration of its node of each bucket's collective.
         collective_ns: of each bucket, as long as in the slowest group.
-        compute_share: per group the share of its collectives that takes as long of its compute (a CPU's own threads).
+        compute_share: per group the share of its collectives that takes as long of its compute: a CPU's own threads, and what a
+            GPU's transfers take beyond open collectives.
         copies_ns: per group the device time of each bucket's copies.
         slowdown: per group, in parts of :data:`~qsync_planner.replayer.contention.PARTS`.
         start_delay_ns: how long after the last rank's optimizer every forward starts; 0: ranks do not wait for each other there.
@@ -63,12 +64,13 @@ class GradientExchange:
         all_reduce = AllReduce(cluster, profiles, None if measured is None else measured.all_reduce)
         durations = [all_reduce.group_ns(bucket.nbytes) for bucket in buckets]
         names = [group.name for group in cluster.groups]
+        transfers: Mapping[str, float] = {} if measured is None else measured.transfer_share
         alone = sum(group.count for group in cluster.groups) < 2
         return cls(
             buckets,
             {name: tuple(duration[name] for duration in durations) for name in names},
             tuple(max(duration.values()) for duration in durations),
-            {name: compute_share(profiles[name]) for name in names},
+            {name: min(1.0, compute_share(profiles[name]) + (0.0 if alone else transfers.get(name, 0.0))) for name in names},
             {
                 name: tuple(round(rate * bucket.nbytes) for bucket in buckets)
                 for name in names

@@ -135,6 +135,7 @@ def measure_communication(
         broadcast_ns = _broadcast_ns(runner.model, target, among)
         with together(WHAT, slow=True, group=among):
             backward = Backward(runner, target) if with_nccl else None
+            compute_ns = 0 if backward is None else backward.alone_ns()
             waiting = torch.zeros(max(bucket.nbytes for bucket in dag.buckets) // 4, device=target)
         for max_ctas in tried:
             label = f"{max_ctas} CTAs" if max_ctas else "its own CTAs"
@@ -143,11 +144,17 @@ def measure_communication(
                 model = measure_collective(sizes, target, repeats=_REPEATS, group=process_group)
                 assert model is not None  # there are ranks and buckets
                 model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target, among))
+                lost = dict.fromkeys(groups, 0.0)
                 if backward is not None and process_group is not None:
                     largest_ns = model.cost_ns(waiting.nbytes)
-                    factor = measure_beside_compute(backward, process_group, waiting, largest_ns, WHAT)
-                    model = longer(model, factor)
-                    note(f"beside compute, a collective of {label} takes {factor:.2f} times as long")
+                    beside = measure_beside_compute(backward, process_group, waiting, largest_ns, compute_ns, WHAT)
+                    model = longer(model, beside.factor)
+                    lost = {name: maximum_over_ranks(beside.lost if name == group else 0.0, target, among) for name in groups}
+                    taken = ", ".join(f"{share:.0%} ({name})" for name, share in lost.items())
+                    note(
+                        f"beside compute, a collective of {label} takes {beside.factor:.2f} times as long, and lengthens "
+                        f"compute by {taken} of that"
+                    )
                 slowdown = dict.fromkeys(groups, 0.0)
                 for name in groups:
                     advance(f"compute of {name}, {label}")
@@ -158,7 +165,8 @@ def measure_communication(
                     found = measure_slowdown(backward, process_group, waiting, measuring, WHAT)
                     slowdown[name] = found.share
                     note(_sentence(name, label, found, max_ctas, members[own[0]].sms))
-            measured.append(MeasuredCollectives(max_ctas, model, slowdown))
+            transfer_share = {name: max(0.0, lost[name] - slowdown[name]) for name in groups}
+            measured.append(MeasuredCollectives(max_ctas, model, slowdown, transfer_share if with_nccl else {}))
     progress(total, total, "")
     first = {name: next(member for member in members.values() if member.group == name) for name in groups}
     return CollectiveCosts(

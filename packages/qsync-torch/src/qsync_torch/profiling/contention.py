@@ -1,4 +1,4 @@
-"""What an open collective takes from the compute of a rank that waits in it.
+"""What collectives take from compute: one that is open from that of a rank that waits in it, and one that transfers.
 
 See docs/design/simulator.md#communication.
 """
@@ -21,6 +21,9 @@ MOST_SLOWDOWN = 0.95
 _SAMPLES = 3
 _LONG_NS = 150_000_000
 _SAMPLES_OF_LONG = 2
+_BESIDE = 0.5
+"""Share of the shortest backward pass that collectives beside it take, one after another."""
+_MOST_BESIDE = 200
 _TRIES = 3
 _HOLD = 2.0
 """How long the others hold a collective open, in times of the compute that it is to cover; doubled where that was too short."""
@@ -85,6 +88,14 @@ class Backward:
         self.spin(self.spin_ns)
         return _device_ns(self._loss.backward)
 
+    def alone_ns(self) -> int:
+        """The time of a pass beside which nothing runs."""
+        found = []
+        for _ in range(_SAMPLES):
+            self.prepare()
+            found.append(self.run())
+        return round(statistics.median(found))
+
     def issue(self) -> None:
         """Issue a prepared pass."""
         self._loss.backward()
@@ -109,40 +120,62 @@ def _device_ns(work: Callable[[], object]) -> int:
     return round(elapsed_ms * 1e6)
 
 
-def measure_beside_compute(backward: Backward, group: dist.ProcessGroup, tensor: torch.Tensor, alone_ns: int, what: str) -> float:
-    """How many times longer an all-reduce takes while all ranks compute, against ``alone_ns``; at least 1, the slowest rank's.
+@attrs.frozen
+class Beside:
+    """What :func:`measure_beside_compute` found.
+
+    Attributes:
+        factor: how many times longer an all-reduce takes while all ranks compute, at least 1, the slowest rank's.
+        lost: by which share of the all-reduce's duration this rank's compute takes longer.
+    """
+
+    factor: float
+    lost: float
+
+
+def measure_beside_compute(
+    backward: Backward, group: dist.ProcessGroup, tensor: torch.Tensor, alone_ns: int, compute_ns: int, what: str
+) -> Beside:
+    """All-reduces that transfer while all ranks compute, against all-reduces and compute alone.
 
     A collective of few CTAs shares its multiprocessors with the kernels beside it, and memory and links are shared by all.  Every
-    rank runs its backward pass, and, from its beginning on, a small all-reduce that brings the ranks level, then the one that
-    counts, on another stream.
+    rank runs its backward pass, and, from its beginning on, a small all-reduce that brings the ranks level, then those that count,
+    on another stream: as many as take half of the shortest pass, because a pass is timed to a few tenths of a percent.
 
     Args:
         backward: of this rank; prepared here.
         group: a process group of all ranks, initialised and connected for ``tensor``'s size.
         tensor: what is reduced.
         alone_ns: its duration when no rank computes.
+        compute_ns: of this rank's pass when nothing runs beside it.
         what: the call, for errors.
     """
-    device, kept = tensor.device, []
+    device, factors, lost = tensor.device, [], []
     flag, side = torch.zeros(1, device=device), torch.cuda.Stream(device)
+    shortest_ns = -maximum_over_ranks(float(-compute_ns), device, group)
+    repeats = max(1, min(_MOST_BESIDE, int(_BESIDE * shortest_ns / max(1, alone_ns))))
     for _ in range(_SAMPLES_OF_LONG + 1):
         with together(what, slow=True, group=group):  # a rank that has no memory for it must not leave the others in a collective
             backward.prepare()
         with together(what, slow=True, group=group):
             backward.spin(backward.spin_ns)
-            computing = torch.cuda.Event()
+            computing, computed, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
             computing.record()
             with torch.cuda.stream(side):
                 side.wait_event(computing)
                 dist.all_reduce(flag, group=group)
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
-                dist.all_reduce(tensor, group=group)
+                for _ in range(repeats):
+                    dist.all_reduce(tensor, group=group)
                 end.record()
             backward.issue()
+            computed.record()
             backward.wait()
-        kept.append(begin.elapsed_time(end) * 1e6)
-    return max(1.0, maximum_over_ranks(statistics.median(kept[1:]), device, group) / max(1, alone_ns))
+        taken_ns = begin.elapsed_time(end) * 1e6
+        factors.append(taken_ns / repeats / max(1, alone_ns))
+        lost.append((computing.elapsed_time(computed) * 1e6 - compute_ns) / taken_ns)
+    factor = maximum_over_ranks(statistics.median(factors[1:]), device, group)
+    return Beside(max(1.0, factor), min(1.0, max(0.0, statistics.median(lost[1:]))))
 
 
 @attrs.frozen
