@@ -5,7 +5,7 @@
 Two ranks: rank 0 in float32 on a whole GPU, rank 1 in uniform bfloat16 on half of one (MPS).  Under PyTorch's own way, and with
 fewer CTAs, gradients in the buckets, no broadcast of buffers, and all of them: the step, and of one recorded step on rank 0 how
 long the kernels of backward take in all, how much of that lies beside a collective, how long nothing runs, and which operators take
-longest more than under PyTorch's way.  ``OUT/ways.MODEL.json`` has the numbers; without GPUs, ``smallest`` sees that it runs.
+longest more than under PyTorch's way.  The numbers are in OUT as JSON too; without GPUs, ``smallest`` sees that it runs.
 """
 
 from __future__ import annotations
