@@ -173,7 +173,7 @@ def test_all_reduces_beside_compute(ranks, case, factor, repeats):
 
     Compute takes 2 ms of 4 longer, nothing of 6, and more than all of 10.
     """
-    sample = ["prepare", "hold 10", "time", "on the side:", "wait for it", "all-reduce of 1", "time"]
+    sample = ["prepare", f"hold {10 + 100_000 * repeats}", "time", "on the side:", "wait for it", "all-reduce of 1", "time"]
     sample += ["all-reduce of 8"] * repeats + ["time", "beside it:", "issue", "time"]
     said = ["all-reduce of 1", *sample * 3, "all-reduce of 1"]  # which find the shortest pass, and the slowest
     assert ranks[case] == [[factor, pytest.approx(lost), said] for lost in (0.5, 0.0, 1.0)]

@@ -24,6 +24,8 @@ _SAMPLES_OF_LONG = 2
 _BESIDE = 0.5
 """Share of the shortest backward pass that collectives beside it take, one after another."""
 _MOST_BESIDE = 200
+_COLLECTIVE_ISSUE_NS = 100_000
+"""What the CPU takes at most to issue one."""
 _TRIES = 3
 _HOLD = 2.0
 """How long the others hold a collective open, in times of the compute that it is to cover; doubled where that was too short."""
@@ -158,7 +160,7 @@ def measure_beside_compute(
         with together(what, slow=True, group=group):  # a rank that has no memory for it must not leave the others in a collective
             backward.prepare()
         with together(what, slow=True, group=group):
-            backward.spin(backward.spin_ns)
+            backward.spin(backward.spin_ns + repeats * _COLLECTIVE_ISSUE_NS)
             computing, computed, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
             computing.record()
             with torch.cuda.stream(side):
