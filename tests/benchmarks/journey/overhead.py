@@ -21,7 +21,7 @@ JOBS = {
     "ResNet-18 (64x64 images, batch 8)": "resnet18:image=64,classes=10,batch=8",
     "BERT (4 layers of 256, 64 tokens, batch 16)": "bert-base:layers=4,hidden=256,heads=4,vocab=2000,seq=64,batch=16",
 }
-ROUNDS = 60
+ROUNDS = 300
 
 
 def rows() -> list[dict[str, Any]]:
