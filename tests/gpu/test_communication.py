@@ -73,6 +73,7 @@ def test_the_command_measures_every_number_of_ctas_and_every_group(request, tmp_
     assert tuple(entry.max_ctas for entry in costs.measured) == MAX_CTAS
     assert costs.ranks == {"train": 1, "infer": 1}
     assert all(0 <= c <= 0.95 for entry in costs.measured for c in entry.slowdown.values())
+    assert all(entry.transfer_share.keys() == entry.slowdown.keys() for entry in costs.measured)
     largest = [entry.all_reduce.measured[-1][1] for entry in costs.measured if entry.max_ctas]
     assert largest[0] > largest[-1]  # 2 CTAs are slower than 16
     assert costs.broadcast_ns > 0
