@@ -64,7 +64,7 @@ def main() -> None:
     training, held_out = load_data()
     sampler = applied.batch_sampler(training, drop_last=True)
     loader = DataLoader(training, batch_sampler=sampler)
-    steps_per_epoch = len(training) // applied.global_batch  # the planned one, whoever is there
+    steps_per_epoch = len(training) // applied.global_batch  # the planned one, whatever groups are there
     while done < args.steps:
         epoch, step = divmod(done, steps_per_epoch)
         sampler.set_epoch(epoch, first_sample=step * applied.global_batch)

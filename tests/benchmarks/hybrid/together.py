@@ -12,10 +12,9 @@ import argparse
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +122,18 @@ def largest(value: float) -> float:
 def train(name: str, job: Job, batch: int, plan: PrecisionPlan | None, settings: CommunicationSettings) -> dict[str, object]:
     """Train under a plan and a way to communicate, then this rank's steps without any."""
     with process_group(settings) as group:
-        return _train(name, job, batch, plan, partial(DistributedDataParallel, process_group=group, **options_of(settings)))
+        return _train_in(group, name, job, batch, plan, settings)
 
 
-def _train(
-    name: str, job: Job, batch: int, plan: PrecisionPlan | None, wrap: Callable[..., DistributedDataParallel]
+def _train_in(
+    group: dist.ProcessGroup, name: str, job: Job, batch: int, plan: PrecisionPlan | None, settings: CommunicationSettings
 ) -> dict[str, object]:
+    """As :func:`train`; a function of its own, so that nothing of the wrapper is left when the group ends."""
     release()
     model = fresh_model(job)
     applied = None if plan is None else apply_(model, plan)
-    ddp = wrap(model, device_ids=[RANK] if DEVICE == "cuda" else None)
+    devices = [RANK] if DEVICE == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=devices, process_group=group, **options_of(settings))
     try:
         step = in_turn(phases(job, ddp, batch, seed=RANK))
         measured = measure(step, WORKLOADS[name].steps, level=dist.barrier, agree=largest)

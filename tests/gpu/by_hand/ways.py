@@ -13,16 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from hybrid.processes import finish, mps, start_ranks
 
-SHARE, SECONDS = "50", 150.0
+from qsync_core.ir.communication import CommunicationSettings
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.timeline import Interval, Timeline
+
+SECONDS = 150.0
+Found = dict[str, Any]
 
 
 def main() -> None:
@@ -34,8 +45,6 @@ def main() -> None:
     if "RANK" in os.environ:
         of_one_rank(options)
         return
-    import torch
-
     options.out.mkdir(parents=True, exist_ok=True)
     with mps(on_gpu=torch.cuda.is_available()) as daemon:
         own = {**daemon.environment, "QSYNC_SHARES": "1,0.5"}
@@ -46,13 +55,9 @@ def main() -> None:
 
 def of_one_rank(options: argparse.Namespace) -> None:
     """Train under every way in turn; the import of ``together`` sets MPS's percentage, before CUDA starts."""
-    import torch
-    import torch.distributed as dist
     from hybrid import together
     from hybrid.workloads import BFLOAT16, DEVICE, WORKLOADS, fresh_model, in_turn, make_job, measure, phases, take_half_of_cores
-    from torch.nn.parallel import DistributedDataParallel
 
-    from qsync_core.ir.communication import CommunicationSettings
     from qsync_torch.apply.apply import apply_
     from qsync_torch.distributed.communication import options_of
     from qsync_torch.profiling.measured_timeline import measured_timeline
@@ -68,9 +73,8 @@ def of_one_rank(options: argparse.Namespace) -> None:
     batch = WORKLOADS[options.name].batch_hybrid
     job = make_job(options.name, batch)
     dag = trace(job)
-    default = CommunicationSettings()
     ctas = {"max_ctas": options.ctas} if cuda else {}
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "PyTorch's own": {},
         f"{options.ctas} CTAs": ctas,
         "in the buckets": {"gradient_as_bucket_view": True},
@@ -78,9 +82,9 @@ def of_one_rank(options: argparse.Namespace) -> None:
         "all three": {**ctas, "gradient_as_bucket_view": True, "broadcast_buffers": False},
         "PyTorch's own, again": {},
     }
-    found: dict[str, dict[str, object]] = {}
+    found: dict[str, Found] = {}
     for title, changed in ways.items():
-        settings = CommunicationSettings(**{**vars_of(default), **changed})
+        settings = CommunicationSettings(**changed)
         with together.process_group(settings) as group:
             model = fresh_model(job)
             if rank:
@@ -91,7 +95,7 @@ def of_one_rank(options: argparse.Namespace) -> None:
             measured = measure(step, WORKLOADS[options.name].steps, level=dist.barrier, agree=together.largest)
             recorded = measured_timeline(model, dag, step, group=together.GROUP, device=device, steps=4)
             del ddp, step, model
-        found[title] = {"step_ms": sorted(measured.step_ms)[2], **of_backward(recorded)}
+        found[title] = {"step_ms": statistics.median(measured.step_ms), **of_backward(recorded)}
         if rank == 0:
             (options.out / f"ways.{options.name}.json").write_text(json.dumps(found))
     if rank == 0:
@@ -99,22 +103,14 @@ def of_one_rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def vars_of(settings: object) -> dict[str, object]:
-    import attrs
-
-    return attrs.asdict(settings)  # type: ignore[arg-type]
-
-
-def of_backward(timeline: object) -> dict[str, object]:
+def of_backward(timeline: Timeline) -> Found:
     """Of rank 0's backward, in ms: its span, its kernels in all, beside collectives, and nothing; collectives; by operator."""
-    from qsync_core.ir.dfg import Phase, Resource
-
-    own = [interval for interval in timeline.intervals if interval.rank == 0]  # type: ignore[attr-defined]
+    own = [interval for interval in timeline.intervals if interval.rank == 0]
     kernels = [i for i in own if i.resource is Resource.COMPUTE and i.phase is Phase.BACKWARD]
     collectives = [i for i in own if i.resource is Resource.COMMUNICATION]
 
-    def beside(one: object) -> int:
-        return sum(max(0, min(one.end_ns, c.end_ns) - max(one.start_ns, c.start_ns)) for c in collectives)  # type: ignore[attr-defined]
+    def beside(one: Interval) -> int:
+        return sum(max(0, min(one.end_ns, c.end_ns) - max(one.start_ns, c.start_ns)) for c in collectives)
 
     by_operator: Counter[str] = Counter()
     for kernel in kernels:
@@ -130,17 +126,14 @@ def of_backward(timeline: object) -> dict[str, object]:
     }
 
 
-def show(found: dict[str, dict[str, object]]) -> None:
+def show(found: dict[str, Found]) -> None:
     """A line per way, and what takes longer under it than under PyTorch's own."""
     first = next(iter(found.values()))["operators"]
-    assert isinstance(first, dict)
     for title, way in found.items():
         print(title, *(f"{name} {way[name]:.2f}" for name in ("step_ms", "span", "kernels", "beside", "nothing", "ends")))
-        operators = way["operators"]
-        assert isinstance(operators, dict)
-        more = sorted(((operators[name] - first.get(name, 0.0), name) for name in operators), reverse=True)[:6]
+        more = sorted(((took - first.get(name, 0.0), name) for name, took in way["operators"].items()), reverse=True)[:6]
         print("   longer:", *(f"{name} {value:+.2f}" for value, name in more))
-        print("   collectives:", *(f"{name} {start:.1f}+{took:.2f}" for name, start, took in way["collectives"][:14]))  # type: ignore[index]
+        print("   collectives:", *(f"{name} {start:.1f}+{took:.2f}" for name, start, took in way["collectives"][:14]))
 
 
 if __name__ == "__main__":

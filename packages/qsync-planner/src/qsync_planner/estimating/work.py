@@ -114,9 +114,10 @@ def _weighted(operator: Operator, run: Variant, eager: bool, image: bool) -> tup
         wanted.append((run.grad_input, w, x))
     for precision, saved, written in wanted:
         nbytes += (out + saved + written) * precision.nbytes
-        turned += transposed(precision)
+        again = transposed(precision)
+        turned += again
         around += transforms(precision)
-        launches += 1 + 2 * (transposed(precision) > 0)
+        launches += 1 + 2 * (again > 0)
         if dequantized and not precision.needs_scale:
             nbytes += saved * (1 + precision.nbytes)
             launches += 1

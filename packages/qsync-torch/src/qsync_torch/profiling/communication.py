@@ -144,7 +144,7 @@ def measure_communication(
                 model = measure_collective(sizes, target, repeats=_REPEATS, group=process_group)
                 assert model is not None  # there are ranks and buckets
                 model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target, among))
-                lost = dict.fromkeys(groups, 0.0)
+                lost: dict[str, float] = {}
                 if backward is not None and process_group is not None:
                     largest_ns = model.cost_ns(waiting.nbytes)
                     beside = measure_beside_compute(backward, process_group, waiting, largest_ns, compute_ns, WHAT)
@@ -165,8 +165,8 @@ def measure_communication(
                     found = measure_slowdown(backward, process_group, waiting, measuring, WHAT)
                     slowdown[name] = found.share
                     note(_sentence(name, label, found, max_ctas, members[own[0]].sms))
-            transfer_share = {name: max(0.0, lost[name] - slowdown[name]) for name in groups}
-            measured.append(MeasuredCollectives(max_ctas, model, slowdown, transfer_share if with_nccl else {}))
+            transfer_share = {name: max(0.0, share - slowdown[name]) for name, share in lost.items()}
+            measured.append(MeasuredCollectives(max_ctas, model, slowdown, transfer_share))
     progress(total, total, "")
     first = {name: next(member for member in members.values() if member.group == name) for name in groups}
     return CollectiveCosts(
