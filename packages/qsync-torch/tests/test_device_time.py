@@ -285,6 +285,16 @@ def test_a_step_that_the_device_binds_fills_its_period_with_compute():
     assert found.forward_dispatch_ns == 800 * 8_000
 
 
+@pytest.mark.parametrize(("kernel_ns", "in_a_row"), [(10_000_000, 10), (150_000_000, 7), (900_000_000, 3)])
+def test_steps_run_back_to_back_for_a_second(kernel_ns, in_a_row):
+    device, trained = SimulatedDevice(), []
+    runner = simulated_runner(device, (1, kernel_ns // 2, 8_000), (1, kernel_ns // 2, 9_000), (1, 40_000, 50_000))
+    step, runner.train_step = runner.train_step, lambda index: (trained.append(index), step(index))
+    found = _measure_cuda(runner, FLOAT32, watch(device), TWICE, 5)
+    assert trained == 3 * list(range(in_a_row))
+    assert found.iteration_ns == pytest.approx(kernel_ns, rel=0.02)
+
+
 def test_which_resource_fills_the_period():
     # The device's work fills it: the rest is gaps between kernels.
     assert fill_period((10, 20, 10), (50, 40, 8), 100) == ((10, 20, 10), (51, 40, 8))

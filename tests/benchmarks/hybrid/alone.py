@@ -113,6 +113,27 @@ def run_within(
     return row
 
 
+class Laps:
+    """How long each part of a profile takes, by what it says of its progress: compiling, operators, casts, each rung's whole step
+    and the rest (which is part of the last one's, but for all-reduces)."""
+
+    def __init__(self) -> None:
+        self._part, self._since = "compiling", time.perf_counter()
+        self._taken: dict[str, float] = {}
+
+    def at(self, done: int, total: int, what: str) -> None:
+        """A part begins."""
+        now = time.perf_counter()
+        self._taken[self._part] = self._taken.get(self._part, 0.0) + now - self._since
+        named = next((word for word in ("compiling", "whole step", "cast", "all-reduce") if what.startswith(word)), "operators")
+        self._part, self._since = what if named == "whole step" else named, now
+
+    def taken(self) -> dict[str, float]:
+        """Seconds by part."""
+        self.at(0, 0, self._part)
+        return self._taken
+
+
 def artifact(path: Path, kind: type[T], make: Callable[[], T]) -> T:
     """The artifact of an earlier process, or a new one that is kept."""
     if path.exists():
@@ -146,20 +167,13 @@ def main() -> None:
         found = here | {"runs": {}}
     job = make_job(options.name, batch)
     dag = artifact(options.out / "dag.qsync", PrecisionDag, lambda: trace(job))
-    begin = compiled = time.perf_counter()
-
-    def watch(done: int, total: int, what: str) -> None:
-        nonlocal compiled
-        if what.startswith("compiling"):  # ahead of all that is measured; row H8 is with kernels at hand
-            compiled = time.perf_counter()
-
-    measure_profile = partial(profile, job, dag, device=DEVICE, share=options.share, ladder=LADDER, progress=watch)
+    laps = Laps()
+    measure_profile = partial(profile, job, dag, device=DEVICE, share=options.share, ladder=LADDER, progress=laps.at)
     profile_ = artifact(options.out / f"profile.{options.share:g}.qsync", Profile, measure_profile)
-    found.setdefault("profile_s", time.perf_counter() - compiled)
-    found.setdefault("compile_s", compiled - begin)
+    found.setdefault("profile_s", laps.taken())
     found.setdefault("call_us", Stopwatch(torch.device("cpu")).overhead_ns / 1e3)
     write(path, found)
-    print(options.name, f"profiled in {found['profile_s']:.1f} s after {found['compile_s']:.1f} s of compiling", flush=True)
+    print(options.name, "profile, s:", {part: round(seconds, 1) for part, seconds in found["profile_s"].items()}, flush=True)
     replayer = Replayer(dag, one_group(profile_), {"infer": profile_})
     for label, variants in configurations(dag).items():
         if label in found["runs"]:

@@ -39,7 +39,9 @@ def test_errors_on_one_gpu() -> None:
     runs = {"float32": entry(100.0, 99.0, 3.9), "int8": entry(50.0, 51.5, 4.2)}
     runs["int8"]["measured"] |= {"issue_ms": [20.0, 25.0, 3.0], "call_us": 1.5}
     runs["int8"]["predicted"]["compute_ns"] = 39e6  # less than the CPU's time
-    found = by_id(alone_rows({"m": {"batch": 8, "profile_s": 30.0, "compile_s": 40.0, "runs": runs}}))
+    found = by_id(
+        alone_rows({"m": {"batch": 8, "profile_s": {"compiling": 40.0, "operators": 12.5, "whole step int8": 17.5}, "runs": runs}})
+    )
     assert found["H1-m-float32-error"] == pytest.approx(-0.01)
     assert found["H1"] == pytest.approx((0.01 + 0.03) / 2)
     assert found["H1-worst"] == pytest.approx(0.03)
@@ -47,7 +49,7 @@ def test_errors_on_one_gpu() -> None:
     assert found["H3"] == pytest.approx((0.025 + 0.05) / 2)
     assert found["H3-worst"] == pytest.approx(0.05)
     assert found["H3-reserved"] == 0
-    assert (found["H8-m"], found["H8-m-compile"]) == (30.0, 40.0)
+    assert [found[f"H8-m{part}"] for part in ("", "-compiling", "-whole-step-int8")] == [30.0, 40.0, 17.5]
     assert [found[f"H1-host-m-int8-{name}"] for name in ("measured", "predicted", "call")] == [48.0, 40.0, 1.5]
 
 

@@ -57,9 +57,10 @@ def test_what_is_more_than_the_mean_of_none_and_all(monkeypatch):
     assert "forward" not in runner.model[0].__dict__
 
 
-def test_only_a_cpu_that_may_be_the_step_is_looked_at():
-    def step(dispatch):
-        return StepMeasurement(BFLOAT16, 100, dispatch, 50, dispatch, 40, 5, 10, 0)
+def test_only_a_cpu_that_may_be_the_whole_of_a_mixed_step_is_looked_at():
+    def step(period, dispatch):
+        return StepMeasurement(BFLOAT16, period, dispatch, 50, dispatch, 40, 5, 10, 0)
 
-    assert may_bind([step(10), step(28)])
-    assert not may_bind([step(10), step(27)])
+    assert may_bind(step(100, 15), step(100, 11))  # 62 of 200 issued
+    assert not may_bind(step(100, 15), step(100, 10))
+    assert not may_bind(step(300, 15), step(50, 22))  # the rung alone is bound, and nothing between

@@ -231,7 +231,8 @@ def profile(
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
         alternating = None
         rung = next((v for v in variants if v != base and not v.compute.needs_scale), variants[0])
-        if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps):
+        of_rung = next(step for step in steps if step.variant == rung)
+        if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps[0], of_rung):
             chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
             try:
                 alternating = measure_alternating(runner, rung, dag, bench.stopwatch, chosen)
