@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.processes import MPS_FOLDER, Deadline, end_leftover_mps, finish, is_complete, start, start_ranks
-from hybrid.workloads import TimeLeft, kept, repeated, write
+from hybrid.workloads import TimeLeft, kept, repeated, threads_of_core, write
 
 
 def test_a_rank_that_waits_for_one_that_failed_is_ended(
@@ -98,3 +98,11 @@ def test_time() -> None:
     assert not left.for_another(lambda _: 0.5)  # another rank has none
     assert not TimeLeft(-1).for_another()
     assert [repeated(8, seconds) for seconds in (0.01, 0.2, 3.0)] == [8, 3, 2]
+
+
+def test_hardware_threads_of_one_core(tmp_path: Path) -> None:
+    for cpu, said in enumerate(("0,4", "1-2", "1-2")):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{said}\n")
+    assert [threads_of_core(cpu, tmp_path) for cpu in range(4)] == [(0, 4), (1, 2), (1, 2), (3,)]
