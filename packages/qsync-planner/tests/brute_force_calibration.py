@@ -181,9 +181,18 @@ def _sums(walker: Walker, known: WholeSteps, walked: Sequence[Walked]) -> tuple[
 
 
 def _measured(walker: Walker, known: WholeSteps, step: StepMeasurement, walked: Sequence[Walked]) -> Columns:
-    """What the step took, by column; on a CPU device the whole period up to the optimizer, shared out as it was measured."""
+    """What the step took, by column, if its optimizer had been that of all plans, so that the whole comes to the same.
+
+    On a CPU device it is the whole period up to the optimizer, shared out as it was measured.
+    """
     if not one_clock(walker):
-        return step.forward_dispatch_ns, step.forward_compute_ns, step.backward_dispatch_ns, step.backward_compute_ns
+        backwards = []
+        for backward, own, common in (
+            (step.backward_dispatch_ns, step.optimizer_dispatch_ns, known.optimizer[0]),
+            (step.backward_compute_ns, step.optimizer_compute_ns, known.optimizer[1]),
+        ):
+            backwards.append(max(backward + own - common, 0) if backward > 0 < own else backward)
+        return step.forward_dispatch_ns, step.forward_compute_ns, backwards[0], backwards[1]
     forward = step.forward_dispatch_ns + step.forward_compute_ns
     backward = step.backward_dispatch_ns + step.backward_compute_ns
     if forward + backward == 0:

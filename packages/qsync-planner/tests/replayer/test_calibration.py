@@ -194,6 +194,17 @@ def test_operators_that_stay_beside_lowered_ones_take_the_cpu_longer() -> None:
     assert dispatch(found, FP32, BF16) < dispatch(told, FP32, BF16)
 
 
+@pytest.mark.parametrize(("dispatch_ns", "compute_ns"), [(9_000, 1_500), (4_000, 2_600)])
+def test_a_rung_whose_optimizer_was_another_fills_its_period(dispatch_ns: int, compute_ns: int) -> None:
+    """The optimizer is the same under every plan; by how much it was measured longer or shorter, backward is."""
+    rung = attrs.evolve(LOWERED_DISPATCH, optimizer_dispatch_ns=dispatch_ns, optimizer_compute_ns=compute_ns)
+    dag, found = measured(BASE_DISPATCH, rung, kind=DeviceKind.CUDA)
+    group = Replayer(dag, single_group(), {"g": found}).replay(uniform(dag, BF16)).groups["g"]  # type: ignore[arg-type]
+    assert group.optimizer_ns == 2_000
+    assert abs(group.dispatch_ns - (44_000 + 66_000 + dispatch_ns)) <= 8
+    assert abs(group.forward_ns + group.backward_ns - (3_000 + 4_000 + compute_ns - 2_000)) <= 16
+
+
 def test_trials_go_on_with_the_costs_of_a_plan_and_end_at_the_replay_of_it() -> None:
     dag, found = measured(BASE_DISPATCH, LOWERED_DISPATCH, kind=DeviceKind.CUDA)
     told = attrs.evolve(found, alternating=AlternatingDispatch(BF16, 5_000, 1_000))

@@ -106,14 +106,19 @@ def _fit_alternating(
     return found
 
 
-def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelled: PhaseTimes) -> PhaseTimes:
-    """The phases that a step was measured to have.
+def _target(step: StepMeasurement, synchronous: bool, optimizer: tuple[int, int], modelled: PhaseTimes) -> PhaseTimes:
+    """The phases that a step was measured to have, beside the one optimizer of all plans.
 
-    On a synchronous device they are scaled to fill the measured period up to the optimizer, so that nothing of it is lost.
+    By how much the step's own optimizer took longer (dispatch, compute), its backward does, so that nothing of the period is lost.
+    On a synchronous device forward and backward are scaled to fill the measured period up to the optimizer.
     """
     phases = PhaseTimes(step.forward_dispatch_ns, step.forward_compute_ns, step.backward_dispatch_ns, step.backward_compute_ns)
+    dispatch_ns, optimizer_ns = optimizer
     if not synchronous:
-        return phases
+        return phases._replace(
+            backward_dispatch_ns=_longer(phases.backward_dispatch_ns, step.optimizer_dispatch_ns, dispatch_ns),
+            backward_compute_ns=_longer(phases.backward_compute_ns, step.optimizer_compute_ns, optimizer_ns),
+        )
     forward = phases.forward_dispatch_ns + phases.forward_compute_ns
     backward = phases.backward_dispatch_ns + phases.backward_compute_ns
     if forward + backward == 0:
@@ -123,6 +128,11 @@ def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelle
         forward = both * forward // (forward + backward)
         backward = both - forward
     return PhaseTimes(0, forward, 0, backward)
+
+
+def _longer(backward_ns: int, own_ns: int, of_all_ns: int) -> int:
+    """A backward and what an optimizer of its own took more than that of all plans; a time of 0 was not measured apart."""
+    return max(0, backward_ns + own_ns - of_all_ns) if backward_ns and own_ns else backward_ns
 
 
 def _optimizer(profile: Profile, step: StepMeasurement) -> tuple[int, int]:
@@ -153,7 +163,7 @@ def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepM
     mapper = _uniform(dag, plain, step.variant)
     modelled = _modelled(mapper)
     dispatch, compute = _optimizer(profile, step)
-    target = _target(step, profile.device.is_synchronous, compute, modelled)
+    target = _target(step, profile.device.is_synchronous, (dispatch, compute), modelled)
     scales: list[Scale] = []
     everywhere = [[0, 0, 0, 0] for _ in dag.operators]
     for column, (want, have, cast) in enumerate(zip(target, modelled, _cast_times(mapper), strict=True)):
@@ -203,7 +213,8 @@ def _fit_rung(
     except PlanError:  # an operator cannot run in this rung, so the step was not uniform and says nothing about the model's sum
         return {}
     modelled = _modelled(mapper)
-    target = _target(step, profile.device.is_synchronous, calibration.optimizer_compute_ns, modelled)
+    optimizer = (calibration.optimizer_dispatch_ns, calibration.optimizer_compute_ns)
+    target = _target(step, profile.device.is_synchronous, optimizer, modelled)
     positions = [i for i, operator in enumerate(dag.operators) if operator.is_adjustable]
     evaluations = [mapper.states[i].evaluation for i in positions]
     flops = [dag.operators[i].flops for i in positions]
