@@ -45,15 +45,23 @@ def communicate(
     Start it under torchrun with all processes of the job, as training is started; each is of the group that QSYNC_GROUP names, or
     that its device has in the cluster file.  Rank 0 writes the output.
     """
-    from qsync_torch.distributed.ranks import naming_lost_ranks, process_group_from_environment, together
+    from qsync_torch.distributed.ranks import (
+        KIND_OF_DEVICE,
+        members_to_be,
+        naming_lost_ranks,
+        process_group_from_environment,
+        together,
+    )
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.communication import check_not_alone, measure_communication
     from qsync_torch.sharing.share import find_share, is_gpu, take_sms
 
-    if cluster_path and is_gpu(device):  # before anything starts CUDA
-        own = find_share(read_cluster(cluster_path))
-        take_sms(own.fraction, f"group {own.group!r}")
-    target = chosen_device(device)
+    with together("qsync communicate", slow=True, group=members_to_be("start")) as facts:
+        if cluster_path and is_gpu(device):  # before anything starts CUDA
+            own = find_share(read_cluster(cluster_path))
+            take_sms(own.fraction, f"group {own.group!r}")
+        target = chosen_device(device)
+        facts[KIND_OF_DEVICE] = target.type
     with process_group_from_environment(target) as rank:
         check_not_alone()
         with together("qsync communicate", slow=True), job_code(job):

@@ -77,8 +77,10 @@ def prepare(
     """
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from qsync_torch.distributed.ranks import KIND_OF_DEVICE, members_to_be, together
     from qsync_torch.prepare.flow import Request, is_script
     from qsync_torch.prepare.flow import prepare as run_prepare
+    from qsync_torch.prepare.folder import WHAT
     from qsync_torch.prepare.participants import Wish
 
     wanted = dict(map(Wish.parse, wishes))
@@ -91,23 +93,26 @@ def prepare(
             f"--chains plans fused kernels, which run where a model is compiled by qsync.compile(model, plan), and {job} says "
             "qsync.hybrid(...), which runs it eagerly: prepare the job as file.py:function, or leave --chains out"
         )
-    text = _text_of(cluster_path)
-    share = _take_share(device, cluster_path, output, wanted)
-    request = Request(
-        job=job,
-        output=output,
-        device=chosen_device(device),
-        share=share,
-        arguments=arguments,
-        batch_size=batch_size,
-        cluster=text,
-        wishes=wanted,
-        batch=batch,
-        chains=chains,
-        tune_s=tune_s,
-        fresh=fresh,
-    )
     try:
+        with together(WHAT, slow=True, group=members_to_be("start")) as facts:
+            text = _text_of(cluster_path)
+            share = _take_share(device, cluster_path, output, wanted)
+            target = chosen_device(device)
+            facts[KIND_OF_DEVICE] = target.type
+        request = Request(
+            job=job,
+            output=output,
+            device=target,
+            share=share,
+            arguments=arguments,
+            batch_size=batch_size,
+            cluster=text,
+            wishes=wanted,
+            batch=batch,
+            chains=chains,
+            tune_s=tune_s,
+            fresh=fresh,
+        )
         found = run_prepare(request)
     except KeyboardInterrupt:
         raise QSyncError(

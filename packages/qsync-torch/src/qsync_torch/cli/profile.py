@@ -77,26 +77,35 @@ def profile(
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.devices import gradient_format, standard_ladder
-    from qsync_torch.distributed.ranks import SHARE_VARIABLE, naming_lost_ranks, process_group_from_environment, together
+    from qsync_torch.distributed.ranks import (
+        KIND_OF_DEVICE,
+        SHARE_VARIABLE,
+        members_to_be,
+        naming_lost_ranks,
+        process_group_from_environment,
+        together,
+    )
     from qsync_torch.kernels.installed import check_store
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
     from qsync_torch.tuning.job_tuning import tune_job
 
-    group = ladder.group
-    if share is None:
-        share = group.share if group else 1.0
-    if not 0 < share <= 1:
-        raise QSyncError(f"--share is a fraction of the device, above 0 and at most 1, got {share:g}")
-    if (share < 1 or SHARE_VARIABLE in os.environ) and is_gpu(device):  # before anything starts CUDA
-        take_sms(share, "this profile (--share, or its group's share)")
-    target = chosen_device(device)
-    variants = ladder.variants(gradient_format(target), standard_ladder(target))
-    try:
-        cap = parse_bytes(memory_cap) if memory_cap else 0
-    except ValueError as error:
-        raise QSyncError(f"--memory-cap: {error}") from None
+    with together("qsync profile", slow=True, group=members_to_be("start")) as facts:
+        group = ladder.group
+        if share is None:
+            share = group.share if group else 1.0
+        if not 0 < share <= 1:
+            raise QSyncError(f"--share is a fraction of the device, above 0 and at most 1, got {share:g}")
+        if (share < 1 or SHARE_VARIABLE in os.environ) and is_gpu(device):  # before anything starts CUDA
+            take_sms(share, "this profile (--share, or its group's share)")
+        target = chosen_device(device)
+        facts[KIND_OF_DEVICE] = target.type
+        variants = ladder.variants(gradient_format(target), standard_ladder(target))
+        try:
+            cap = parse_bytes(memory_cap) if memory_cap else 0
+        except ValueError as error:
+            raise QSyncError(f"--memory-cap: {error}") from None
 
     unfinished = partial_file(output)
 

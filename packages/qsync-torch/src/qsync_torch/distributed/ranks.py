@@ -28,6 +28,8 @@ GROUP_VARIABLE = "QSYNC_GROUP"
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 VERSIONS, PLAN = "versions", "plan"
 """Names of the facts that have a sentence of their own where ranks differ."""
+KIND_OF_DEVICE = "kind of device"
+"""A fact of ranks that are to make a process group: of a CUDA device and a CPU each would wait in another backend."""
 _GRACE_S = 5.0
 """How long a rank that the store has left may take to end by itself."""
 
@@ -84,6 +86,29 @@ def store_of_environment() -> tuple[dist.Store, int, int] | None:
         raise RankError(not_met(error)) from None
     store.set_timeout(dist.constants.default_pg_timeout)
     return store, rank, world_size
+
+
+def members_to_be(round_name: str, patience_s: float | None = None) -> Members | None:
+    """The ranks that :func:`process_group_from_environment` will put into a process group, for :func:`together` before that.
+
+    A rank that cannot join them (no MPS daemon, no such device) then says so: without, the others would wait for it in
+    ``init_process_group``, over gloo for half an hour.
+
+    Args:
+        round_name: what they do together, equal on all ranks.
+        patience_s: as :class:`Members` has it; by default what a process group has.
+
+    Returns:
+        None in a process that is alone; in a process group, whose ranks take part then by default.
+
+    Raises:
+        RankError: as :func:`store_of_environment`.
+    """
+    if in_process_group() or (found := store_of_environment()) is None:
+        return None
+    store, rank, world_size = found
+    patience_s = dist.constants.default_pg_timeout.total_seconds() if patience_s is None else patience_s
+    return Members(rank, range(world_size), dist.PrefixStore(f"qsync/{round_name}", store), patience_s)
 
 
 FindDevice = Callable[[], tuple[str, DeviceKind]]

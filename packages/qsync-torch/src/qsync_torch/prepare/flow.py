@@ -26,11 +26,12 @@ from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import (
+    KIND_OF_DEVICE,
     VERSIONS,
+    members_to_be,
     naming_lost_ranks,
     process_group_from_environment,
     rank_timeout_s,
-    store_of_environment,
     together,
     versions_text,
 )
@@ -160,10 +161,7 @@ def _of_script(request: Request) -> Load:
     """
     from qsync_torch.capturing.script import job_of_script
 
-    place, members = store_of_environment(), None
-    if place is not None:
-        store, rank, world_size = place
-        members = Members(rank, range(world_size), dist.PrefixStore("qsync/script", store), rank_timeout_s())
+    members = members_to_be("script", rank_timeout_s())
     with together(f"the line of {Path(request.job).name}", group=members, may_hang=True):
         job, caller = job_of_script(request.job, request.arguments)
     return lambda: (job if request.batch_size is None else attrs.evolve(job, batch_size=request.batch_size), caller)
@@ -196,7 +194,7 @@ class _Flow:
             check_store(request.device)
             job, self._caller = load()
             facts["optimizer"] = describe_optimizer(job)
-            facts["kind of device"] = request.device.type
+            facts[KIND_OF_DEVICE] = request.device.type
         if folder.rank == 0 and is_script(request.job):
             from qsync_torch.capturing.script import unsaid_autocast
 

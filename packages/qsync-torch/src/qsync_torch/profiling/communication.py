@@ -26,7 +26,7 @@ from qsync_torch.devices import device_type, parse_device, software_versions
 from qsync_torch.distributed.exchange import rank_list
 from qsync_torch.distributed.nccl import CHANNEL_VARIABLES, nccl_options
 from qsync_torch.distributed.process_group import rank_count
-from qsync_torch.distributed.ranks import together, told_by_all
+from qsync_torch.distributed.ranks import KIND_OF_DEVICE, together, told_by_all
 from qsync_torch.job import Job, check_same_model
 from qsync_torch.profiling.collective import collective_ns, longer, maximum_over_ranks, measure_collective
 from qsync_torch.profiling.contention import Backward, Slowdown, measure_beside_compute, measure_slowdown
@@ -106,7 +106,7 @@ def measure_communication(
     variables = " ".join(f"{name}={os.environ[name]}" for name in CHANNEL_VARIABLES if os.environ.get(name))
     with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}, group=among) as facts:
         target = parse_device(str(device))
-        facts["kind of device"] = target.type
+        facts[KIND_OF_DEVICE] = target.type
         check_same_model(job, dag)
         sizes = bucket_sizes(dag)
         mine = _Member.here(group, target, share)
