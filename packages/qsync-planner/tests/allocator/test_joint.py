@@ -15,7 +15,7 @@ from planning_cases import Case, random_case, random_costs
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator.baselines import move_to_uniform
-from qsync_planner.allocator.exact.group_program import GroupProgram, Programs, Quantity
+from qsync_planner.allocator.exact.group_program import GroupProgram, Programs, Quantity, least
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, Segment, relaxed
 from qsync_planner.allocator.exact.program import Limits, Program
 from qsync_planner.allocator.exact.solve import EXACT, answer, solve_exactly, solve_jointly
@@ -126,6 +126,20 @@ def test_a_plan_says_when_contention_is_dear() -> None:
         assert is_told == (problem.objective(solution.rungs) > 1.2 * alone)
         told.add(is_told)
     assert told == {True, False}
+
+
+@pytest.mark.parametrize("seed", [1, 16, 21, 29, 42])
+def test_the_least_memory_within_a_time_limit_is_found(seed: int) -> None:
+    """In these draws HiGHS 1.16 ends, as optimal, with the plan that it was started at."""
+    case, replayer, problem = contended_job(seed)
+    state, programs = SearchState(problem, replayer), Programs(replayer)
+    group = problem.groups[0]
+    start = move_to_uniform(state, group.name, programs).rungs
+    limit_ns = round(state.prediction.iteration_ns * 1.02)
+    found = least(programs.joint(group, {}, {group.name}, limit_ns), Quantity.MEMORY, limit_ns, start=start)
+    assert found is not None
+    replays = [replayer.replay({group.name: assignment}) for assignment in case.assignments(group.name)]
+    assert found.peak_bytes == min(p.groups[group.name].peak_bytes for p in replays if p.iteration_ns <= limit_ns)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -20,6 +20,8 @@ from qsync_core.errors import PlanError
 
 _FEASIBILITY = 1e-9
 _INTEGRALITY = 1e-7
+_SAME_OBJECTIVE = 1e-5
+"""Part of an objective by which rounding may change it."""
 _INFEASIBLE = ("kInfeasible", "kUnboundedOrInfeasible")
 _STOPPED = ("kTimeLimit", "kIterationLimit", "kSolutionLimit", "kInterrupt")
 """Names of HighsModelStatus that are an answer, beside ``kOptimal``.  No program is unbounded: no Ω, time or memory is below 0."""
@@ -201,8 +203,10 @@ class Program:
             solver.cbMipImprovingSolution += improved
         try:
             solver.run()
-            if solver.getModelStatus().name not in (*_INFEASIBLE, *_STOPPED, "kOptimal"):  # from the beginning it often succeeds
-                solver.clearSolver()
+            ended = solver.getModelStatus().name
+            failed = ended not in (*_INFEASIBLE, *_STOPPED, "kOptimal")
+            if failed or (ended != "kTimeLimit" and not relaxed and self._is_confused(solver)):
+                solver.clearSolver()  # and with it the start: from the beginning it often succeeds
                 solver.run()
         finally:
             if on_improved is not None:
@@ -211,6 +215,17 @@ class Program:
         if relaxed and found.outcome is Outcome.OPTIMAL:
             self._basis = (size, solver.getBasis())
         return found
+
+    def _is_confused(self, solver: Any) -> bool:
+        """Whether the point that HiGHS gives has another objective than it says.
+
+        HiGHS 1.16 may carry a start over into its presolved program as a point that is better than it is, and better than any: it
+        then ends with that objective, as optimal, and with the start.
+        """
+        values, said = np.asarray(solver.getSolution().col_value), solver.getInfo().objective_function_value
+        if not values.size or not math.isfinite(said):
+            return False
+        return bool(abs(np.dot(self._cost, values) - said) > _SAME_OBJECTIVE * max(1.0, abs(said)))
 
     def _handed_over(self, relaxed: bool) -> Any:
         import highspy
