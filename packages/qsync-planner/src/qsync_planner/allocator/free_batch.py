@@ -30,8 +30,8 @@ from qsync_planner.allocator.problem import Problem
 from qsync_planner.allocator.solution import Solution
 
 PREDICTION_ERROR = 0.032
-"""Worst error of a hybrid job's predicted step (docs/hybrid.md): a split must keep the time limit with this to spare, and lower Σ Ω
-by more than this part."""
+"""No hybrid job's predicted step is off by more (docs/hybrid.md): a split must keep the time limit with this to spare, and lower Σ
+Ω by more than this part."""
 MOST_SPLITS = 64
 """Larger batches are split in steps of several samples."""
 
