@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,17 @@ def test_a_slow_rank_is_named_and_the_others_wait_for_it():
     assert "the others wait for rank 1" in lines["last to all-reduces"]["finding"]
     assert [end.status for end in ended] == [0, 0]
     assert ended[1].output == ""
+
+
+def test_a_rank_ends_where_another_program_has_the_port_and_says_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = os.environ | place | {"MASTER_PORT": str(silent.getsockname()[1]), "QSYNC_RANK_TIMEOUT_S": "1"}
+        command = [sys.executable, "-m", "qsync", "doctor"]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"error: the ranks of this job did not meet at 127.0.0.1:{environment['MASTER_PORT']} (")
+    assert "has said nothing for 1 s, as another program would" in ended.stderr
 
 
 def test_a_rank_that_stops_in_an_all_reduce_is_named():

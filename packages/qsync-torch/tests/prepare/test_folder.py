@@ -111,6 +111,21 @@ def test_one_disk_that_cannot_be_written_ends_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_has_no_room_for_the_lock_is_said_with_what_to_do_and_lets_it_go(tmp_path, monkeypatch, ranks):
+    def write(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    run = tmp_path / "run"
+    monkeypatch.setattr("qsync_torch.prepare.folder.os.write", write)
+    said = "No space left on device; make room or name another folder with -o, and start 'qsync prepare' again: it continues"
+    for error in on_ranks([run] * ranks, publish):
+        assert isinstance(error, ArtifactError)
+        assert f"cannot write {run}: {said}" in str(error)
+    monkeypatch.undo()
+    assert on_ranks([run] * ranks, publish)[0] is True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_what_a_part_cannot_write_while_it_is_made_is_said_with_what_to_do(tmp_path, ranks):
     def work(folder: Folder) -> None:
         with folder.together(slow=True):

@@ -7,7 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,8 @@ from qsync_torch.distributed.ranks import not_met
 
 PAUSE_S = 0.1
 _BEAT_S = 0.5
+_GRACE_S = 2.0
+"""For PyTorch's own time-out to come first, which says more."""
 
 
 @attrs.frozen
@@ -67,15 +70,40 @@ class Place:
             RankError: when it cannot be reached.
         """
         try:
-            return dist.TCPStore(
-                self.host,
-                self.port,
-                is_master=holds and self.rank == 0 and not self.agent_store,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
+            return _within(
+                timeout_s,
+                lambda: dist.TCPStore(
+                    self.host,
+                    self.port,
+                    is_master=holds and self.rank == 0 and not self.agent_store,
+                    timeout=timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                ),
             )
-        except dist.DistError as error:
+        except (dist.DistError, TimeoutError) as error:
             raise RankError(not_met(error)) from None
+
+
+def _within(timeout_s: float, connect: Callable[[], dist.TCPStore]) -> dist.TCPStore:
+    """What ``connect`` gives.  PyTorch's time-out ends neither it nor Ctrl-C where another program has the port, takes the
+    connection and says nothing; a thread that waits so can be left behind.
+
+    Raises:
+        TimeoutError: when it gives nothing.
+    """
+    done: Future[dist.TCPStore] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(connect())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="qsync-doctor-store", daemon=True).start()
+    try:
+        return done.result(timeout_s + _GRACE_S)
+    except TimeoutError:
+        raise TimeoutError(f"what listens there has said nothing for {timeout_s:g} s, as another program would") from None
 
 
 class Mailbox:

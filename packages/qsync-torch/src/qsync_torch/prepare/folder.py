@@ -201,7 +201,7 @@ def open_folder(path: Path, members: Members | None) -> Iterator[Folder]:
         with folder.together(), _writing(path):
             own.mkdir(parents=True, exist_ok=True)
             token.write_text(socket.gethostname())
-        with folder.together():
+        with folder.together(), _writing(path):
             # By exact names, which no file system has remembered as missing.
             ranks = members.ranks if members else [0]
             first = next((rank for rank in ranks if (own / f"{nonce}-{rank}").exists()), folder.rank)
@@ -289,6 +289,7 @@ def _lock(file: Path, path: Path) -> int:
 
     Raises:
         QSyncError: when another process holds it.
+        OSError: when it cannot be written.
     """
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -300,6 +301,10 @@ def _lock(file: Path, path: Path) -> int:
             f"another 'qsync prepare' works in {path}{f' ({holder})' if holder else ''}; wait until it is done, or give this one a "
             "folder of its own with -o"
         ) from None
-    os.truncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    try:
+        os.truncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except OSError:
+        os.close(lock)
+        raise
     return lock
