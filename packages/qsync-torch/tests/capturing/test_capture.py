@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -107,6 +108,17 @@ def test_a_script_goes_on_as_without_the_call(workers, generator):
     (with_call, drawn), (without, expected) = run(True), run(False)
     assert drawn == expected
     assert all(torch.equal(a, b) for a, b in zip(with_call, without, strict=True))
+
+
+def test_what_a_loaders_functions_know_is_looked_at_without_warnings():
+    def collate(samples):  # knows torch, which has objects that warn when they are looked at
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    model = nn.Linear(5, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        loader = DataLoader(TensorDataset(X, Y), 8, collate_fn=collate)
+        qsync.capture(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
 
 
 def test_the_model_is_the_live_one_and_measurements_leave_it_as_it_is():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,7 +29,10 @@ def as_without(loader: Any) -> Iterator[None]:
     begin anew.  A data set that changes itself when it is read has been read.
     """
     with ExitStack() as undo:
-        for put_back in [*_global_states(), *(_state_of(generator) for generator in _generators(loader))]:
+        with warnings.catch_warnings():  # what is deprecated warns when it is looked at, as torch.distributed.reduce_op does
+            warnings.simplefilter("ignore")
+            generators = _generators(loader)
+        for put_back in [*_global_states(), *map(_state_of, generators)]:
             undo.callback(put_back)
         if "_iterator" in getattr(loader, "__dict__", ()):  # a DataLoader's; its workers end with their iterator
             undo.callback(setattr, loader, "_iterator", loader._iterator)
