@@ -211,7 +211,7 @@ def test_hostile_group_names_are_refused(job, name, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"image": ""}, "not a container image: ''"),
+        ({"image": ""}, "a JobSet needs a container image with torch, QSync and the script; name it"),
         ({"image": "a b"}, "not a container image: 'a b'"),
         ({"image": "a\n  privileged: true"}, "not a container image"),
         ({"namespace": "Default"}, "a namespace cannot be called 'Default'"),

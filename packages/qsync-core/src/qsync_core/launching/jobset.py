@@ -222,6 +222,11 @@ def _check(job: PlannedJob, name: str, settings: PodSettings) -> None:
             )
     if "shared-memory" in settings.claims:
         raise ClusterError("the volume 'shared-memory' is /dev/shm's; give the claim of that name another one")
+    if not settings.image:
+        raise ClusterError(
+            "a JobSet needs a container image with torch, QSync and the script; name it, for example with --image "
+            "registry.example.com/train:1.0"
+        )
     if not _IMAGE.fullmatch(settings.image):
         raise ClusterError(f"not a container image: {settings.image[:80]!r}; write for example registry.example.com/train:1.0")
     if not _QUANTITY.fullmatch(settings.shared_memory):
