@@ -6,6 +6,7 @@ import html
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import attrs
@@ -281,6 +282,19 @@ def test_a_folder_that_is_not_finished_is_refused(run: RunFolder, tmp_path: Path
     with pytest.raises(ArtifactError, match=re.escape(str(half.dag))):
         write_report(half)
     assert not half.report.exists()
+
+
+def test_a_plan_or_sensitivity_of_another_job_is_named(run: RunFolder, tmp_path: Path) -> None:
+    mixed = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
+    other = stored_run(tmp_path / "other", "h200/bert-base")
+    names = ["train", "infer"]
+    for file, foreign, words in (
+        (mixed.sensitivity, other.sensitivity, "the sensitivity is of another graph"),
+        (mixed.plan(names), other.plan(names), "the plan is for another graph"),
+    ):
+        file.write_bytes(foreign.read_bytes())
+        with pytest.raises(PlanError, match=words):
+            write_report(mixed)
 
 
 def test_without_the_extra_there_is_a_sentence_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.program import is_installed as has_highs
 from qsync_planner.allocator.exact.search import Effort
 from qsync_planner.allocator.exact.tradeoff import tradeoff
+from qsync_planner.matching import check_plan, check_sensitivity
 from qsync_planner.reporting.charts import (
     memory_figure,
     precisions_figure,
@@ -87,7 +88,7 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
     """What is in a run folder of the job of all its groups, and its measured step where there is one.
 
     Raises:
-        PlanError: when it is no run folder, or has no plan for all groups.
+        PlanError: when it is no run folder, has no plan for all groups, or that or the sensitivity is of another graph.
         ArtifactError: when a file is missing or cannot be read.
     """
     cluster = run.read_cluster()
@@ -103,6 +104,8 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
         plan,
         load(costs, CollectiveCosts) if costs.is_file() else None,
     )
+    check_plan(job.plan, job.dag)
+    check_sensitivity(job.sensitivity, job.dag)
     return job, load(measured, Timeline) if measured.is_file() else None
 
 
