@@ -113,24 +113,28 @@ def run_within(
     return row
 
 
+PARTS = {"compiling": "compile", "cast": "casts", "all-reduce": "all-reduce"}
+"""Of a profile, by how its progress begins; whole steps have their own names, and all else is operators."""
+
+
 class Laps:
-    """How long each part of a profile takes, by what it says of its progress: compiling, operators, casts, each rung's whole step
-    and the rest (which is part of the last one's, but for all-reduces)."""
+    """How long each part of a profile takes, by what it says of its progress; what follows a rung's whole step is in that."""
 
     def __init__(self) -> None:
-        self._part, self._since = "compiling", time.perf_counter()
+        self._part, self._since = "compile", time.perf_counter()
         self._taken: dict[str, float] = {}
 
     def at(self, done: int, total: int, what: str) -> None:
         """A part begins."""
-        now = time.perf_counter()
-        self._taken[self._part] = self._taken.get(self._part, 0.0) + now - self._since
-        named = next((word for word in ("compiling", "whole step", "cast", "all-reduce") if what.startswith(word)), "operators")
-        self._part, self._since = what if named == "whole step" else named, now
+        self.taken()
+        named = (part for word, part in PARTS.items() if what.startswith(word))
+        self._part = what if what.startswith("whole step") else next(named, "operators")
 
     def taken(self) -> dict[str, float]:
-        """Seconds by part."""
-        self.at(0, 0, self._part)
+        """Seconds by part, up to now."""
+        now = time.perf_counter()
+        self._taken[self._part] = self._taken.get(self._part, 0.0) + now - self._since
+        self._since = now
         return self._taken
 
 

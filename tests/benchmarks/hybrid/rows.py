@@ -130,7 +130,7 @@ def alone_rows(files: Mapping[str, Found]) -> list[Row]:
             rows += measured_at(found, [*own, *memory, *_host(case, what, measured, predicted)])
         what = f"profile of {name} b{found['batch']}"
         parts = found["profile_s"]
-        total = sum(seconds for part, seconds in parts.items() if part != "compiling")
+        total = sum(seconds for part, seconds in parts.items() if part != "compile")
         profiled = [_row(f"H8-{name}", f"{what}, kernels at hand", total, "s", "≤ 45")]
         profiled += [
             _row(f"H8-{name}-{part.replace(' ', '-')}", f"{what}: {part}", seconds, "s") for part, seconds in parts.items()

@@ -40,7 +40,7 @@ def test_errors_on_one_gpu() -> None:
     runs["int8"]["measured"] |= {"issue_ms": [20.0, 25.0, 3.0], "call_us": 1.5}
     runs["int8"]["predicted"]["compute_ns"] = 39e6  # less than the CPU's time
     found = by_id(
-        alone_rows({"m": {"batch": 8, "profile_s": {"compiling": 40.0, "operators": 12.5, "whole step int8": 17.5}, "runs": runs}})
+        alone_rows({"m": {"batch": 8, "profile_s": {"compile": 40.0, "operators": 12.5, "whole step int8": 17.5}, "runs": runs}})
     )
     assert found["H1-m-float32-error"] == pytest.approx(-0.01)
     assert found["H1"] == pytest.approx((0.01 + 0.03) / 2)
@@ -49,7 +49,7 @@ def test_errors_on_one_gpu() -> None:
     assert found["H3"] == pytest.approx((0.025 + 0.05) / 2)
     assert found["H3-worst"] == pytest.approx(0.05)
     assert found["H3-reserved"] == 0
-    assert [found[f"H8-m{part}"] for part in ("", "-compiling", "-whole-step-int8")] == [30.0, 40.0, 17.5]
+    assert [found[f"H8-m{part}"] for part in ("", "-compile", "-whole-step-int8")] == [30.0, 40.0, 17.5]
     assert [found[f"H1-host-m-int8-{name}"] for name in ("measured", "predicted", "call")] == [48.0, 40.0, 1.5]
 
 
