@@ -17,7 +17,6 @@ from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest, Op
-from qsync_core.plugins.hooks import Candidate
 from qsync_core.plugins.registry import Registry
 from qsync_core.progress import silent
 from qsync_kernels_cutlass import architectures, plugin, support
@@ -451,23 +450,6 @@ def test_a_request_gets_its_reasons_through_the_registry():
     assert registry.disabled == {}
     with pytest.raises(BackendError, match=r"cutlass: it runs on CUDA devices, and this request is for cpu"):
         registry.select(attrs.evolve(linear(), device_kind="cpu"))
-
-
-MEASURED = Candidate("aten", latency_ns=9)
-
-
-@pytest.mark.parametrize(
-    ("request_", "candidates", "chosen"),
-    [
-        (producer(), [Candidate("aten"), Candidate("cutlass")], "cutlass"),
-        (producer(capability="9.0"), [Candidate("aten"), Candidate("cutlass"), Candidate("triton")], None),
-        (producer(), [MEASURED, Candidate("cutlass")], None),
-        (producer(), [Candidate("aten")], None),
-        (linear(), [Candidate("aten"), Candidate("cutlass")], None),
-    ],
-)
-def test_unmeasured_producers_are_its_own_where_nobody_else_fuses(request_, candidates, chosen):
-    assert plugin.qsync_select_backend(request_, candidates) == chosen
 
 
 def test_answering_imports_neither_torch_nor_numpy():

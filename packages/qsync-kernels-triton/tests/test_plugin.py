@@ -11,6 +11,7 @@ from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.plugins.hooks import Candidate
 from qsync_core.plugins.registry import Registry
 from qsync_kernels_triton import plugin
 
@@ -31,6 +32,21 @@ def test_it_is_never_selected_on_a_cpu(registry):
     request = KernelRequest(Op.QUANTIZE, Variant.of(Precision.INT8), ((8, 8),), device_kind="cpu")
     with pytest.raises(BackendError, match="triton: it runs on CUDA devices, and this request is for cpu"):
         registry.select(request)
+
+
+@pytest.mark.parametrize(
+    ("op", "candidates", "chosen"),
+    [
+        (Op.BATCH_NORM_OUTPUT, [Candidate("aten"), Candidate("cutlass"), Candidate("triton")], "triton"),
+        (Op.LAYER_NORM_GRAD_INPUT, [Candidate("triton"), Candidate("zzz")], "triton"),
+        (Op.BATCH_NORM_OUTPUT, [Candidate("aten"), Candidate("cutlass")], None),
+        (Op.BATCH_NORM_OUTPUT, [Candidate("aten", latency_ns=9), Candidate("triton")], None),
+        (Op.LINEAR_OUTPUT, [Candidate("cutlass"), Candidate("triton")], None),
+    ],
+)
+def test_producers_that_were_never_measured_are_its_own(op, candidates, chosen):
+    request = KernelRequest(op, Variant.of(Precision.INT8), ((2, 8, 4, 4),), device_kind="cuda", compute_capability="9.0")
+    assert plugin.qsync_select_backend(request, candidates) == chosen
 
 
 def test_the_doctor_names_the_version_or_what_to_install(registry, monkeypatch):

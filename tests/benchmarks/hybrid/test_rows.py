@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_hybrid import in_eights
 
 from hybrid.page import write_page
 from hybrid.rows import ablation_rows, alone_rows, budget_rows, dynamic_rows, share_rows, together_rows
@@ -182,3 +183,8 @@ def test_samples_per_second_beside_dynamic_batches() -> None:
     dynamic = {"batches": [80, 48], "samples_per_s": 1280.0}
     found = by_id(dynamic_rows({"resnet50": dynamic, "other": dynamic}, {"resnet50": (train, train)}))
     assert found == {"H5-resnet50": pytest.approx(128 / 0.08 / 1280)}
+
+
+def test_dynamic_batches_are_also_split_in_eights() -> None:
+    splits = [in_eights(*planned) for planned in ((39, 25), (79, 49), (16, 8), (44, 20), (3, 2))]
+    assert splits == [(40, 24), (80, 48), (16, 8), (48, 16), (3, 2)]

@@ -58,7 +58,7 @@ def test_the_parts_of_operators_are_the_predicted_step(name: str) -> None:
 
 def test_the_composition_names_kinds_and_precisions() -> None:
     texts = [text.text for text in checked(draw_composition(("bert-base",))).iter(f"{SVG}text")]
-    for wanted in ("linear", "float32", "bfloat16", "int8", "casts, forward", "BERT-base, batch 12"):
+    for wanted in ("linear", "float32", "bfloat16", "int8>float32", "casts, forward", "BERT-base, batch 12"):
         assert wanted in texts
 
 

@@ -281,11 +281,14 @@ def test_the_name_decides_among_backends_that_were_never_tuned() -> None:
         ("cuda", "quantize", "bfloat16", "z"),
         ("cuda", "linear.grad_input", "int8", "z"),
         ("cuda", "linear.grad_input", "bfloat16", "aten"),
-        ("cuda", "layer_norm.output", "bfloat16", "aten"),
+        ("cuda", "layer_norm.output", "bfloat16", "z"),
         ("cpu", "linear.output", "bfloat16", "aten"),
+        ("cpu", "layer_norm.output", "bfloat16", "aten"),
     ],
 )
-def test_untuned_8_bit_kernels_of_a_gpu_are_not_pytorchs_own(device: str, op: str, grad_input: str, expected: str) -> None:
+def test_untuned_8_bit_kernels_and_producers_of_a_gpu_are_not_pytorchs_own(
+    device: str, op: str, grad_input: str, expected: str
+) -> None:
     found = registry(one=offering(FakeBackend("aten"), FakeBackend("z")))
     variant = attrs.evolve(LINEAR_INT8.variant, grad_input=Precision(grad_input))
     assert found.select(attrs.evolve(LINEAR_INT8, op=op, device_kind=device, variant=variant))[0].name == expected

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from qsync_core.errors import BackendError
-from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
-from qsync_core.kernels.choice import FLOAT_BACKEND
+from qsync_core.kernels.backend import KernelBackend
 from qsync_core.plugins.doctor import DoctorLine, Status
-from qsync_core.plugins.hooks import Candidate, hookimpl
+from qsync_core.plugins.hooks import hookimpl
 from qsync_kernels_cutlass.architectures import ARCHITECTURES
 from qsync_kernels_cutlass.backend import CutlassBackend
 from qsync_kernels_cutlass.compiling import toolchain
@@ -19,14 +16,6 @@ from qsync_kernels_cutlass.compiling.cache import KernelCache, default_cache_pat
 def qsync_register_backends() -> list[KernelBackend]:
     """The backend ``cutlass``."""
     return [CutlassBackend()]
-
-
-@hookimpl
-def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]) -> str | None:
-    """This backend for producers that were never measured, where only PyTorch's operators, one by one, would run instead."""
-    others = {candidate.backend for candidate in candidates} - {FLOAT_BACKEND}
-    is_measured = any(candidate.latency_ns is not None for candidate in candidates)
-    return CutlassBackend.name if request.op in Op.PRODUCERS and others == {CutlassBackend.name} and not is_measured else None
 
 
 @hookimpl

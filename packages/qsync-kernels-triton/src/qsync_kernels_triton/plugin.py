@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from importlib import metadata
 
-from qsync_core.kernels.backend import KernelBackend
+from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
 from qsync_core.plugins.doctor import DoctorLine, Status
-from qsync_core.plugins.hooks import hookimpl
+from qsync_core.plugins.hooks import Candidate, hookimpl
 from qsync_kernels_triton.backend import TritonBackend
 
 
@@ -15,6 +16,14 @@ from qsync_kernels_triton.backend import TritonBackend
 def qsync_register_backends() -> list[KernelBackend]:
     """The backend ``triton``."""
     return [TritonBackend()]
+
+
+@hookimpl
+def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]) -> str | None:
+    """This backend for producers that were never measured: tuning measures none, and these are the ones made for such chips."""
+    offered = any(candidate.backend == TritonBackend.name for candidate in candidates)
+    is_measured = any(candidate.latency_ns is not None for candidate in candidates)
+    return TritonBackend.name if request.op in Op.PRODUCERS and offered and not is_measured else None
 
 
 @hookimpl

@@ -211,11 +211,11 @@ class DefaultSelection:
     def qsync_select_backend(request: KernelRequest, candidates: Sequence[hooks.Candidate]) -> str:
         """The lowest tuned latency; a tuned candidate goes before one that never ran, and then the name decides.
 
-        Where nothing was tuned, PyTorch's own kernels go first, but for what they do not do well on a GPU: quantization and 8-bit
-        products (docs/tuning.md#where-nothing-was-tuned).
+        Where nothing was tuned, PyTorch's own kernels go first, but for what they do not do well on a GPU: quantization, 8-bit
+        products and producers, which they run one operator after the other (docs/tuning.md#where-nothing-was-tuned).
         """
-        eight_bit = request.op in Op.UNFUSED and product_format(request).needs_scale
-        own_last = request.device_kind == "cuda" and eight_bit
+        is_float_product = request.op in Op.UNFUSED and not product_format(request).needs_scale
+        own_last = request.device_kind == "cuda" and not is_float_product
         return min(
             candidates,
             key=lambda c: (c.latency_ns is None, c.latency_ns or 0, (c.backend == FLOAT_BACKEND) is own_last, c.backend),
