@@ -308,3 +308,25 @@ def test_which_resource_fills_the_period():
     # Of a step that synchronises the optimizer is computed last.
     assert fill_period((40, 40, 10), (20, 20, 8), 98, synchronises=True) == ((40, 40, 10), (20, 20, 8))
     assert fill_period((0, 0, 0), (0, 0, 0), 100) == ((0, 0, 0), (0, 0, 0))
+
+
+def test_what_fills_the_period_of_a_step_that_synchronises():
+    # A forward that the CPU binds, then a backward that the device binds: 38 + 45 + 4 are too much, and 32 + 45 + 4 are the period.
+    assert fill_period((38, 31, 8), (18, 45, 4), 81, synchronises=True) == ((31, 25, 6), (18, 45, 4))
+    # The same, where the device is nearly as busy, and the CPU is far less.
+    assert fill_period((24, 15, 6), (17, 36, 4), 62, synchronises=True) == ((21, 13, 5), (17, 36, 4))
+    # The device binds: a forward's dispatch that would lengthen the step is cut to its compute.
+    assert fill_period((20, 5, 5), (20, 70, 5), 100, synchronises=True) == ((20, 5, 5), (21, 73, 5))
+    assert fill_period((30, 10, 10), (40, 55, 5), 96, synchronises=True) == ((30, 10, 10), (38, 52, 4))
+
+
+_NS = st.integers(1, 10**9)
+
+
+@given(dispatch=st.tuples(_NS, _NS, _NS), compute=st.tuples(_NS, _NS, _NS), period=_NS)
+def test_the_longest_chain_of_a_step_that_synchronises_is_its_period(dispatch, compute, period):
+    cpu, device = fill_period(dispatch, compute, period, synchronises=True)
+    longest = max(sum(device), sum(cpu) + device[2], cpu[0] + device[1] + device[2])
+    assert longest <= period
+    assert longest >= min(period, 0.999 * period - 10)
+    assert min(*cpu, *device) >= 0

@@ -5,7 +5,8 @@
 Two ranks: rank 0 in float32 on a whole GPU, rank 1 in uniform bfloat16 on half of one (MPS).  Under PyTorch's own way, and with
 fewer CTAs, gradients in the buckets, no broadcast of buffers, and all of them: the step, and of one recorded step on rank 0 how
 long the kernels of backward take in all, how much of that lies beside a collective, how long nothing runs, and which operators take
-longest more than under PyTorch's way.  The numbers are in OUT as JSON too; without GPUs, ``smallest`` sees that it runs.
+longest more than under PyTorch's way.  The numbers are in OUT as JSON too, and as rows of hybrid.json, which
+``tests/benchmarks/results.py`` merges; without GPUs, ``smallest`` sees that it runs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from hybrid.processes import finish, mps, start_ranks
+from results import provenance, write_rows
 
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.dfg import Phase, Resource
@@ -100,6 +102,8 @@ def of_one_rank(options: argparse.Namespace) -> None:
             (options.out / f"ways.{options.name}.json").write_text(json.dumps(found))
     if rank == 0:
         show(found)
+        about = {**provenance(), "device": torch.cuda.get_device_name(device) if cuda else "cpu"}
+        write_all(options.out, options.name, found, about)
     dist.destroy_process_group()
 
 
@@ -124,6 +128,25 @@ def of_backward(timeline: Timeline) -> Found:
         "ends": max((i.end_ns for i in own), default=0) / 1e6,
         "operators": {name: value / 1e6 for name, value in by_operator.items()},
     }
+
+
+PARTS = {
+    "step_ms": "step",
+    "kernels": "kernels of rank 0's backward",
+    "beside": "of them beside a collective",
+    "nothing": "nothing runs between the first and the last of them",
+}
+
+
+def write_all(out: Path, name: str, found: dict[str, Found], about: dict[str, Any]) -> None:
+    """Rows ``H2-ways-…`` of every way, into a results file in OUT."""
+    rows = []
+    for title, way in found.items():
+        id_ = f"H2-ways-{name}-{title.replace(' ', '-')}"
+        for part, what in PARTS.items():
+            row = {"id": f"{id_}-{part}", "what": f"{name}, {title}: {what}", "value": way[part], "unit": "ms"}
+            rows.append({**row, "target": "reported", "device": about["device"]})
+    write_rows("hybrid", rows, f"python tests/gpu/by_hand/ways.py {name} --out OUT", directory=out, measured=about)
 
 
 def show(found: dict[str, Found]) -> None:

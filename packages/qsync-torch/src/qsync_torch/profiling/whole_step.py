@@ -355,16 +355,25 @@ def _device_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[
 def fill_period(
     dispatch: Sequence[int], compute: Sequence[int], period_ns: int, *, synchronises: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dispatch and compute of the phases, the binding resource scaled so that its sum is the measured period.
+    """Dispatch and compute of the phases, the binding resource scaled so that the step takes the measured period.
 
-    The device binds where its work fills the period, or is far more than the CPU's.  The other resource is cut to the period:
-    that much it cannot have taken.  Where the step synchronises, the optimizer is computed after all else is dispatched, so that
-    dispatch that binds takes the rest.
+    The device binds where its work fills the period, or is far more than the CPU's.  The other resource is cut: longer than the
+    period it cannot have taken.
+
+    Where the step synchronises, CPU and device begin it level, and it takes as long as its longest chain: all dispatch and then the
+    optimizer's compute, or the forward's dispatch and then all compute behind it, or all compute.  The device binds where the last
+    of these is the longest.
     """
     issued, computed = sum(dispatch), sum(compute)
-    if computed >= _FILLS * period_ns or issued < _FAR_LESS * computed:
-        return _scaled(dispatch, min(issued, period_ns)), _scaled(compute, period_ns)
-    return _scaled(dispatch, period_ns - synchronises * compute[-1]), _scaled(compute, min(computed, period_ns))
+    if not synchronises:
+        if computed >= _FILLS * period_ns or issued < _FAR_LESS * computed:
+            return _scaled(dispatch, min(issued, period_ns)), _scaled(compute, period_ns)
+        return _scaled(dispatch, period_ns), _scaled(compute, min(computed, period_ns))
+    device_binds = computed >= max(issued + compute[-1], dispatch[0] + sum(compute[1:]))
+    compute = _scaled(compute, period_ns if device_binds else min(computed, period_ns))
+    # The same share of what each chain leaves for dispatch; the forward's is dispatch[0] of issued.
+    left = min(period_ns - compute[-1], (period_ns - sum(compute[1:])) * issued // max(1, dispatch[0]))
+    return _scaled(dispatch, min(issued, left) if device_binds else left), compute
 
 
 def _scaled(times: Sequence[int], total: int) -> tuple[int, ...]:
