@@ -8,6 +8,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,35 +20,53 @@ from .jobs import RESNET
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
+SECONDS = 540.0
+OVER = (("L5", "fused", "with our fused chains", "≤ 1.05"), ("L5-plain", "plain", "compiled", "reported"))
+"""Rows, what the step is compared with, and the bound."""
 
 
 def capped_rows(bench: Bench) -> Iterator[Row]:
-    """L5.
+    """L5 and L5-plain, as far as they were measured when the ranks had to end.
 
     Raises:
-        RuntimeError: where there are fewer than two GPUs, or a rank failed.
+        RuntimeError: where there are fewer than two GPUs, or nothing was measured.
     """
     if bench.device.type == "cuda" and torch.cuda.device_count() < RANKS:
         raise RuntimeError(f"L5 needs {RANKS} GPUs, and this machine has {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += [str(HERE / "capped_rank.py"), str(out), *(["--tiny"] if bench.quick else [])]
-        path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
-        own = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        done = subprocess.run(command, env=own, capture_output=True, text=True, check=False, timeout=540)
-        if done.returncode:
-            raise RuntimeError(f"a rank of L5 failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        said = _run_ranks([str(out), *(["--tiny"] if bench.quick else [])])
+        if not out.exists():
+            raise RuntimeError(f"a rank of L5 failed:\n{said}")
         found = json.loads(out.read_text())
     gib = {name: found[f"{name}_bytes"] / 2**30 for name in ("amp", "cap", "weak")}
     what = (
         f"{RESNET.title} per rank, two ranks: step with the second one in int8 within {gib['cap']:.3g} GiB, half of AMP's "
         f"{gib['amp']:.3g}, its first stage computed again in backward, over float16 on both without that cap"
     )
-    for id_, name, title, bound in (
-        ("L5", "fused", "with our fused chains", "≤ 1.05"),
-        ("L5-plain", "plain", "compiled", "reported"),
-    ):
-        ratios = [a / b for a, b in zip(found["capped_ms"], found[f"{name}_ms"], strict=True)]
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f} of {len(ratios)} blocks; the second rank reserved {gib['weak']:.3g} GiB"
-        yield bench.row(id_, f"{what}, {title}", statistics.median(ratios), "ratio", bound, spread)
+    for id_, name, title, bound in OVER:
+        if under := found.get(f"{name}_ms"):
+            ratios = [a / b for a, b in zip(found["capped_ms"], under, strict=True)]
+            spread = (
+                f"{min(ratios):.3f} to {max(ratios):.3f} of {len(ratios)} blocks; the second rank reserved {gib['weak']:.3g} GiB"
+            )
+            yield bench.row(id_, f"{what}, {title}", statistics.median(ratios), "ratio", bound, spread)
+
+
+def _run_ranks(arguments: list[str]) -> str:
+    """Run both ranks, for so long at most, and show what they say; its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    own = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    last: deque[str] = deque(maxlen=60)
+    with subprocess.Popen(
+        [*command, str(HERE / "capped_rank.py"), *arguments], env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as ranks:
+        end = threading.Timer(SECONDS, ranks.terminate)
+        end.start()
+        assert ranks.stdout is not None
+        for line in ranks.stdout:
+            print(line, end="", flush=True)
+            last.append(line)
+        end.cancel()
+    return "".join(last)

@@ -230,6 +230,16 @@ __device__ inline void store_copy(int8_t* q, int64_t index, int count, float con
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
+struct SigmoidAndSlope {
+  float value, slope;
+};
+
+// The derivative too: 1 - sigmoid(x), of which rounding leaves little for large x, is worked out by itself.
+__device__ inline SigmoidAndSlope sigmoid_and_slope(float x) {
+  float const e = expf(-fabsf(x)), above = 1.0f / (1.0f + e), below = e * above;
+  return {x < 0.0f ? below : above, below * above};
+}
+
 // tanh(u) is 2 sigmoid(2 u) - 1; u = sqrt(2 / pi) (x + 0.044715 x^3).
 __device__ inline float twice_tanh_argument(float x) { return 1.5957691216057308f * (x + 0.044715f * x * x * x); }
 
@@ -251,12 +261,12 @@ __device__ inline float slope(float z) {
     case Activation::kRelu: return z > 0.0f ? 1.0f : 0.0f;
     case Activation::kGelu: return 0.5f * (1.0f + erff(z * 0.7071067811865476f)) + z * 0.3989422804014327f * expf(-0.5f * z * z);
     case Activation::kGeluTanh: {
-      float const s = sigmoid(twice_tanh_argument(z));
-      return s + z * s * (1.0f - s) * 1.5957691216057308f * (1.0f + 0.134145f * z * z);
+      SigmoidAndSlope const s = sigmoid_and_slope(twice_tanh_argument(z));
+      return s.value + z * s.slope * 1.5957691216057308f * (1.0f + 0.134145f * z * z);
     }
     case Activation::kSilu: {
-      float const s = sigmoid(z);
-      return s * (1.0f + z * (1.0f - s));
+      SigmoidAndSlope const s = sigmoid_and_slope(z);
+      return s.value + z * s.slope;
     }
     default: return 1.0f;
   }

@@ -28,6 +28,15 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _sigmoid_and_slope(x):
+    """sigmoid(x) and its derivative; 1 − sigmoid(x), of which rounding leaves little for large x, is worked out by itself."""
+    e = tl.exp(-tl.abs(x))
+    above = 1.0 / (1.0 + e)
+    below = e * above
+    return tl.where(x < 0, below, above), below * above
+
+
+@triton.jit
 def _twice_tanh_argument(x):
     """2·√(2/π)·(x + 0.044715·x³): tanh(u) is 2·sigmoid(2u) − 1, and Triton has no tanh."""
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -56,11 +65,11 @@ def slope(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == GELU:
         return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     elif ACTIVATION == GELU_TANH:
-        s = _sigmoid(_twice_tanh_argument(z))
-        return s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+        s, ds = _sigmoid_and_slope(_twice_tanh_argument(z))
+        return s + z * ds * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
     elif ACTIVATION == SILU:
-        s = _sigmoid(z)
-        return s * (1.0 + z * (1.0 - s))
+        s, ds = _sigmoid_and_slope(z)
+        return s + z * ds
     else:
         return z * 0 + 1.0
 
