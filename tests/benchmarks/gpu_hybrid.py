@@ -32,6 +32,7 @@ from hybrid.rows import (
     budget_rows,
     device_binds,
     dynamic_rows,
+    measured_at,
     median_ms,
     on_devices,
     share_rows,
@@ -176,7 +177,7 @@ class Measuring:
         """Batches that the planner balances between the ranks, after :meth:`together` has profiled them; the global batch stays.
 
         The same split in multiples of eight is measured too, and the faster one counts: cuDNN may take twice as long for others
-        (VGG16-BN in float32: 130 ms with batches of 39 and 25, where 32 take 67 on the whole GPU and 111 on the half).
+        (VGG16-BN in float32: 138 ms with batches of 39 and 25, where two of 32 take 111 with one GPU at half).
         """
         what, folder = f"{name} with dynamic batches", self.out / name / "together"
         needed = [folder / file for file in ("dag.qsync", "train.qsync", "infer.qsync", "costs.qsync")]
@@ -192,9 +193,11 @@ class Measuring:
         plan = allocate(dag, cluster, profiles, None, solver="dynamic-batch", communication=costs)
         planned = plan.local_batches["train"], plan.local_batches["infer"]
         environment = {**self.daemon.environment, "NVIDIA_TF32_OVERRIDE": "0"}
-        measured = []
-        for batches in dict.fromkeys((planned, in_eights(*planned))):
+        splits, measured = list(dict.fromkeys((planned, in_eights(*planned)))), []
+        for batches in splits:
             text = ",".join(map(str, batches))
+            if not self.has_time(f"{what} of {text}"):
+                break
             command = [sys.executable, HERE / "dynamic_batch.py", WORKLOADS[name].job, "--batches", text, "--steps", 8]
             log = self.out / f"dynamic.{name}.{text}.log"
             ranks = start_ranks(what, command, log, environment, of_weak={SHARE_VARIABLE: f"{100 * share:g}"})
@@ -203,7 +206,10 @@ class Measuring:
             measured += [json.loads(line) for line in printed[-1:]]
         if measured:
             fastest = max(measured, key=lambda found: float(found["samples_per_s"]))
-            write(folder / "dynamic.json", fastest | {**provenance(), "device": device, "tried": measured, "complete": True})
+            write(
+                folder / "dynamic.json",
+                fastest | {**provenance(), "device": device, "tried": measured, "complete": len(measured) == len(splits)},
+            )
 
 
 def in_eights(first: int, second: int) -> tuple[int, int]:
@@ -243,6 +249,30 @@ def rows_of_shares(out: Path, together: Mapping[str, tuple[Any, Any]]) -> list[d
         every = configurations(load(folder / "dag.qsync", PrecisionDag))
         guesses[name] = estimated_steps(folder, "profile.1.qsync", 0.25, {label: every[label] for label in found["runs"]})
     return rows + share_rows(0.25, quarter, guesses)
+
+
+def rows_of_transfers(out: Path, together: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
+    """Beside H2: which share of an all-reduce's duration each group's compute loses to it, by the number of CTAs."""
+    rows = []
+    for name, (train, _) in together.items():
+        for entry in load(out / name / "together" / "costs.qsync", CollectiveCosts).measured:
+            ctas = f"{entry.max_ctas} CTAs" if entry.max_ctas else "its own CTAs"
+            for group, share in entry.transfer_share.items():
+                what = f"{name}: share of a transfer's time that compute of {group} loses, beside {ctas}"
+                row = {"id": f"H2-{name}-transfer-{group}-{entry.max_ctas}", "what": what, "value": share, "unit": "fraction"}
+                rows += measured_at(train, [{**row, "target": "reported"}])
+    return rows
+
+
+def rows_of_profiles(out: Path, alone: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Beside H1: the steps that profiles hold, which calibrate the predictions."""
+    rows = []
+    for name, found in alone.items():
+        for step in load(out / name / "alone" / "profile.1.qsync", Profile).steps:
+            rung = str(step.variant.compute)
+            row = {"id": f"H1-{name}-{rung}-profiled", "what": f"step time, in the profile, {name} b{found['batch']}, {rung}"}
+            rows += measured_at(found, [{**row, "value": step.iteration_ns / 1e6, "unit": "ms", "target": "reported"}])
+    return rows
 
 
 def ablated(folder: Path, runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -301,9 +331,11 @@ def write_all(out: Path, directory: Path) -> None:
     rows = [
         *alone_rows(found),
         *on_devices(found.values(), ablation_rows(left_out)),
+        *rows_of_profiles(out, found),
         *rows_of_shares(out, jobs),
         *budget_rows(found),
         *together_rows(jobs, pairs(out, WHOLE)),
+        *rows_of_transfers(out, jobs),
         *dynamic_rows(read(out, "together/dynamic.json"), jobs),
     ]
     for row in rows:
@@ -314,7 +346,8 @@ def write_all(out: Path, directory: Path) -> None:
         run = {name: last[name] for name in ("machine", "versions", "commit")}
         write_rows("hybrid", rows, "python tests/benchmarks/gpu_hybrid.py", directory=directory, measured=run)
     if directory == RESULTS:
-        write_page(PAGE, json.loads((RESULTS / "hybrid.json").read_text(encoding="utf-8"))["rows"])
+        stored = json.loads((RESULTS / "hybrid.json").read_text(encoding="utf-8"))
+        write_page(PAGE, [{"commit": stored["commit"], **row} for row in stored["rows"]])
 
 
 if __name__ == "__main__":

@@ -39,15 +39,15 @@ def steps(rows: Rows) -> list[str]:
 
 
 def targets(rows: Rows) -> list[str]:
-    """Every row that has a target, with its device where they are of several."""
+    """Every row that has a target, with its commit where it says so, and its device where they are of several."""
     wanted = {row_id: row for row_id, row in rows.items() if row.get("target", "reported") != "reported"}
     devices = {row_id: row.get("device") or "" for row_id, row in wanted.items()}
     several = len(set(devices.values()) - {""}) > 1
-    head, rule = ("| id | what | measured | target |", "|---|---|---|---|")
+    head, rule = ("| id | what | measured | target | at |", "|---|---|---|---|---|")
     lines = [f"{head} device |", f"{rule}---|"] if several else [head, rule]
     for row_id, row in wanted.items():
         value = f"{row['value']:.2%}" if row["unit"] == "fraction" else f"{row['value']:.4g} {row['unit']}"
-        line = f"| {row_id} | {row['what']} | {value} | {row['target']} |"
+        line = f"| {row_id} | {row['what']} | {value} | {row['target']} | {row.get('commit', '–')[:7]} |"
         lines.append(f"{line} {devices[row_id] or '–'} |" if several else line)
     return [*_said(devices.values()), *lines]
 

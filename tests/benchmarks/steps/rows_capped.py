@@ -42,7 +42,7 @@ def capped_rows(bench: Bench) -> Iterator[Row]:
     gib = {name: found[f"{name}_bytes"] / 2**30 for name in ("amp", "cap", "weak")}
     what = (
         f"{RESNET.title} per rank, two ranks: step with the second one in int8 within {gib['cap']:.3g} GiB, half of AMP's "
-        f"{gib['amp']:.3g}, its first stage computed again in backward, over float16 on both without that cap"
+        f"{gib['amp']:.3g}, its first stage computed again in backward, over float16 on both without that cap, one after the other"
     )
     for id_, name, title, bound in OVER:
         if under := found.get(f"{name}_ms"):
@@ -69,4 +69,6 @@ def _run_ranks(arguments: list[str]) -> str:
             print(line, end="", flush=True)
             last.append(line)
         end.cancel()
+    if ranks.returncode:
+        print(f"L5: the ranks ended with {ranks.returncode}; what they had measured until then counts", file=sys.stderr)
     return "".join(last)
