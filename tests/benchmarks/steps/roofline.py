@@ -22,6 +22,8 @@ from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 
 STEPS = 3
+LONGEST, NAME = 24, 90
+"""How many kernels are listed, and how much of their names."""
 PARTS = {
     "quantization": re.compile(r"quantize|partial_absmax|rows_of_many|partials_of_many|round_many|transpose_bytes"),
     "producers": re.compile(
@@ -71,20 +73,23 @@ def floor_bytes(dag: PrecisionDag, setting: Setting, device: torch.device) -> Co
 def lines(
     title: str, step: Callable[[], None], dag: PrecisionDag, setting: Setting, device: torch.device, copy_bytes_per_s: float
 ) -> Iterator[str]:
-    """A table of a step's parts: time, launches, bytes at least, and the share of the copy rate that this is."""
+    """A table of a step's parts: time, launches, bytes at least, and the share of the copy rate that this is; and the kernels that
+    take the longest."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities) as recorded:
         for _ in range(STEPS):
             step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    time_ms, launches = Counter[str](), Counter[str]()
+    time_ms, launches, kernels = Counter[str](), Counter[str](), Counter[tuple[str, str, float]]()
     for event in recorded.key_averages():
         on_device = str(event.device_type).endswith("CUDA")
         if on_device == (device.type == "cuda"):
             part = part_of(event.key)
-            time_ms[part] += (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e3 / STEPS
+            taken_ms = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e3 / STEPS
+            time_ms[part] += taken_ms
             launches[part] += event.count / STEPS
+            kernels[part, event.key, event.count / STEPS] += taken_ms
     floors = floor_bytes(dag, setting, device)
     yield f"{title}: {sum(time_ms.values()):.2f} ms busy a step, copy rate {copy_bytes_per_s / 1e12:.2f} TB/s"
     yield f"  {'part':26} {'ms':>8} {'launches':>9} {'GiB at least':>13} {'ms at copy rate':>16} {'share':>6}"
@@ -92,3 +97,6 @@ def lines(
         floor_ms = floors[part] / copy_bytes_per_s * 1e3
         share = f"{floor_ms / time_ms[part]:6.0%}" if time_ms[part] and floors[part] else " " * 6
         yield f"  {part:26} {time_ms[part]:8.2f} {launches[part]:9.0f} {floors[part] / 2**30:13.2f} {floor_ms:16.2f} {share}"
+    yield f"  the {LONGEST} kernels that take the longest, of {len(kernels)}"
+    for (part, name, count), taken_ms in kernels.most_common(LONGEST):
+        yield f"  {part:26} {taken_ms:8.2f} {count:9.0f} {name[:NAME]}"
