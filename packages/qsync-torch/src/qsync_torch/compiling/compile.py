@@ -19,11 +19,12 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
-from qsync_torch.compiling import gradient_copies
+from qsync_torch.compiling import gradient_copies, weight_copies
 from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
+from qsync_torch.compiling.weight_copies import quantize_weights_together
 from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.kernels import producers
 
@@ -118,7 +119,7 @@ def _compiler(
     def inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        patches = {"post_grad_custom_pre_pass": _backward_pass()} | (torch._inductor.list_mode_options(mode) if mode else {})
+        patches = {"post_grad_custom_pre_pass": _graph_pass()} | (torch._inductor.list_mode_options(mode) if mode else {})
         return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches | dict(options)))
 
     return inductor
@@ -127,23 +128,30 @@ def _compiler(
 def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
-    def backward(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        fuse_gradient_copies(graph.graph)
+    def rewritten(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _rewrite(graph.graph)
+        graph.recompile()
         return boxed_nop(graph, list(inputs))
 
-    return aot_eager(graph, list(inputs), bw_compiler=backward)
+    return aot_eager(graph, list(inputs), fw_compiler=rewritten, bw_compiler=rewritten)
+
+
+def _rewrite(graph: Graph) -> None:
+    """What is done to forward and backward graphs once autograd has made them."""
+    quantize_weights_together(graph)
+    fuse_gradient_copies(graph)
 
 
 @functools.cache
-def _backward_pass() -> Any:
-    """:func:`fuse_gradient_copies` as inductor takes it, whose caches of compiled graphs ask which version it is."""
+def _graph_pass() -> Any:
+    """:func:`_rewrite` as inductor takes it, whose caches of compiled graphs ask which version it is."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class FuseGradientCopies(CustomGraphPass):
+    class Rewrite(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            fuse_gradient_copies(graph)
+            _rewrite(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((gradient_copies.__file__, producers.__file__))
+            return get_hash_for_files((gradient_copies.__file__, weight_copies.__file__, producers.__file__))
 
-    return FuseGradientCopies()
+    return Rewrite()
