@@ -36,7 +36,7 @@ def quantize_weights_together(graph: Graph) -> int:
         if node.target is not _QUANTIZE or len(node.args) != 4:  # a fifth is a multiplier
             continue
         x, key, seed, offset = node.args
-        if isinstance(x, Node) and x.op == "placeholder" and isinstance(seed, int) and x.meta["val"].device.type in DEVICE_KINDS:
+        if isinstance(x, Node) and x.op == "placeholder" and isinstance(seed, int) and _is_known(x.meta["val"]):
             alike.setdefault((key, offset, x.meta["val"].device), []).append(node)
     gone = 0
     for (key, _, device), members in alike.items():
@@ -46,6 +46,11 @@ def quantize_weights_together(graph: Graph) -> int:
             _replace(graph, members)
             gone += len(members) - 1
     return gone
+
+
+def _is_known(x: torch.Tensor) -> bool:
+    """Whether it lies on a GPU, and its sizes are numbers, as a weight's are."""
+    return x.device.type in DEVICE_KINDS and all(isinstance(size, int) for size in x.shape)
 
 
 def _replace(graph: Graph, members: list[Node]) -> None:
