@@ -32,12 +32,13 @@ from hybrid.rows import (
     budget_rows,
     device_binds,
     dynamic_rows,
-    measured_at,
     median_ms,
     on_devices,
+    profile_rows,
     share_rows,
     steps_alone,
     together_rows,
+    transfer_rows,
 )
 from hybrid.workloads import DEVICE, WORKLOADS, Variants, cluster_of, configurations, write
 from results import RESULTS, ROOT, commit, provenance, write_rows
@@ -251,30 +252,6 @@ def rows_of_shares(out: Path, together: Mapping[str, tuple[Any, Any]]) -> list[d
     return rows + share_rows(0.25, quarter, guesses)
 
 
-def rows_of_transfers(out: Path, together: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
-    """Beside H2: which share of an all-reduce's duration each group's compute loses to it, by the number of CTAs."""
-    rows = []
-    for name, (train, _) in together.items():
-        for entry in load(out / name / "together" / "costs.qsync", CollectiveCosts).measured:
-            ctas = f"{entry.max_ctas} CTAs" if entry.max_ctas else "its own CTAs"
-            for group, share in entry.transfer_share.items():
-                what = f"{name}: share of a transfer's time that compute of {group} loses, beside {ctas}"
-                row = {"id": f"H2-{name}-transfer-{group}-{entry.max_ctas}", "what": what, "value": share, "unit": "fraction"}
-                rows += measured_at(train, [{**row, "target": "reported"}])
-    return rows
-
-
-def rows_of_profiles(out: Path, alone: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Beside H1: the steps that profiles hold, which calibrate the predictions."""
-    rows = []
-    for name, found in alone.items():
-        for step in load(out / name / "alone" / "profile.1.qsync", Profile).steps:
-            rung = str(step.variant.compute)
-            row = {"id": f"H1-{name}-{rung}-profiled", "what": f"step time, in the profile, {name} b{found['batch']}, {rung}"}
-            rows += measured_at(found, [{**row, "value": step.iteration_ns / 1e6, "unit": "ms", "target": "reported"}])
-    return rows
-
-
 def ablated(folder: Path, runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Per part that is left out of the model, by plan the predicted step time over the measured one less 1."""
     dag, profile = load(folder / "dag.qsync", PrecisionDag), load(folder / "profile.1.qsync", Profile)
@@ -331,11 +308,11 @@ def write_all(out: Path, directory: Path) -> None:
     rows = [
         *alone_rows(found),
         *on_devices(found.values(), ablation_rows(left_out)),
-        *rows_of_profiles(out, found),
+        *profile_rows(found, {name: load(out / name / "alone" / "profile.1.qsync", Profile) for name in found}),
         *rows_of_shares(out, jobs),
         *budget_rows(found),
         *together_rows(jobs, pairs(out, WHOLE)),
-        *rows_of_transfers(out, jobs),
+        *transfer_rows(jobs, {name: load(out / name / "together" / "costs.qsync", CollectiveCosts) for name in jobs}),
         *dynamic_rows(read(out, "together/dynamic.json"), jobs),
     ]
     for row in rows:

@@ -75,7 +75,7 @@ def _merge(topic: str, rows: Iterable[Mapping[str, Any]], run: Mapping[str, Any]
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-        earlier = {name: stored[name] for name in run if name in stored}
+        earlier = {name: value for name, value in stored.items() if name != "rows"}
         merged = {row["id"]: earlier | row for row in stored["rows"]}
         for row in rows:
             own = {name: row[name] for name in run if name in row}

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from qsync_core.ir.communication import CollectiveCosts
+from qsync_core.ir.profile import Profile
+
 Found = Mapping[str, Any]
 Row = dict[str, Any]
 GIB = 2**30
@@ -163,6 +166,17 @@ def _host(case: str, what: str, measured: Found, predicted: Found) -> list[Row]:
     ]
 
 
+def profile_rows(files: Mapping[str, Found], profiles: Mapping[str, Profile]) -> list[Row]:
+    """Beside H1: the steps that profiles hold, which calibrate the predictions."""
+    rows = []
+    for name, found in files.items():
+        for step in profiles[name].steps:
+            rung = str(step.variant.compute)
+            what = f"step time, in the profile, {name} b{found['batch']}, {rung}"
+            rows += measured_at(found, [_row(f"H1-{name}-{rung}-profiled", what, step.iteration_ns / 1e6, "ms")])
+    return rows
+
+
 def ablation_rows(errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Row]:
     """Beside H1: mean error with a part of the model left out; by workload, part and plan the error."""
     rows = []
@@ -216,6 +230,18 @@ def together_rows(files: Mapping[str, Sequence[Found]], whole: Mapping[str, Sequ
         rows += measured_at(train, list(_against_uniform(name, train, infer, whole.get(name))))
     summary = _summary("H2", "step time of a hybrid job, error of the prediction", errors, "≤ 0.02", "≤ 0.05")
     return rows + on_devices((train for train, _ in files.values()), summary)
+
+
+def transfer_rows(files: Mapping[str, Sequence[Found]], costs: Mapping[str, CollectiveCosts]) -> list[Row]:
+    """Beside H2: which share of an all-reduce's duration each group's compute loses to it, by the number of CTAs."""
+    rows = []
+    for name, (train, _) in files.items():
+        for entry in costs[name].measured:
+            ctas = f"{entry.max_ctas} CTAs" if entry.max_ctas else "its own CTAs"
+            for group, share in entry.transfer_share.items():
+                what = f"{name}: share of a transfer's time that compute of {group} loses, beside {ctas}"
+                rows += measured_at(train, [_row(f"H2-{name}-transfer-{group}-{entry.max_ctas}", what, share, "fraction")])
+    return rows
 
 
 def dynamic_rows(files: Mapping[str, Found], jobs: Mapping[str, Sequence[Found]]) -> list[Row]:

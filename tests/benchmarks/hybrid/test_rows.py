@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_hybrid import in_eights
+from results import write_rows
 
 from hybrid.page import write_page
 from hybrid.rows import ablation_rows, alone_rows, budget_rows, dynamic_rows, share_rows, together_rows
@@ -188,3 +190,13 @@ def test_samples_per_second_beside_dynamic_batches() -> None:
 def test_dynamic_batches_are_also_split_in_eights() -> None:
     splits = [in_eights(*planned) for planned in ((39, 25), (79, 49), (16, 8), (44, 20), (3, 2))]
     assert splits == [(40, 24), (80, 48), (16, 8), (48, 16), (3, 2)]
+
+
+def test_a_row_keeps_what_its_run_said_when_the_next_one_says_less(tmp_path: Path) -> None:
+    row = {"what": "a step", "value": 1.0, "unit": "ms"}
+    about = {"machine": {}, "versions": {}, "commit": "a"}
+    write_rows("steps", [{"id": "S1", **row}], "first", directory=tmp_path, measured={**about, "device": "an H100"})
+    path = write_rows("steps", [{"id": "S2", **row}], "second", directory=tmp_path, measured={**about, "commit": "b"})
+    first, second = json.loads(path.read_text())["rows"]
+    assert (first["device"], first["commit"], first["command"]) == ("an H100", "a", "first")
+    assert second.keys().isdisjoint(("device", "commit", "command"))

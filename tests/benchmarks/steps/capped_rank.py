@@ -3,7 +3,7 @@
 Uniform int8 with its inputs kept in int8 takes .61 of AMP's memory (row L4).  What is missing is activations of the first stage,
 two fifths of them all: the second rank computes that stage again in its backward pass (``torch.utils.checkpoint``).
 
-Started by ``gpu_steps.py`` through torchrun; the last rank is the weak one.  Rank 0 writes what was measured as JSON.
+Started by ``gpu_steps.py``, once for each rank; the last rank is the weak one.  Rank 0 writes what was measured as JSON.
 """
 
 from __future__ import annotations

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from hybrid.processes import finish, start_ranks
 from kernels.bench import Bench, Row
 
 from .jobs import RESNET
@@ -35,9 +32,12 @@ def capped_rows(bench: Bench) -> Iterator[Row]:
         raise RuntimeError(f"L5 needs {RANKS} GPUs, and this machine has {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        said = _run_ranks([str(out), *(["--tiny"] if bench.quick else [])])
+        log = (bench.out or Path(folder)) / "L5.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, HERE / "capped_rank.py", out, *(["--tiny"] if bench.quick else [])]
+        finish(start_ranks("L5", command, log, {}, of_weak={}), SECONDS)
         if not out.exists():
-            raise RuntimeError(f"a rank of L5 failed:\n{said}")
+            raise RuntimeError(f"the ranks of L5 measured nothing; what they say is in {log.with_suffix('.0.log')} and .1.log")
         found = json.loads(out.read_text())
     gib = {name: found[f"{name}_bytes"] / 2**30 for name in ("amp", "cap", "weak")}
     what = (
@@ -51,24 +51,3 @@ def capped_rows(bench: Bench) -> Iterator[Row]:
                 f"{min(ratios):.3f} to {max(ratios):.3f} of {len(ratios)} blocks; the second rank reserved {gib['weak']:.3g} GiB"
             )
             yield bench.row(id_, f"{what}, {title}", statistics.median(ratios), "ratio", bound, spread)
-
-
-def _run_ranks(arguments: list[str]) -> str:
-    """Run both ranks, for so long at most, and show what they say; its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
-    own = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    last: deque[str] = deque(maxlen=60)
-    with subprocess.Popen(
-        [*command, str(HERE / "capped_rank.py"), *arguments], env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as ranks:
-        end = threading.Timer(SECONDS, ranks.terminate)
-        end.start()
-        assert ranks.stdout is not None
-        for line in ranks.stdout:
-            print(line, end="", flush=True)
-            last.append(line)
-        end.cancel()
-    if ranks.returncode:
-        print(f"L5: the ranks ended with {ranks.returncode}; what they had measured until then counts", file=sys.stderr)
-    return "".join(last)

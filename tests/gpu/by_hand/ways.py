@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from hybrid.processes import finish, mps, start_ranks
-from results import provenance, write_rows
+from results import write_rows
 
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.dfg import Phase, Resource
@@ -102,8 +102,7 @@ def of_one_rank(options: argparse.Namespace) -> None:
             (options.out / f"ways.{options.name}.json").write_text(json.dumps(found))
     if rank == 0:
         show(found)
-        about = {**provenance(), "device": torch.cuda.get_device_name(device) if cuda else "cpu"}
-        write_all(options.out, options.name, found, about)
+        write_all(options.out, options.name, found, torch.cuda.get_device_name(device) if cuda else "cpu")
     dist.destroy_process_group()
 
 
@@ -138,15 +137,15 @@ PARTS = {
 }
 
 
-def write_all(out: Path, name: str, found: dict[str, Found], about: dict[str, Any]) -> None:
+def write_all(out: Path, name: str, found: dict[str, Found], device: str) -> None:
     """Rows ``H2-ways-…`` of every way, into a results file in OUT."""
     rows = []
     for title, way in found.items():
         id_ = f"H2-ways-{name}-{title.replace(' ', '-')}"
         for part, what in PARTS.items():
             row = {"id": f"{id_}-{part}", "what": f"{name}, {title}: {what}", "value": way[part], "unit": "ms"}
-            rows.append({**row, "target": "reported", "device": about["device"]})
-    write_rows("hybrid", rows, f"python tests/gpu/by_hand/ways.py {name} --out OUT", directory=out, measured=about)
+            rows.append({**row, "target": "reported", "device": device})
+    write_rows("hybrid", rows, f"python tests/gpu/by_hand/ways.py {name} --out OUT", directory=out)
 
 
 def show(found: dict[str, Found]) -> None:

@@ -12,9 +12,7 @@ from qsync_core.ir.chain import Producer
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_torch import apply_
-from qsync_torch.compiling import compile as compiling
 from qsync_torch.compiling import rewriting
-from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.producers import ProducerBinding
 
@@ -25,18 +23,9 @@ STOCHASTIC = attrs.evolve(NEAREST, rounding=Rounding.STOCHASTIC)
 
 
 @pytest.fixture
-def copies(monkeypatch):
+def copies(counted):
     """Compiled graphs that have any: how many copies each has."""
-    counts = []
-
-    def counting(graph):
-        if found := fuse_gradient_copies(graph):
-            counts.append(found)
-        graph.lint()
-        return found
-
-    monkeypatch.setattr(compiling, "fuse_gradient_copies", counting)
-    return counts
+    return counted("fuse_gradient_copies")
 
 
 def gradients(run, model, x):

@@ -19,7 +19,7 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
-from qsync_torch.compiling import gradient_copies, weight_copies
+from qsync_torch.compiling import gradient_copies, graph_nodes, weight_copies
 from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.planned import PlannedChains
@@ -152,6 +152,6 @@ def _graph_pass() -> Any:
             _rewrite(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((gradient_copies.__file__, weight_copies.__file__, producers.__file__))
+            return get_hash_for_files(tuple(part.__file__ for part in (gradient_copies, graph_nodes, weight_copies, producers)))
 
     return Rewrite()

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from qsync_core.ir.precision import Granularity, Precision
+from qsync_torch.compiling.graph_nodes import stand_for
 from qsync_torch.kernels.binding import BOUND, Quantization
 from qsync_torch.kernels.producers import ProducerBinding
 
@@ -93,11 +94,7 @@ def _replace(graph: Graph, node: Node, quantize: Node) -> None:
             _move_before(source, node)
     with graph.inserting_before(node):
         made = graph.call_function(_WITH_COPY, arguments)
-    made.meta |= node.meta
-    made.meta["val"] = [*node.meta["val"], *quantize.meta["val"]]
-    eager = "eager_input_vals"  # in which layouts inductor must give the operands
-    if eager in node.meta and eager in quantize.meta:
-        made.meta[eager] = both(node.meta[eager][0], quantize.meta[eager][0]), {}
+    stand_for(made, (node, quantize), both, [*node.meta["val"], *quantize.meta["val"]])
     for reader in list(quantize.users):
         reader.args = (made, len(node.meta["val"]) + _arguments(reader)[1])
     graph.erase_node(quantize)

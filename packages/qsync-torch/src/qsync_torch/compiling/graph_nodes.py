@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -182,3 +182,20 @@ def same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two shapes are equal whatever sizes a graph runs with."""
     shapes = ([size if isinstance(size, int) else str(size) for size in value.shape] for value in (one, other))
     return next(shapes) == next(shapes)
+
+
+def stand_for(made: Node, members: Sequence[Node], arguments: Callable[..., tuple[Any, ...]], value: Any) -> None:
+    """Describe a node that stands in the place of several as the first of them is described.
+
+    Args:
+        made: of a graph as AOTAutograd makes it.
+        members: whose place it takes.
+        arguments: makes those of ``made`` from those of each member.
+        value: what it gives, in fake tensors.
+    """
+    made.meta |= members[0].meta | {"val": value}
+    layouts = "eager_input_vals"  # in which inductor must give the operands
+    if all(layouts in member.meta for member in members):
+        made.meta[layouts] = arguments(*(member.meta[layouts][0] for member in members)), {}
+    else:
+        made.meta.pop(layouts, None)

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from qsync_core.kernels.backend import Op
+from qsync_torch.compiling.graph_nodes import stand_for
 from qsync_torch.kernels.binding import BOUND, Quantization
 from qsync_torch.operators.step_counter import DEVICE_KINDS
 
@@ -56,21 +57,16 @@ def _is_known(x: torch.Tensor) -> bool:
 def _replace(graph: Graph, members: list[Node]) -> None:
     """Put one call in front of the first of some quantizations, and let go of these."""
 
-    def together(each: list[Any]) -> tuple[Any, ...]:
+    def together(*each: Any) -> tuple[Any, ...]:
         """The arguments of all as those of the one."""
         xs, keys, seeds, offsets = zip(*each, strict=True)
         return list(xs), keys[0], list(seeds), offsets[0]
 
-    first = members[0]
-    with graph.inserting_before(first):
-        made = graph.call_function(_MANY, together([node.args for node in members]))
+    with graph.inserting_before(members[0]):
+        made = graph.call_function(_MANY, together(*(node.args for node in members)))
         parts = [graph.call_function(operator.getitem, (made, place)) for place in range(2)]
     values = [list(column) for column in zip(*(node.meta["val"] for node in members), strict=True)]
-    made.meta |= first.meta | {"val": tuple(values)}
-    eager = "eager_input_vals"  # in which layouts inductor must give the operands
-    made.meta.pop(eager, None)
-    if all(eager in node.meta for node in members):
-        made.meta[eager] = together([node.meta[eager][0] for node in members]), {}
+    stand_for(made, members, together, tuple(values))
     for part, value in zip(parts, values, strict=True):
         part.meta["val"] = value
     for place, node in enumerate(members):
