@@ -20,7 +20,7 @@ HALF = dict.fromkeys(
 ) | {"q_ptr": "*i8", "x_q_ptr": "*i8", "open_ptr": "*u8", "stream_ptr": "*i64", "eps": "fp32"}
 SUMS = {"UNIT": 8, "ROWS": 64, "BLOCK": 64}
 IMAGES = {"UNIT": 8, "ROWS": 16, "BLOCK": 256}
-ROWS = {"UNIT": 8, "ROWS": 4, "BLOCK": 1024, "SINGLE": True}
+ROWS = {"UNIT": 8, "ROWS": 4, "BLOCK": 256, "HELD": 3}
 GIVEN = {"WEIGHT": True, "BIAS": True}
 ROUNDING = {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": False}
 KEPT = {"WRITE_X": True, "X_FORMAT": 0}
@@ -55,12 +55,12 @@ def cases(capability):
     yield "finish_sums", finish_sums, {"ROWS": 128, "BLOCK": 16}, {}
     normalizing = ROWS | GIVEN | {"RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING
     yield "normalize_rows", normalize_rows, normalizing, {}
-    yield "normalize_rows long", normalize_rows, normalizing | {"BLOCK": 4096, "ROWS": 1, "SINGLE": False}, {}
-    again = {name: value for name, value in ROWS.items() if name != "SINGLE"} | ROUNDING | {"PARTIALS": 1024}
+    yield "normalize_rows long", normalize_rows, normalizing | {"BLOCK": 4096, "ROWS": 1, "HELD": 0}, {}
+    again = {name: value for name, value in ROWS.items() if name != "HELD"} | ROUNDING | {"PARTIALS": 1024}
     yield "round_normalized", round_normalized, again | GIVEN | {"RESIDUAL": False}, {}
     gradient = ROWS | {"WEIGHT": True, "EIGHT_BIT": False, "WRITE_INPUT": True, "WRITE_SUMS": True}
     yield "layer_norm_gradient", layer_norm_gradient, gradient, {}
-    long = {"BLOCK": 4096, "ROWS": 1, "SINGLE": False, "EIGHT_BIT": True}
+    long = {"BLOCK": 4096, "ROWS": 1, "HELD": 0, "EIGHT_BIT": True}
     yield "layer_norm_gradient long", layer_norm_gradient, gradient | long, {"x_ptr": "*i8"}
     activating = ROWS | {"ACTIVATION": 2, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING
     yield "activate_rows", activate_rows, activating, {}

@@ -33,17 +33,51 @@ QUANTIZE_CANDIDATES = (
     QuantizeConfig(block=2048, warps=4, programs=1056, sweep=2112),
     QuantizeConfig(block=8192, warps=8, keep=64 << 20, sweep=0, hold=0),
 )
-PRODUCER_CANDIDATES = (
-    ProducerConfig(),
-    ProducerConfig(apply=0),
-    ProducerConfig(block=4096, lane=16),
-    ProducerConfig(block=4096, lane=8),
-    ProducerConfig(block=1024, lane=8, reduce=8, apply=16),
-    ProducerConfig(strip=64),
-    ProducerConfig(strip=64, apply=0),
-    ProducerConfig(reduce=2, apply=4),
-    ProducerConfig(reduce=8),
+_ROWS_OUTPUT = (
+    ProducerConfig(block=1024, lane=32),
+    ProducerConfig(block=1024, lane=16),
+    ProducerConfig(block=1024, lane=8),
+    ProducerConfig(block=1024, lane=32, apply=16),
+    ProducerConfig(block=1024, lane=16, apply=0),
+    ProducerConfig(block=4096, lane=32),
+    ProducerConfig(lane=16),
 )
+_ROWS_GRADIENT = (
+    ProducerConfig(block=1024, reduce=2),
+    ProducerConfig(block=1024),
+    ProducerConfig(block=1024, reduce=1, apply=16),
+    ProducerConfig(block=1024, lane=16, reduce=1, apply=0),
+    ProducerConfig(lane=16, reduce=2, apply=0),
+    ProducerConfig(block=4096, lane=32, reduce=2, apply=0),
+    ProducerConfig(),
+)
+PRODUCER_CANDIDATES = {
+    Op.BATCH_NORM_OUTPUT: (
+        ProducerConfig(lane=32),
+        ProducerConfig(lane=16),
+        ProducerConfig(lane=16, apply=16),
+        ProducerConfig(),
+        ProducerConfig(block=4096, lane=16),
+        ProducerConfig(strip=64),
+        ProducerConfig(strip=64, lane=32),
+        ProducerConfig(reduce=8, lane=16),
+    ),
+    Op.BATCH_NORM_GRAD_INPUT: (
+        ProducerConfig(),
+        ProducerConfig(lane=16),
+        ProducerConfig(lane=32),
+        ProducerConfig(apply=0),
+        ProducerConfig(block=4096, lane=16),
+        ProducerConfig(strip=64),
+        ProducerConfig(strip=64, apply=0),
+        ProducerConfig(reduce=2, apply=4),
+        ProducerConfig(reduce=8),
+    ),
+    Op.LAYER_NORM_OUTPUT: _ROWS_OUTPUT,
+    Op.LAYER_NORM_GRAD_INPUT: _ROWS_GRADIENT,
+    Op.ACTIVATION_OUTPUT: _ROWS_OUTPUT,
+    Op.ACTIVATION_GRAD_INPUT: _ROWS_GRADIENT,
+}
 
 
 class TritonBackend:
@@ -76,7 +110,7 @@ class TritonBackend:
         if request.op in QUANTIZATIONS:
             return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
         if request.op in Op.PRODUCERS:
-            return tuple(KernelConfig(str(config)) for config in PRODUCER_CANDIDATES)
+            return tuple(KernelConfig(str(config)) for config in PRODUCER_CANDIDATES[request.op])
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             if not _may_be_pointwise(request):
                 return (KernelConfig(),)
@@ -111,7 +145,7 @@ class TritonBackend:
 
             return QuantizeMany(variant.x_granularity, variant.rounding, knobs)
         if request.op in Op.PRODUCERS:
-            return _producer(request, ProducerConfig.parse(config.text))
+            return _producer(request, ProducerConfig.parse(config.text or self.candidate_configs(request)[0].text))
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight
 

@@ -108,7 +108,7 @@ class ProducerConfig:
 
     def warps_of(self, tile: int) -> int:
         """Warps of a program with a tile of that many elements."""
-        return max(1, min(16, tile // (32 * self.lane)))
+        return 1 << min(16, max(1, tile // (32 * self.lane))).bit_length() - 1
 
     @classmethod
     def parse(cls, text: str) -> ProducerConfig:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from qsync_kernels_triton.producers.functions import activated, slope
-from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW
+from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, write_tile
 from qsync_kernels_triton.quantize.rounding import common_scale, infinite_if_nan, larger, stream_words
 from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
 
@@ -21,7 +21,7 @@ from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
 @triton.jit
 def _loaded(x_ptr, first, column, row, rows, length):
     inside = (row < rows)[:, None] & (column < length)[None, :]
-    return tl.load(x_ptr + first[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32), inside
+    return tl.load(x_ptr + first[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "stream_low", "stream_high"])
@@ -29,7 +29,7 @@ def activate_rows(
     x_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr, stream_ptr, rows: tl.int32, units: tl.int32,
     seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
     stream_low: tl.int32, stream_high: tl.int32,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, ACTIVATION: tl.constexpr,
     WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr, FORMAT: tl.constexpr, X_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
@@ -43,40 +43,39 @@ def activate_rows(
         first = row.to(tl.int64) * length
         largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         # f(0) = 0: what is outside of the matrix has no part in the maxima.
-        if SINGLE:
-            x, inside = _loaded(x_ptr, first, columns, row, rows, length)
-            r = activated(x, ACTIVATION)
-            largest, x_largest = larger(largest, r), larger(x_largest, x)
+        if HELD:
+            xs, rs = (), ()
+            for part in tl.static_range(HELD):
+                x = _loaded(x_ptr, first, part * BLOCK + columns, row, rows, length)
+                r = activated(x, ACTIVATION)
+                xs, rs = xs + (x,), rs + (r,)  # noqa: RUF005  (Triton has no starred tuples)
+                largest, x_largest = larger(largest, r), larger(x_largest, x)
         else:
             for begin in range(0, length, BLOCK):
-                x, inside = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                x = _loaded(x_ptr, first, begin + columns, row, rows, length)
                 largest, x_largest = larger(largest, activated(x, ACTIVATION)), larger(x_largest, x)
+        scale, inverse, x_scale, x_inverse = 1.0, 1.0, 1.0, 1.0  # of what is not written
         if SCALES == PER_ROW:
             scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
         if SCALES == ONE_SCALE:
             greatest = tl.maximum(greatest, tl.max(infinite_if_nan(largest), 1))
         if WRITE_X:
             x_scale, x_inverse = scales_of_rows(x_scale_ptr, x_largest, row, rows, X_FORMAT)
-        for begin in range(0, 1 if SINGLE else length, BLOCK):
-            column = begin + columns
-            if not SINGLE:
-                x, inside = _loaded(x_ptr, first, column, row, rows, length)
-                r = activated(x, ACTIVATION)
-            where = first[:, None] + column[None, :]
-            if WRITE_OUT:
-                tl.store(out_ptr + where, r.to(out_ptr.dtype.element_ty), mask=inside)
-            if WRITE_X:
-                x_q = rounded_rows(
-                    x, x_scale, x_inverse, first, begin, x_seed_low, x_seed_high, stream_low, stream_high,
-                    X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+        if HELD:
+            for part in tl.static_range(HELD):
+                write_tile(
+                    xs[part], rs[part], out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, part * BLOCK, row, rows,
+                    length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
+                    ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
                 )  # fmt: skip
-                tl.store(x_q_ptr + where, x_q, mask=inside)
-            if SCALES == PER_ROW:
-                q = rounded_rows(
-                    r, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
-                    FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+        else:
+            for begin in range(0, length, BLOCK):
+                x = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                write_tile(
+                    x, activated(x, ACTIVATION), out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, begin, row, rows,
+                    length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
+                    ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
                 )  # fmt: skip
-                tl.store(q_ptr + where, q, mask=inside)
     if SCALES == ONE_SCALE:
         tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
 
@@ -100,7 +99,8 @@ def round_activated(
         begin = (tile % across) * BLOCK
         column = begin + tl.arange(0, BLOCK)
         first = row.to(tl.int64) * length
-        x, inside = _loaded(x_ptr, first, column, row, rows, length)
+        inside = (row < rows)[:, None] & (column < length)[None, :]
+        x = _loaded(x_ptr, first, column, row, rows, length)
         r = tl.minimum(tl.maximum(activated(x, ACTIVATION), -absmax), absmax)
         q = rounded_rows(
             r, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,

@@ -43,12 +43,31 @@ def _twice_tanh_argument(x):
 
 
 @triton.jit
+def _normal_cdf(z):
+    """Φ(z) = (1 + erf(z/√2)) / 2, the error at most 1e-8 beside float32's: a third of the error function's instructions.
+
+    Φ(−t) is 2**−(1 + P(t)), P the polynomial of degree 8 for which the largest error of Φ is smallest; from there on both tails are
+    rounded once.  P grows with t without end, and NaN stays NaN.
+    """
+    t = tl.abs(z)
+    p = tl.fma(t, 2.83487402e-06, -3.93772818e-05)
+    p = tl.fma(t, p, 1.86178540e-04)
+    p = tl.fma(t, p, 1.36939924e-04)
+    p = tl.fma(t, p, -7.06342408e-03)
+    p = tl.fma(t, p, 5.24961806e-02)
+    p = tl.fma(t, p, 4.59208196e-01)
+    p = tl.fma(t, p, 1.15110521e00)
+    tail = 0.5 * tl.exp2(-t * p)
+    return tl.where(z < 0, tail, 1.0 - tail)
+
+
+@triton.jit
 def activated(z, ACTIVATION: tl.constexpr):
     """f(z) in float32; NaN stays NaN."""
     if ACTIVATION == RELU:
         return tl.where(z <= 0, 0.0, z)
     elif ACTIVATION == GELU:
-        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+        return z * _normal_cdf(z)
     elif ACTIVATION == GELU_TANH:
         return z * _sigmoid(_twice_tanh_argument(z))
     elif ACTIVATION == SILU:
@@ -63,7 +82,7 @@ def slope(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == RELU:
         return tl.where(z > 0, 1.0, 0.0)
     elif ACTIVATION == GELU:
-        return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        return _normal_cdf(z) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     elif ACTIVATION == GELU_TANH:
         s, ds = _sigmoid_and_slope(_twice_tanh_argument(z))
         return s + z * ds * 1.5957691216057308 * (1.0 + 0.134145 * z * z)

@@ -51,13 +51,24 @@ def _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT: tl.
 
 
 @triton.jit
-def _row_statistics(s, inside, length):
-    """Mean and variance of rows: sums about a first estimate of the mean, which rounding may have moved where the mean is large."""
-    n = length.to(tl.float32)
-    estimate = tl.sum(tl.where(inside, s, 0.0), 1) / n
-    apart = tl.where(inside, s - estimate[:, None], 0.0)
-    moved = tl.sum(apart, 1) / n
-    var = tl.sum(apart * apart, 1) / n - moved * moved
+def _held_row_statistics(tiles, row, rows, length, HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean and variance of rows: sums about a first estimate of the mean, which rounding may have moved where the mean is large.
+
+    Outside of the matrix tiles are 0.
+    """
+    n, columns = length.to(tl.float32), tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for part in tl.static_range(HELD):
+        total += tiles[part]
+    estimate = tl.sum(total, 1) / n
+    total, squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for part in tl.static_range(HELD):
+        inside = (row < rows)[:, None] & (part * BLOCK + columns < length)[None, :]
+        apart = tl.where(inside, tiles[part] - estimate[:, None], 0.0)
+        total += apart
+        squares = tl.fma(apart, apart, squares)
+    moved = tl.sum(total, 1) / n
+    var = tl.sum(squares, 1) / n - moved * moved
     return estimate + moved, tl.where(var < 0, 0.0, var)
 
 
@@ -84,17 +95,44 @@ def _long_row_statistics(
     return shift + moved, tl.where(var < 0, 0.0, var)
 
 
+@triton.jit
+def write_tile(
+    x, z, out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, begin, row, rows, length,
+    seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr,
+    FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A tile's result z, its 8-bit copy, and the copy of what was its input x: columns from ``begin`` on, rows with a scale each."""
+    column = begin + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < length)[None, :]
+    where = first[:, None] + column[None, :]
+    if WRITE_OUT:
+        tl.store(out_ptr + where, z.to(out_ptr.dtype.element_ty), mask=inside)
+    if WRITE_X:
+        x_q = rounded_rows(
+            x, x_scale, x_inverse, first, begin, x_seed_low, x_seed_high, stream_low, stream_high,
+            X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+        )  # fmt: skip
+        tl.store(x_q_ptr + where, x_q, mask=inside)
+    if SCALES == PER_ROW:
+        q = rounded_rows(
+            z, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+            FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+        )  # fmt: skip
+        tl.store(q_ptr + where, q, mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "stream_low", "stream_high"])
 def normalize_rows(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, sum_ptr, mean_ptr, rstd_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr,
     stream_ptr, rows: tl.int32, units: tl.int32, eps: tl.float32,
     seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
     stream_low: tl.int32, stream_high: tl.int32,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr,
     FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,): each takes every programs-th group of ROWS rows; SINGLE says that a row is no longer than BLOCK.
+    """Grid (programs,): each takes every programs-th group of ROWS rows; HELD tiles of BLOCK columns hold a row, 0: it is walked.
 
     SCALES: 0 where no copy is wanted, PER_ROW, or ONE_SCALE: then ``scale_ptr`` receives a partial maximum of each program.
     A row has units * UNIT elements: a constant factor lets loads be wide.
@@ -106,10 +144,14 @@ def normalize_rows(
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * length
-        inside = (row < rows)[:, None] & (columns < length)[None, :]
-        if SINGLE:
-            s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + columns[None, :], inside, RESIDUAL, WRITE_SUM)
-            mean, var = _row_statistics(s, inside, length)
+        if HELD:
+            tiles = ()
+            for part in tl.static_range(HELD):
+                column = part * BLOCK + columns
+                inside = (row < rows)[:, None] & (column < length)[None, :]
+                where = first[:, None] + column[None, :]
+                tiles = tiles + (summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM),)  # noqa: RUF005
+            mean, var = _held_row_statistics(tiles, row, rows, length, HELD, ROWS, BLOCK)
         else:
             mean, var = _long_row_statistics(
                 x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK
@@ -119,9 +161,14 @@ def normalize_rows(
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
         largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        if SINGLE:
-            x, z = _normalized(s, mean, rstd, columns, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
-            largest, x_largest = larger(largest, tl.where(inside, z, 0.0)), larger(x_largest, tl.where(inside, x, 0.0))
+        if HELD:
+            xs, zs = (), ()
+            for part in tl.static_range(HELD):
+                column = part * BLOCK + columns
+                inside = (row < rows)[:, None] & (column < length)[None, :]
+                x, z = _normalized(tiles[part], mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
+                xs, zs = xs + (x,), zs + (z,)  # noqa: RUF005
+                largest, x_largest = larger(largest, tl.where(inside, z, 0.0)), larger(x_largest, tl.where(inside, x, 0.0))
         else:
             for begin in range(0, length, BLOCK):
                 column = begin + columns
@@ -129,6 +176,7 @@ def normalize_rows(
                 s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
                 x, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
                 largest, x_largest = larger(largest, tl.where(inside, z, 0.0)), larger(x_largest, tl.where(inside, x, 0.0))
+        scale, inverse, x_scale, x_inverse = 1.0, 1.0, 1.0, 1.0  # of what is not written
         if SCALES == PER_ROW:
             scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
         if SCALES == ONE_SCALE:
@@ -136,29 +184,31 @@ def normalize_rows(
         if WRITE_X:
             x_scale, x_inverse = scales_of_rows(x_scale_ptr, x_largest, row, rows, X_FORMAT)
 
-        for begin in range(0, 1 if SINGLE else length, BLOCK):
-            column = begin + columns
-            inside = (row < rows)[:, None] & (column < length)[None, :]
-            where = first[:, None] + column[None, :]
-            if not SINGLE:
+        if HELD:
+            for part in tl.static_range(HELD):
+                if WRITE_SUM:
+                    column = part * BLOCK + columns
+                    inside = (row < rows)[:, None] & (column < length)[None, :]
+                    tl.store(sum_ptr + first[:, None] + column[None, :], tiles[part].to(sum_ptr.dtype.element_ty), mask=inside)
+                write_tile(
+                    xs[part], zs[part], out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, part * BLOCK, row, rows,
+                    length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
+                    ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
+                )  # fmt: skip
+        else:
+            for begin in range(0, length, BLOCK):
+                column = begin + columns
+                inside = (row < rows)[:, None] & (column < length)[None, :]
+                where = first[:, None] + column[None, :]
                 s = summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM)
                 x, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
-            if WRITE_SUM:
-                tl.store(sum_ptr + where, s.to(sum_ptr.dtype.element_ty), mask=inside)
-            if WRITE_OUT:
-                tl.store(out_ptr + where, z.to(out_ptr.dtype.element_ty), mask=inside)
-            if WRITE_X:
-                x_q = rounded_rows(
-                    x, x_scale, x_inverse, first, begin, x_seed_low, x_seed_high, stream_low, stream_high,
-                    X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+                if WRITE_SUM:
+                    tl.store(sum_ptr + where, s.to(sum_ptr.dtype.element_ty), mask=inside)
+                write_tile(
+                    x, z, out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, begin, row, rows, length,
+                    seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
+                    ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
                 )  # fmt: skip
-                tl.store(x_q_ptr + where, x_q, mask=inside)
-            if SCALES == PER_ROW:
-                q = rounded_rows(
-                    z, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
-                    FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
-                )  # fmt: skip
-                tl.store(q_ptr + where, q, mask=inside)
     if SCALES == ONE_SCALE:
         tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
 

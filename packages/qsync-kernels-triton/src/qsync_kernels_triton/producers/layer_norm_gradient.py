@@ -30,23 +30,32 @@ def _tile(
     return g, g * vector_of(weight_ptr, column, wanted, 1.0, WEIGHT), x * factor[:, None]
 
 
+@triton.jit
+def _write_gradient(w, x, grad_input_ptr, column, first, row, rows, length, mean_w, mean_product, rstd):
+    gradient = (w - mean_w[:, None] - x * mean_product[:, None]) * rstd[:, None]
+    inside = (row < rows)[:, None] & (column < length)[None, :]
+    tl.store(grad_input_ptr + first[:, None] + column[None, :], gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "units"])
 def layer_norm_gradient(
     grad_ptr, x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, weight_ptr, grad_input_ptr, partial_ptr,
     rows: tl.int32, units: tl.int32,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, WEIGHT: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHT: tl.constexpr,
     EIGHT_BIT: tl.constexpr, WRITE_INPUT: tl.constexpr, WRITE_SUMS: tl.constexpr,
 ):  # fmt: skip
     """∂s, and partial sums (2, programs, length) of g·x̂ and g; grid (programs,): each takes every programs-th group of ROWS rows.
 
-    SINGLE says that a row is no longer than BLOCK.  Otherwise a program's sums are in memory, which starts as zeros.
+    HELD tiles of BLOCK columns hold a row.  0: a row is walked, and a program's sums are in memory, which starts as zeros.
     """
     length, programs = units * UNIT, tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     at = partial_ptr + tl.program_id(0).to(tl.int64) * length
     kind = programs.to(tl.int64) * length
-    if SINGLE:
-        products, totals = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    products, totals = (), ()
+    for _ in tl.static_range(HELD):
+        zeros = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        products, totals = products + (zeros,), totals + (zeros,)  # noqa: RUF005  (Triton has no starred tuples)
     n = length.to(tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
         row = block * ROWS + tl.arange(0, ROWS)
@@ -54,13 +63,19 @@ def layer_norm_gradient(
         first = row.to(tl.int64) * length
         mean, rstd = tl.load(mean_ptr + row, mask=present, other=0.0), tl.load(rstd_ptr + row, mask=present, other=0.0)
         factor = tl.load(x_scale_ptr + row, mask=present, other=0.0) if EIGHT_BIT else rstd
-        if SINGLE:
-            g, w, x = _tile(grad_ptr, x_ptr, weight_ptr, first, columns, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT)
-            mean_w, mean_product = tl.sum(w, 1) / n, tl.sum(w * x, 1) / n
-            totals += g
-            products += g * x
+        sum_w, sum_product = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        if HELD:
+            ws, xs, with_products, with_totals = (), (), (), ()
+            for part in tl.static_range(HELD):
+                g, w, x = _tile(
+                    grad_ptr, x_ptr, weight_ptr, first, part * BLOCK + columns, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT
+                )
+                sum_w += w
+                sum_product += w * x
+                ws, xs = ws + (w,), xs + (x,)  # noqa: RUF005
+                with_products, with_totals = with_products + (products[part] + g * x,), with_totals + (totals[part] + g,)  # noqa: RUF005
+            products, totals = with_products, with_totals
         else:
-            sum_w, sum_product = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
             for begin in range(0, length, BLOCK):
                 column = begin + columns
                 g, w, x = _tile(grad_ptr, x_ptr, weight_ptr, first, column, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT)
@@ -72,18 +87,23 @@ def layer_norm_gradient(
                     total = tl.load(at + kind + column, mask=wanted, other=0.0) + tl.sum(g, 0)
                     tl.store(at + column, product, mask=wanted)
                     tl.store(at + kind + column, total, mask=wanted)
-            mean_w, mean_product = tl.sum(sum_w, 1) / n, tl.sum(sum_product, 1) / n
+        mean_w, mean_product = tl.sum(sum_w, 1) / n, tl.sum(sum_product, 1) / n
+        if HELD:
+            if WRITE_INPUT:
+                for part in tl.static_range(HELD):
+                    _write_gradient(
+                        ws[part], xs[part], grad_input_ptr, part * BLOCK + columns, first, row, rows, length, mean_w, mean_product, rstd
+                    )
+        else:
             # The next rows' loads see what other threads of this program stored.
             tl.debug_barrier()
-        if WRITE_INPUT:
-            for begin in range(0, 1 if SINGLE else length, BLOCK):
-                column = begin + columns
-                if not SINGLE:
+            if WRITE_INPUT:
+                for begin in range(0, length, BLOCK):
+                    column = begin + columns
                     g, w, x = _tile(grad_ptr, x_ptr, weight_ptr, first, column, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT)
-                gradient = (w - mean_w[:, None] - x * mean_product[:, None]) * rstd[:, None]
-                inside = present[:, None] & (column < length)[None, :]
-                where = first[:, None] + column[None, :]
-                tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
-    if SINGLE and WRITE_SUMS:
-        tl.store(at + columns, tl.sum(products, 0), mask=columns < length)
-        tl.store(at + kind + columns, tl.sum(totals, 0), mask=columns < length)
+                    _write_gradient(w, x, grad_input_ptr, column, first, row, rows, length, mean_w, mean_product, rstd)
+    if WRITE_SUMS:
+        for part in tl.static_range(HELD):
+            column = part * BLOCK + columns
+            tl.store(at + column, tl.sum(products[part], 0), mask=column < length)
+            tl.store(at + kind + column, tl.sum(totals[part], 0), mask=column < length)

@@ -15,6 +15,8 @@ from qsync_kernels_triton.quantize.single import FORMAT_CODE, SOURCES
 
 SUM_STRIP = 64
 """Channels of a tile of a kernel that sums over positions: a line of the cache in 16 bit.  Wider strips leave more partial sums."""
+_NARROWEST = 128
+"""Columns of a tile of which a row has several."""
 MOST_PARTIALS = 1024
 """Partial sums, or maxima, that one program takes in at a time."""
 
@@ -73,6 +75,7 @@ class Cut(NamedTuple):
         rows, block: of a tile.
         tiles: groups of rows; strips: tiles beside each other.
         warps: of a program.
+        held: tiles beside each other that a program has in registers, a whole row; 0 where it does not.
     """
 
     unit: int
@@ -81,6 +84,7 @@ class Cut(NamedTuple):
     tiles: int
     strips: int
     warps: int
+    held: int
 
     @property
     def constants(self) -> dict[str, int]:
@@ -103,16 +107,28 @@ def cut_freely(rows: int, length: int, widest: int, config: ProducerConfig) -> C
 
 
 def cut_by_rows(rows: int, length: int, longest: int, config: ProducerConfig) -> Cut:
-    """Tiles of whole rows, several where they are short; chunks of ``config.block`` of rows longer than ``longest``."""
-    whole = max(8, triton.next_power_of_2(length))
-    block = whole if length <= longest else min(whole, config.block)
-    tall = max(1, min(config.block // block, triton.next_power_of_2(rows)))
-    return _cut(rows, length, tall, block, config)
+    """Groups of whole rows, several where they are short; chunks of ``config.block`` of rows longer than ``longest``.
+
+    A row that is held is one tile or, where less is empty so, three or five beside each other: 768 is three times 256.
+    """
+    if length > longest:
+        return _cut(rows, length, 1, min(triton.next_power_of_2(length), config.block), config)
+    widths = {held: max(_NARROWEST, triton.next_power_of_2(triton.cdiv(length, held))) for held in (3, 5)}
+    widths[1] = max(8, triton.next_power_of_2(length))
+    held = min(widths, key=lambda count: (count * widths[count], count))
+    tall = max(1, min(_power_of_2(config.block // (held * widths[held])), triton.next_power_of_2(rows)))
+    return _cut(rows, length, tall, widths[held], config, held)
 
 
-def _cut(rows: int, length: int, tall: int, block: int, config: ProducerConfig) -> Cut:
+def _cut(rows: int, length: int, tall: int, block: int, config: ProducerConfig, held: int = 0) -> Cut:
     unit = 8 if length % 8 == 0 else 1
-    return Cut(unit, tall, block, triton.cdiv(rows, tall), triton.cdiv(length, block), config.warps_of(tall * block))
+    warps = config.warps_of(tall * block * max(held, 1))
+    return Cut(unit, tall, block, triton.cdiv(rows, tall), triton.cdiv(length, block), warps, held)
+
+
+def _power_of_2(count: int) -> int:
+    """The largest that is not above ``count``, at least 1."""
+    return 1 << max(count, 1).bit_length() - 1
 
 
 def programs_for(cut: Cut, per_multiprocessor: int, device: torch.device, strips: int | None = None) -> int:

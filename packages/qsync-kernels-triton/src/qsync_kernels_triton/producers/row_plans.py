@@ -176,7 +176,7 @@ class _Rows:
         form = {"FORMAT": 0 if q is None else FORMAT_CODE[q.dtype], "ROUNDING": ROUNDING_CODE[rounding]}
         form |= {"LIVE": stream is not None}
         x_form = {"WRITE_X": x_q is not None, "X_FORMAT": 0 if x_q is None else FORMAT_CODE[x_q.dtype]}
-        written = {"SINGLE": cut.strips == 1, "WRITE_OUT": out is not None, "SCALES": scales}
+        written = {"HELD": cut.held, "WRITE_OUT": out is not None, "SCALES": scales}
         self._first = Launch(first[0], cut.constants | first[1] | written | x_form | form | cut.aligned, num_warps=cut.warps)
         self._programs = programs_for(cut, config.apply, x.device, strips=1)
         if self._one_scale:
@@ -226,9 +226,9 @@ def build_layer_norm_grad_input(config: ProducerConfig) -> Callable[..., None]:
             return lambda *operands: _zero(*operands[7:])
         rows, length = x.shape
         cut = cut_by_rows(rows, length, ONE_READ, config)
-        single, sums = cut.strips == 1, grad_weight is not None or grad_bias is not None
+        sums = grad_weight is not None or grad_bias is not None
         constants = {
-            "SINGLE": single,
+            "HELD": cut.held,
             "WEIGHT": weight is not None,
             "EIGHT_BIT": x_scale is not None,
             "WRITE_INPUT": grad_input is not None,
@@ -237,7 +237,7 @@ def build_layer_norm_grad_input(config: ProducerConfig) -> Callable[..., None]:
         launch = Launch(layer_norm_gradient, cut.constants | constants, num_warps=cut.warps)
         finish = Launch(finish_sums, {"ROWS": 128, "BLOCK": 16}, num_warps=4)
         programs = programs_for(cut, config.reduce, x.device, strips=1)
-        sizes, unit = (rows, length // cut.unit), torch.empty if single else torch.zeros
+        sizes, unit = (rows, length // cut.unit), torch.empty if cut.held else torch.zeros
 
         def run(
             grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor | None,

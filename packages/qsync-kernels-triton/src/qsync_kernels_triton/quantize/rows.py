@@ -96,7 +96,7 @@ def quantize_row_block(
     columns = tl.arange(0, BLOCK)
     if SINGLE:
         x = loaded_rows(x_ptr, multiplier_ptr, first, columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
-        largest = larger(tl.zeros((ROWS, BLOCK), dtype=tl.float32), x)
+        largest = tl.abs(x)
     else:
         largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for begin in range(0, row_length, BLOCK):
