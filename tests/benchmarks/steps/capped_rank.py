@@ -1,7 +1,8 @@
 """One rank of row L5: uniform float16 on both GPUs, then int8 on the second one, which has half of AMP's memory from then on.
 
-Uniform int8 with its inputs kept in int8 takes .61 of AMP's memory (row L4).  What is missing is activations of the first stage,
-two fifths of them all: the second rank computes that stage again in its backward pass (``torch.utils.checkpoint``).
+Uniform int8 with its inputs kept in int8 takes .61 of AMP's memory (row L4).  What is missing is activations of the first stages:
+the second rank computes as many of them again in its backward pass (``torch.utils.checkpoint``) as it takes.  Its first steps are
+not capped: inductor tries its kernels in them, on copies of their operands.
 
 Started by ``gpu_steps.py``, once for each rank; the last rank is the weak one.  Rank 0 writes what was measured as JSON.
 """
@@ -11,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from kernels.bench import Bench
-from kernels.whole_model import Mode, release, time_in_turns
+from kernels.whole_model import Mode, WholeModel, release, time_in_turns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -27,28 +29,48 @@ from steps.rows_memory import peak_bytes
 
 RANK = int(os.environ["LOCAL_RANK"])
 CAP = 0.5
+WARM_UP = 5
 LOW = Contender(eight_bit(INT8, fused=True, saved="int8"), Mode.COMPILED)
 PLAIN, FUSED = Contender(PLAIN16, Mode.COMPILED), Contender(FUSED16, Mode.COMPILED)
 
 
-def first_stage_again(model: nn.Module) -> nn.Module:
-    """The model, which keeps of its first stage only what goes in."""
-    stage = model.get_submodule("layer1")
-    forward = stage.forward
-    stage.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+STAGES = ("layer1", "layer2", "layer3")
+
+
+def again(model: nn.Module, stages: int) -> nn.Module:
+    """The model, which keeps of each of its first stages only what goes in."""
+    for name in STAGES[:stages]:
+        stage = model.get_submodule(name)
+        stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
     return model
 
 
-def blocks_ms(steps: Steps, contender: Contender, *, keeps_less: bool = False) -> list[float]:
-    """Step times of the whole job with this rank in that setting."""
+def opened(steps: Steps, contender: Contender, stages: int = 0) -> WholeModel:
+    """The job's model with this rank in that setting, after the steps in which DDP makes its buckets anew."""
     dist.barrier()
-    steps.bench.say(f"rank {RANK}: {contender.name}")
-    model = steps.open(contender, wrap=lambda module: DistributedDataParallel(first_stage_again(module) if keeps_less else module))
-    count, each = (2, 1) if steps.bench.quick else (7, 8)
-    found = time_in_turns({"": model.step}, steps.bench.device, blocks=count, steps=each)[""].blocks_ms
-    del model
+    steps.bench.say(f"rank {RANK}: {contender.name}, {stages} stages computed again")
+    model = steps.open(contender, wrap=lambda module: DistributedDataParallel(again(module, stages)))
+    for _ in range(WARM_UP):
+        model.step()
+    return model
+
+
+def blocks_ms(model: WholeModel, bench: Bench) -> list[float]:
+    """Its step times."""
+    count, each = (2, 1) if bench.quick else (7, 8)
+    return list(time_in_turns({"": model.step}, bench.device, blocks=count, steps=each)[""].blocks_ms)
+
+
+def fits(model: WholeModel, cap: float, device: torch.device) -> bool:
+    """Whether every rank reserves no more than ``cap`` bytes, its own cap, in two more steps."""
     release()
-    return list(found)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(2):
+        model.step()
+    within = torch.tensor([device.type != "cuda" or torch.cuda.max_memory_reserved(device) <= cap], device=device).int()
+    dist.all_reduce(within, dist.ReduceOp.MIN)
+    return bool(within)
 
 
 def main() -> None:
@@ -67,20 +89,32 @@ def main() -> None:
     # Ranks agree about nothing else here: each says for itself what its operators are.
     dist.init_process_group("nccl" if cuda else "gloo")
     found: dict[str, Any] = {"amp_bytes": amp, "cap_bytes": int(CAP * amp)}
-    found["fused_ms"] = blocks_ms(steps, FUSED)
+    model = opened(steps, FUSED)
+    found["fused_ms"] = blocks_ms(model, bench)
     weak = dist.get_rank() == dist.get_world_size() - 1
-    if weak and cuda:
+    capped = weak and cuda
+    for stages in range(1, len(STAGES) + 1):
+        del model
+        release()
+        model = opened(steps, LOW, stages) if weak else opened(steps, FUSED)
+        if fits(model, CAP * amp if weak else float("inf"), device):
+            break
+    release()
+    if capped:
         torch.cuda.set_per_process_memory_fraction(CAP * amp / torch.cuda.get_device_properties(device).total_memory, device)
         torch.cuda.reset_peak_memory_stats(device)
-    found["capped_ms"] = blocks_ms(steps, LOW if weak else FUSED, keeps_less=weak)
-    peak = torch.tensor([torch.cuda.max_memory_reserved(device) if weak and cuda else 0], device=device)
+    found["capped_ms"] = blocks_ms(model, bench)
+    peak = torch.tensor([torch.cuda.max_memory_reserved(device) if capped else 0], device=device)
     dist.all_reduce(peak)
-    found["weak_bytes"] = int(peak)
+    found |= {"weak_bytes": int(peak), "stages": stages}
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
-    if weak and cuda:
+    if capped:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-    found["plain_ms"] = blocks_ms(steps, PLAIN)
+    del model
+    release()
+    model = opened(steps, PLAIN)
+    found["plain_ms"] = blocks_ms(model, bench)
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     dist.destroy_process_group()

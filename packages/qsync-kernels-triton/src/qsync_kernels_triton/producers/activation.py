@@ -72,8 +72,8 @@ def activate_rows(
             for begin in range(0, length, BLOCK):
                 x = _loaded(x_ptr, first, begin + columns, row, rows, length)
                 write_tile(
-                    x, activated(x, ACTIVATION), out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, begin, row, rows,
-                    length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
+                    x, activated(x, ACTIVATION), out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, begin,
+                    row, rows, length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
                     ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
                 )  # fmt: skip
     if SCALES == ONE_SCALE:

@@ -102,7 +102,7 @@ def write_tile(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr,
     FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's result z, its 8-bit copy, and the copy of what was its input x: columns from ``begin`` on, rows with a scale each."""
+    """A tile's result z, its 8-bit copy, and the copy of its input x, each with a scale a row; columns from ``begin`` on."""
     column = begin + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < length)[None, :]
     where = first[:, None] + column[None, :]

@@ -92,7 +92,17 @@ def layer_norm_gradient(
             if WRITE_INPUT:
                 for part in tl.static_range(HELD):
                     _write_gradient(
-                        ws[part], xs[part], grad_input_ptr, part * BLOCK + columns, first, row, rows, length, mean_w, mean_product, rstd
+                        ws[part],
+                        xs[part],
+                        grad_input_ptr,
+                        part * BLOCK + columns,
+                        first,
+                        row,
+                        rows,
+                        length,
+                        mean_w,
+                        mean_product,
+                        rstd,
                     )
         else:
             # The next rows' loads see what other threads of this program stored.
