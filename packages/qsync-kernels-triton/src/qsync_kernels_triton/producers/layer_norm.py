@@ -7,7 +7,7 @@ What limits is memory: for 2 bytes read (4 with a residual) and 1 to 5 written a
 the reductions over a row wait for each other; so several rows are a program's, and several programs a multiprocessor's.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 # Parameters of kernels have no Python types: Triton traces them.
 from __future__ import annotations
 
