@@ -83,6 +83,9 @@ class WholeModel:
     """A model ready to train; ``step()`` is one forward, backward and optimizer step.
 
     As a CUDA graph the step is captured once and replayed, with one batch; stochastic rounding and dropout draw new numbers.
+
+    Args:
+        wrap: what is done to the model before it is compiled; around: after.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class WholeModel:
         mode: Mode = Mode.EAGER,
         assignments: Mapping[OpId, Assignment] | None = None,
         wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+        around: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
     ) -> None:
         torch.manual_seed(0)
         self.job: Job = load_job(job_text, batch_size)
@@ -109,7 +113,7 @@ class WholeModel:
                 group["capturable"] = True
         self._batches: list[Batch] = [self.job.batch(step, batch_size).to(device) for step in range(2)]
         model = wrap(model)
-        self._model: Any = compiled(model, setting, device) if mode.compiles else model
+        self._model: Any = around(compiled(model, setting, device) if mode.compiles else model)
         self._device, self._step = device, 0
         self._graph = self._capture() if mode.captures and device.type == "cuda" else None
 
@@ -135,6 +139,12 @@ class WholeModel:
             loss = self.job.compute_loss(batch, self._model)
         loss.backward()
         self.optimizer.step()
+
+    def gradients(self) -> None:
+        """Forward and backward alone, without what is around the model."""
+        loss = self.job.compute_loss(self._batches[0], getattr(self._model, "module", self._model))
+        loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     _capturing = False
 

@@ -2,7 +2,8 @@
 
 Uniform int8 with its inputs kept in int8 takes .61 of AMP's memory (row L4).  What is missing is activations of the first stages:
 the second rank computes as many of them again in its backward pass (``torch.utils.checkpoint``) as it takes.  Its first steps are
-not capped: inductor tries its kernels in them, on copies of their operands.
+not capped: inductor tries its kernels in them, on copies of their operands.  Models are one graph each: cut at the buckets of
+DistributedDataParallel, they would keep more.
 
 Started by ``gpu_steps.py``, once for each rank; the last rank is the weak one.  Rank 0 writes what was measured as JSON.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,21 +38,24 @@ PLAIN, FUSED = Contender(PLAIN16, Mode.COMPILED), Contender(FUSED16, Mode.COMPIL
 
 
 STAGES = ("layer1", "layer2", "layer3")
+ATTEMPTS = ((1, False), (1, True), (2, True), (3, True))
+"""Of how many stages activations are computed again, and whether block by block, which keeps less at a time and more at once."""
 
 
-def again(model: nn.Module, stages: int) -> nn.Module:
-    """The model, which keeps of each of its first stages only what goes in."""
+def again(model: nn.Module, stages: int, by_block: bool) -> nn.Module:
+    """The model, which keeps of its first stages only what goes in, or what goes into their blocks."""
     for name in STAGES[:stages]:
         stage = model.get_submodule(name)
-        stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
+        for part in stage.children() if by_block else [stage]:
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     return model
 
 
-def opened(steps: Steps, contender: Contender, stages: int = 0) -> WholeModel:
+def opened(steps: Steps, contender: Contender, stages: int = 0, by_block: bool = False) -> WholeModel:
     """The job's model with this rank in that setting, after the steps in which DDP makes its buckets anew."""
     dist.barrier()
-    steps.bench.say(f"rank {RANK}: {contender.name}, {stages} stages computed again")
-    model = steps.open(contender, wrap=lambda module: DistributedDataParallel(again(module, stages)))
+    steps.bench.say(f"rank {RANK}: {contender.name}, {stages} stages computed again{', block by block' if by_block else ''}")
+    model = steps.open(contender, wrap=lambda module: again(module, stages, by_block), around=DistributedDataParallel)
     for _ in range(WARM_UP):
         model.step()
     return model
@@ -61,16 +67,40 @@ def blocks_ms(model: WholeModel, bench: Bench) -> list[float]:
     return list(time_in_turns({"": model.step}, bench.device, blocks=count, steps=each)[""].blocks_ms)
 
 
-def fits(model: WholeModel, cap: float, device: torch.device) -> bool:
-    """Whether every rank reserves no more than ``cap`` bytes, its own cap, in two more steps."""
+@contextmanager
+def capped(cap: float | None, device: torch.device) -> Iterator[None]:
+    """What this process allocates in the block stays within ``cap`` bytes; None: no cap."""
     release()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(2):
-        model.step()
-    within = torch.tensor([device.type != "cuda" or torch.cuda.max_memory_reserved(device) <= cap], device=device).int()
-    dist.all_reduce(within, dist.ReduceOp.MIN)
-    return bool(within)
+    if cap is None or device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(device).total_memory, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def fits(model: WholeModel, cap: float | None, bench: Bench) -> bool:
+    """Whether every rank's forward and backward, which communicate nothing here, stay within its cap."""
+    within = 1
+    try:
+        with capped(cap, bench.device):
+            for _ in range(3):
+                model.gradients()
+            bench.say(f"rank {RANK}: reserves {reserved(bench.device) / 2**30:.3g} GiB")
+    except torch.OutOfMemoryError as error:
+        bench.say(f"rank {RANK}: {error}")
+        within = 0
+    every = torch.tensor([within], device=bench.device)
+    dist.all_reduce(every, dist.ReduceOp.MIN)
+    return bool(every)
+
+
+def reserved(device: torch.device) -> int:
+    """Bytes at the highest point so far; 0 on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 def main() -> None:
@@ -82,6 +112,7 @@ def main() -> None:
     device = torch.device("cuda", RANK) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    torch._dynamo.config.optimize_ddp = False
     bench = Bench(device, quick=options.tiny)
     steps = Steps(bench, RESNET, tuned=False)
     steps.prepare([LOW])
@@ -92,25 +123,22 @@ def main() -> None:
     model = opened(steps, FUSED)
     found["fused_ms"] = blocks_ms(model, bench)
     weak = dist.get_rank() == dist.get_world_size() - 1
-    capped = weak and cuda
-    for stages in range(1, len(STAGES) + 1):
+    cap = CAP * amp if weak else None
+    for attempt in ATTEMPTS:
         del model
         release()
-        model = opened(steps, LOW, stages) if weak else opened(steps, FUSED)
-        if fits(model, CAP * amp if weak else float("inf"), device):
+        model = opened(steps, LOW, *attempt) if weak else opened(steps, FUSED)
+        if fits(model, cap, bench):
             break
-    release()
-    if capped:
-        torch.cuda.set_per_process_memory_fraction(CAP * amp / torch.cuda.get_device_properties(device).total_memory, device)
-        torch.cuda.reset_peak_memory_stats(device)
-    found["capped_ms"] = blocks_ms(model, bench)
-    peak = torch.tensor([torch.cuda.max_memory_reserved(device) if capped else 0], device=device)
+    else:
+        raise RuntimeError(f"int8 does not fit {CAP} of AMP's memory, with {attempt[0]} stages computed again either")
+    with capped(cap, device):
+        found["capped_ms"] = blocks_ms(model, bench)
+        peak = torch.tensor([reserved(device) if weak else 0], device=device)
     dist.all_reduce(peak)
-    found |= {"weak_bytes": int(peak), "stages": stages}
+    found |= {"weak_bytes": int(peak), "stages": attempt[0], "by_block": attempt[1]}
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
-    if capped:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
     del model
     release()
     model = opened(steps, PLAIN)
