@@ -38,6 +38,8 @@ PLAIN, FUSED = Contender(PLAIN16, Mode.COMPILED), Contender(FUSED16, Mode.COMPIL
 
 
 STAGES = ("layer1", "layer2", "layer3")
+PARALLEL = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+"""Gradients lie in the buckets, and not beside them."""
 ATTEMPTS = ((1, False), (1, True), (2, True), (3, True))
 """Of how many stages activations are computed again, and whether block by block, which keeps less at a time and more at once."""
 
@@ -55,7 +57,7 @@ def opened(steps: Steps, contender: Contender, stages: int = 0, by_block: bool =
     """The job's model with this rank in that setting, after the steps in which DDP makes its buckets anew."""
     dist.barrier()
     steps.bench.say(f"rank {RANK}: {contender.name}, {stages} stages computed again{', block by block' if by_block else ''}")
-    model = steps.open(contender, wrap=lambda module: again(module, stages, by_block), around=DistributedDataParallel)
+    model = steps.open(contender, wrap=lambda module: again(module, stages, by_block), around=PARALLEL)
     for _ in range(WARM_UP):
         model.step()
     return model

@@ -19,11 +19,12 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
-from qsync_torch.compiling import gradient_copies, graph_nodes, weight_copies
+from qsync_torch.compiling import gradient_copies, graph_nodes, shape_arguments, weight_copies
 from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
+from qsync_torch.compiling.shape_arguments import keep_no_shapes
 from qsync_torch.compiling.weight_copies import quantize_weights_together
 from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.kernels import producers
@@ -119,8 +120,9 @@ def _compiler(
     def inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        patches = {"post_grad_custom_pre_pass": _graph_pass()} | (torch._inductor.list_mode_options(mode) if mode else {})
-        return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches | dict(options)))
+        passes = {"joint_custom_pre_pass": _graph_pass(_rewrite_joint), "post_grad_custom_pre_pass": _graph_pass(_rewrite)}
+        patches = passes | (torch._inductor.list_mode_options(mode) if mode else {}) | dict(options)
+        return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches))
 
     return inductor
 
@@ -136,6 +138,11 @@ def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return aot_eager(graph, list(inputs), fw_compiler=rewritten, bw_compiler=rewritten)
 
 
+def _rewrite_joint(graph: Graph) -> None:
+    """What is done to forward and backward before autograd parts them."""
+    keep_no_shapes(graph)
+
+
 def _rewrite(graph: Graph) -> None:
     """What is done to forward and backward graphs once autograd has made them."""
     quantize_weights_together(graph)
@@ -143,15 +150,16 @@ def _rewrite(graph: Graph) -> None:
 
 
 @functools.cache
-def _graph_pass() -> Any:
-    """:func:`_rewrite` as inductor takes it, whose caches of compiled graphs ask which version it is."""
+def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
+    """A rewriting as inductor takes it, whose caches of compiled graphs ask which version it is."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Rewrite(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            _rewrite(graph)
+            rewrite(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files(tuple(part.__file__ for part in (gradient_copies, graph_nodes, weight_copies, producers)))
+            parts = (gradient_copies, graph_nodes, shape_arguments, weight_copies, producers)
+            return get_hash_for_files(tuple(part.__file__ for part in parts), rewrite.__name__)
 
     return Rewrite()
