@@ -80,7 +80,7 @@ class ProducerConfig:
     """How normalizations and activations are cut into programs.
 
     Attributes:
-        block: elements of a program's tile where tiles are cut freely; a row that is longer and fits is one tile.
+        block: elements of a program's tile where tiles are cut freely; a row that is longer and fits is held whole.
         lane: elements of a tile that each thread has.
         strip: channels of a tile of the kernels that write images, at most; those that sum over positions take ``SUM_STRIP``.
         reduce: programs to a multiprocessor of kernels that leave partial sums.

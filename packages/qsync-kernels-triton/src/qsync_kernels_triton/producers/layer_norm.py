@@ -3,8 +3,8 @@
 Rows longer than a tile are walked through chunk by chunk, three times, from the cache after the first.  One scale for the whole
 tensor takes a second launch, ``round_normalized``, which reads the rows once more.
 
-What limits is memory: for 2 bytes read (4 with a residual) and 1 to 5 written an element there are some 30 instructions, of which
-the reductions over a row wait for each other; so several rows are a program's, and several programs a multiprocessor's.
+What limits is instructions, about 75 an element with both copies (2 bytes read, 4 with a residual, and 2 to 5 written), and the
+reductions over a row, which wait for each other; so a row is a warp's or two, and several programs a multiprocessor's.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
