@@ -1,8 +1,8 @@
 """GELU, SiLU, ReLU (or nothing) that writes 8-bit copies of its result and of its input, and their derivatives.
 
 Rows in the registers of one program, one launch, one read; longer rows, and one scale for the whole tensor, take a second read
-and f(x) once more.  Instructions limit where both copies are written: 2 bytes are read and 2 written for about 60 of them an element
-(GELU, sm_90), a quarter of which draw the random numbers.  So no lane of a tile is empty where a row is three or five powers of two.
+and f(x) once more.  Instructions limit where both copies are written: 2 bytes are read and 2 written for about 60 of them an
+element (GELU, sm_90), a quarter of which draw the random numbers.  So a row that is three or five powers of two is as many tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
