@@ -28,7 +28,7 @@ from .jobs import (
     low_settings,
     ratio,
 )
-from .roofline import lines
+from .roofline import host_lines, lines
 
 GRAPH, COMPILED, EAGER = Mode.GRAPH, Mode.COMPILED_GRAPH, Mode.EAGER
 CONTENDERS = {
@@ -137,6 +137,8 @@ def explain(bench: Bench, id_: str, steps: Steps, contenders: Sequence[Contender
         for _ in range(3):
             model.step()
         text += lines(contender.name, model.step, steps.kernels.dag, contender.setting, bench.device, rate)
+        if contender.mode is EAGER:
+            text += host_lines(contender.name, model.step, bench.device)
         del model
         release()
     for line in text:

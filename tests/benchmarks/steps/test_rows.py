@@ -14,7 +14,7 @@ from qsync_torch.load_job import load_job
 from qsync_torch.tracing.trace import trace
 from steps import jobs, rows_learning, rows_memory, rows_rounding, rows_time
 from steps.jobs import AMP, FLOAT8, FUSED16, INT8, TINY, Contender, Steps, best, eight_bit, low_settings, ratio
-from steps.roofline import REST, floor_bytes, part_of
+from steps.roofline import LONGEST, REST, floor_bytes, host_lines, part_of
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,23 @@ def test_fusion_and_8_bit_take_bytes_away():
     assert kept["producers"] < fused["producers"]
     assert plain["products"] < amp["products"]
     assert amp["quantization"] == 0
+
+
+def test_the_cpu_is_seen_in_backward_too():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return sum(grad for _ in range(2))
+
+    x = torch.ones(3, requires_grad=True)
+    head, *functions = host_lines("doubled", lambda: Doubled.apply(x).sum().backward(), CPU)
+    assert re.fullmatch(r"doubled: \d+\.\d\d ms of the CPU to issue a step, under the profiler", head)
+    assert any(re.search(r" 1 calls test_rows.py:\d+ backward$", line) for line in functions)
+    assert len(functions) <= LONGEST
 
 
 def test_errors_of_the_reference_are_those_of_pytorch():
