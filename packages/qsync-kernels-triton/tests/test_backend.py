@@ -235,6 +235,12 @@ def test_every_candidate_configuration_can_be_read_back(request_):
     assert not set("".join(c.text for c in candidates)) & set("&|/ ")
 
 
+def test_a_batch_norm_with_a_shortcut_holds_less_in_a_thread():
+    chains = [ChainForm(Activation.RELU, residual=residual) for residual in (False, True)]
+    first = [TritonBackend().candidate_configs(attrs.evolve(NORM, chain=chain))[0].text for chain in chains]
+    assert [ProducerConfig.parse(text).lane for text in first] == [32, 16]
+
+
 def test_knobs_that_are_left_out_have_their_default():
     assert QuantizeConfig.parse("warps=4") == QuantizeConfig(warps=4)
     assert ProductConfig.parse("m=64;stages=4") == ProductConfig(m=64, stages=4)

@@ -110,7 +110,10 @@ class TritonBackend:
         if request.op in QUANTIZATIONS:
             return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
         if request.op in Op.PRODUCERS:
-            return tuple(KernelConfig(str(config)) for config in PRODUCER_CANDIDATES[request.op])
+            configs = PRODUCER_CANDIDATES[request.op]
+            if request.op == Op.BATCH_NORM_OUTPUT and request.chain.residual:
+                configs = (configs[1], configs[0], *configs[2:])  # beside a tile of the shortcut a thread holds less
+            return tuple(KernelConfig(str(config)) for config in configs)
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             if not _may_be_pointwise(request):
                 return (KernelConfig(),)
