@@ -55,6 +55,7 @@ def cases(capability):
     yield "finish_sums", finish_sums, {"ROWS": 128, "BLOCK": 16}, {}
     normalizing = ROWS | GIVEN | {"RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING
     yield "normalize_rows", normalize_rows, normalizing, {}
+    yield "normalize_rows in five", normalize_rows, normalizing | {"BLOCK": 128, "HELD": 5}, {}
     yield "normalize_rows long", normalize_rows, normalizing | {"BLOCK": 4096, "ROWS": 1, "HELD": 0}, {}
     again = {name: value for name, value in ROWS.items() if name != "HELD"} | ROUNDING | {"PARTIALS": 1024}
     yield "round_normalized", round_normalized, again | GIVEN | {"RESIDUAL": False}, {}
@@ -64,6 +65,7 @@ def cases(capability):
     yield "layer_norm_gradient long", layer_norm_gradient, gradient | long, {"x_ptr": "*i8"}
     activating = ROWS | {"ACTIVATION": 2, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING
     yield "activate_rows", activate_rows, activating, {}
+    yield "activate_rows in one", activate_rows, activating | {"BLOCK": 1024, "HELD": 1}, {}
     yield "round_activated", round_activated, again | {"ACTIVATION": 4}, {}
     tile = {"UNIT": 8, "ROWS": 4, "BLOCK": 1024, "ACTIVATION": 3, "EIGHT_BIT": True}
     yield "activation_gradient", activation_gradient, tile, {"x_ptr": "*i8"}

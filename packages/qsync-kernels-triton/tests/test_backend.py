@@ -241,6 +241,13 @@ def test_a_batch_norm_with_a_shortcut_holds_less_in_a_thread():
     assert [ProducerConfig.parse(text).lane for text in first] == [32, 16]
 
 
+def test_one_scale_for_the_tensor_is_shared_by_larger_programs():
+    tensor = attrs.evolve(GELU, variant=attrs.evolve(GELU.variant, x_granularity=Granularity.PER_TENSOR))
+    rows = attrs.evolve(GELU, variant=attrs.evolve(GELU.variant, x_granularity=Granularity.PER_ROW))
+    first = [ProducerConfig.parse(TritonBackend().candidate_configs(r)[0].text).block for r in (tensor, rows)]
+    assert first == [4096, 1024]
+
+
 def test_knobs_that_are_left_out_have_their_default():
     assert QuantizeConfig.parse("warps=4") == QuantizeConfig(warps=4)
     assert ProductConfig.parse("m=64;stages=4") == ProductConfig(m=64, stages=4)

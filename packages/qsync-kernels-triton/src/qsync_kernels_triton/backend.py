@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
+from qsync_core.ir.precision import Granularity
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.kernels.support import BATCH_NORMS, FLOATS, LINEAR, QUANTIZATIONS, product_format
 from qsync_kernels_triton.config import (
@@ -42,7 +43,16 @@ _ROWS_OUTPUT = (
     ProducerConfig(block=4096, lane=32),
     ProducerConfig(lane=16),
 )
-_ROWS_GRADIENT = (
+_ROWS_ONE_SCALE = (
+    ProducerConfig(block=4096, lane=16),
+    ProducerConfig(block=4096, lane=32, apply=16),
+    ProducerConfig(lane=16),
+    ProducerConfig(block=1024, lane=16),
+    ProducerConfig(block=4096, lane=16, apply=0),
+    ProducerConfig(),
+)
+"""One scale for the whole tensor: few programs leave partial maxima, and each of a second launch reads all of these."""
+_NORM_GRADIENT = (
     ProducerConfig(block=1024, reduce=2),
     ProducerConfig(block=1024),
     ProducerConfig(block=1024, reduce=1, apply=16),
@@ -74,9 +84,15 @@ PRODUCER_CANDIDATES = {
         ProducerConfig(reduce=8),
     ),
     Op.LAYER_NORM_OUTPUT: _ROWS_OUTPUT,
-    Op.LAYER_NORM_GRAD_INPUT: _ROWS_GRADIENT,
+    Op.LAYER_NORM_GRAD_INPUT: _NORM_GRADIENT,
     Op.ACTIVATION_OUTPUT: _ROWS_OUTPUT,
-    Op.ACTIVATION_GRAD_INPUT: _ROWS_GRADIENT,
+    Op.ACTIVATION_GRAD_INPUT: (
+        ProducerConfig(block=1024),
+        ProducerConfig(block=1024, apply=16),
+        ProducerConfig(block=1024, lane=16, apply=0),
+        ProducerConfig(lane=16, apply=0),
+        ProducerConfig(),
+    ),
 }
 
 
@@ -110,10 +126,7 @@ class TritonBackend:
         if request.op in QUANTIZATIONS:
             return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
         if request.op in Op.PRODUCERS:
-            configs = PRODUCER_CANDIDATES[request.op]
-            if request.op == Op.BATCH_NORM_OUTPUT and request.chain.residual:
-                configs = (configs[1], configs[0], *configs[2:])  # beside a tile of the shortcut a thread holds less
-            return tuple(KernelConfig(str(config)) for config in configs)
+            return tuple(KernelConfig(str(config)) for config in _producer_candidates(request))
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             if not _may_be_pointwise(request):
                 return (KernelConfig(),)
@@ -184,6 +197,14 @@ def _layouts(op: str) -> tuple[str, ...]:
         return ("channels_last",)
     matrices = op in LINEAR or op in Op.PRODUCERS
     return ("contiguous",) if matrices else ("contiguous", "channels_last")
+
+
+def _producer_candidates(request: KernelRequest) -> Sequence[ProducerConfig]:
+    configs, variant = PRODUCER_CANDIDATES[request.op], request.variant
+    if request.op == Op.BATCH_NORM_OUTPUT and request.chain.residual:
+        return configs[1], configs[0], *configs[2:]  # beside a tile of the shortcut a thread holds less
+    copied_as_one = variant.compute.needs_scale and variant.x_granularity is Granularity.PER_TENSOR
+    return _ROWS_ONE_SCALE if configs is _ROWS_OUTPUT and copied_as_one else configs
 
 
 def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:

@@ -309,5 +309,5 @@ def _parsed(cls: type[_Config], text: str) -> _Config:
     except ValueError as error:
         raise UnknownConfigError(
             f"backend triton cannot read the configuration {text!r} ({error}); "
-            f"one is written like '{cls()}', and the empty text is the default"
+            f"one is written like '{cls()}', and with the empty text the backend chooses"
         ) from None

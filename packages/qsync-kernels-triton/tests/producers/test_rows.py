@@ -22,6 +22,7 @@ from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import ProducerConfig  # noqa: E402
 from qsync_kernels_triton.producers import row_plans  # noqa: E402
+from qsync_kernels_triton.producers.operands import cut_by_rows  # noqa: E402
 from qsync_kernels_triton.producers.row_plans import (  # noqa: E402
     build_activation_grad_input,
     build_activation_output,
@@ -35,7 +36,7 @@ _spec.loader.exec_module(checking)
 EPS, random, assert_close = checking.EPS, checking.random, checking.assert_close
 
 SMALL = ProducerConfig(block=64, reduce=2, apply=2)
-"""Small, so that a few rows already take several programs, and a row of 65 elements two chunks where rows are not one tile."""
+"""Small, so that a few rows already take several programs, and a row of 65 elements two chunks where rows are walked."""
 SEED, X_SEED, OFFSET = 5 + (1 << 40), 6, (1 << 33) + 7
 ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR
 FUNCTIONS = {
@@ -240,6 +241,51 @@ def test_everything_an_activation_writes_and_its_gradient(outputs, way, activati
         case.check_gradient(outputs, case.x_q, case.x_scale)
 
 
+SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]
+"""Shapes whose rows are held in several tiles, and in how many; of odd lengths too, whose random numbers are drawn one by one."""
+
+
+@pytest.mark.parametrize("granularity", [ROW, TENSOR])
+@pytest.mark.parametrize("config", [SMALL, ProducerConfig()], ids=["a row a program", "several"])
+@pytest.mark.parametrize(("shape", "held"), SEVERAL)
+def test_rows_held_in_several_tiles(outputs, shape, held, config, granularity):
+    assert cut_by_rows(*shape, row_plans.ONE_READ, config).held == held
+    grad = random(*shape, seed=9)
+    for residual in (False, True):
+        case = Norm(shape, residual, mean=0.5, deviation=2.0).run(outputs, granularity, config)
+        case.check(granularity)
+        kept = case.sum if residual else case.x
+        check_norm_gradients(case, grad, norm_gradients(case, grad, outputs, kept, None, config), case.xhat)
+        found = norm_gradients(case, grad, outputs, case.x_q, case.x_scale, config)
+        check_norm_gradients(case, grad, found, case.x_q.double() * scales_of(case.x_q, case.x_scale))
+    act = Act(shape, Activation.GELU).run(outputs, granularity, config)
+    act.check(granularity)
+    act.check_gradient(outputs, act.x, None, config)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("column", [0, 200, 300])
+def test_each_tile_of_a_row_says_what_is_not_finite(outputs, column, bad):
+    norm, act = Norm((3, 301)), Act((3, 301), Activation.GELU)
+    for case in (norm, act):
+        case.x[1, column] = bad
+        for granularity, expected in ((ROW, [False, True, False]), (TENSOR, [True])):
+            case.run(outputs, granularity)
+            assert torch.isinf(case.scale).tolist() == expected
+            assert torch.isinf(case.x_scale).tolist() == [False, True, False]
+
+
+def test_gelu_is_as_exact_as_pytorchs(outputs):
+    """Where it is at its worst too: beside 0, and far below, where the error function leaves no digits."""
+    x = torch.linspace(-8, 8, 4096).view(8, 512)
+    case = Act((8, 512), Activation.GELU)
+    case.x, exact = x, functional.gelu(x.double())
+    found = case.run(outputs).out
+    assert (found - exact).abs().max() <= (functional.gelu(x) - exact).abs().max()
+    assert ((found - exact).abs() <= 2.0**-23 * exact.abs() + 2e-8 * x.abs()).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_activations_of_16_bit(outputs, dtype):
     case = Act((5, 48), Activation.SILU, dtype).run(outputs, out=dtype)
@@ -273,7 +319,8 @@ def test_gradients_are_about_as_exact_as_pytorchs(outputs, activation):
 
 @settings(max_examples=10, deadline=None)
 @given(
-    rows=st.integers(1, 9), columns=st.integers(1, 150), granularity=st.sampled_from([ROW, TENSOR]), residual=st.booleans(),
+    rows=st.integers(1, 9), columns=st.integers(1, 150) | st.sampled_from([301, 640]),
+    granularity=st.sampled_from([ROW, TENSOR]), residual=st.booleans(),
     activation=st.sampled_from([Activation.RELU, Activation.SILU]), one_read=st.sampled_from([0, 8192]),
     block=st.sampled_from([64, 256]), lane=st.sampled_from([1, 8]), programs=st.integers(1, 4), seed=st.integers(0, 1000),
 )  # fmt: skip

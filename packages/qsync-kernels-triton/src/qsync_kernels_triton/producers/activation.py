@@ -2,7 +2,7 @@
 
 Rows in the registers of one program, one launch, one read; longer rows, and one scale for the whole tensor, take a second read
 and f(x) once more.  Instructions limit where both copies are written: 2 bytes are read and 2 written for about 60 of them an
-element (GELU, sm_90), a quarter of which draw the random numbers.  So a row that is three or five powers of two is as many tiles.
+element (GELU, sm_90), a quarter of which draw the random numbers.  So a row of three or five times a power of two is as many tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"

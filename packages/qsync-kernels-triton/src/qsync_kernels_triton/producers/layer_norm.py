@@ -1,7 +1,7 @@
 """Layer normalization of x (+ residual) that writes its 8-bit copies: rows in the registers of one program, one launch, one read.
 
-Rows longer than a tile are walked through chunk by chunk, three times, from the cache after the first.  One scale for the whole
-tensor takes a second launch, ``round_normalized``, which reads the rows once more.
+Rows longer than a program holds are walked through chunk by chunk, three times, from the cache after the first.  One scale for the
+whole tensor takes a second launch, ``round_normalized``, which reads the rows once more.
 
 What limits is instructions, about 75 an element with both copies (2 bytes read, 4 with a residual, and 2 to 5 written), and the
 reductions over a row, which wait for each other; so a row is a warp's or two, and several programs a multiprocessor's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import attrs
 import torch
 import triton
 from torch import Tensor
@@ -15,8 +16,9 @@ from qsync_kernels_triton.quantize.single import FORMAT_CODE, SOURCES
 
 SUM_STRIP = 64
 """Channels of a tile of a kernel that sums over positions: a line of the cache in 16 bit.  Wider strips leave more partial sums."""
+_LANE_OF_ODD = 8
 _NARROWEST = 128
-"""Columns of a tile of which a row has several."""
+"""Columns, at least, of each tile where a row has several."""
 MOST_PARTIALS = 1024
 """Partial sums, or maxima, that one program takes in at a time."""
 
@@ -122,7 +124,9 @@ def cut_by_rows(rows: int, length: int, longest: int, config: ProducerConfig) ->
 
 def _cut(rows: int, length: int, tall: int, block: int, config: ProducerConfig, held: int = 0) -> Cut:
     unit = 8 if length % 8 == 0 else 1
-    warps = config.warps_of(tall * block * max(held, 1))
+    # Where each element has a call of the generator to itself, more of them do not fit the registers of a thread.
+    lane = config.lane if unit == 8 else min(config.lane, _LANE_OF_ODD)
+    warps = attrs.evolve(config, lane=lane).warps_of(tall * block * max(held, 1))
     return Cut(unit, tall, block, triton.cdiv(rows, tall), triton.cdiv(length, block), warps, held)
 
 

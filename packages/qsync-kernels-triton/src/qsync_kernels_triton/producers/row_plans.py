@@ -34,7 +34,7 @@ from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
 from qsync_kernels_triton.quantize.single import FORMAT_CODE, stream_problems
 
 ONE_READ = 8192
-"""Rows up to this many elements stay in the registers of one program; a backward has three tiles at a time, and two sums."""
+"""Rows up to this many elements stay in the registers of one program; a backward has γ·g and x̂ of a row, and two sums, there."""
 _WIDEST = 1024
 _DENSE = torch.contiguous_format
 

@@ -59,7 +59,9 @@ def compile(
         saved: ``"int8"`` keeps the inputs of normalizations and of GELU and SiLU for backward in 8 bit; by default they are kept
             as they are.  Not with a plan that says that of each chain.
         backend: what compiles the rest: ``inductor``, or ``aot_eager``, which runs PyTorch's own kernels and needs no compiler.
-        mode, options, fullgraph, dynamic: as of ``torch.compile``; mode and options are inductor's.
+        mode, options, fullgraph, dynamic: as of ``torch.compile``; mode and options are inductor's.  Passes over graphs that
+            options name (``joint_custom_pre_pass``, ``post_grad_custom_pre_pass``) run in place of ours, which save memory;
+            those of inductor's configuration do not run.
         applying: further arguments of ``apply_`` for the plan, such as ``group``.
 
     Returns:

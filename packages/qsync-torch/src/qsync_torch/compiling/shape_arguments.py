@@ -19,7 +19,9 @@ _AS_SHAPE: dict[Any, int] = {
 
 
 def keep_no_shapes(graph: Graph) -> int:
-    """Give operators that take an activation for its shape an empty tensor of that shape, which inductor does not allocate.
+    """Give operators that take an activation for its shape an empty tensor of that shape: nothing is kept for it.
+
+    Inductor allocates it only where it has no kernel of its own (windows of more than 25 elements), and then for that call.
 
     Args:
         graph: of ATen operators, forward and backward together, before autograd parts them; changed in place.
@@ -32,7 +34,7 @@ def keep_no_shapes(graph: Graph) -> int:
         if (place := _AS_SHAPE.get(node.target)) is None:
             continue
         value = cast(Node, node.args[place]).meta["val"]
-        if not all(isinstance(size, int) for size in value.shape):
+        if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
             continue
         like = {"dtype": value.dtype, "device": value.device}
         with graph.inserting_before(node):
