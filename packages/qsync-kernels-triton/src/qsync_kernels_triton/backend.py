@@ -52,15 +52,6 @@ _ROWS_ONE_SCALE = (
     ProducerConfig(),
 )
 """One scale for the whole tensor: few programs leave partial maxima, and each of a second launch reads all of these."""
-_NORM_GRADIENT = (
-    ProducerConfig(block=1024, reduce=2),
-    ProducerConfig(block=1024),
-    ProducerConfig(block=1024, reduce=1, apply=16),
-    ProducerConfig(block=1024, lane=16, reduce=1, apply=0),
-    ProducerConfig(lane=16, reduce=2, apply=0),
-    ProducerConfig(block=4096, lane=32, reduce=2, apply=0),
-    ProducerConfig(),
-)
 PRODUCER_CANDIDATES = {
     Op.BATCH_NORM_OUTPUT: (
         ProducerConfig(lane=32),
@@ -84,7 +75,15 @@ PRODUCER_CANDIDATES = {
         ProducerConfig(reduce=8),
     ),
     Op.LAYER_NORM_OUTPUT: _ROWS_OUTPUT,
-    Op.LAYER_NORM_GRAD_INPUT: _NORM_GRADIENT,
+    Op.LAYER_NORM_GRAD_INPUT: (
+        ProducerConfig(block=1024, reduce=2),
+        ProducerConfig(block=1024),
+        ProducerConfig(block=1024, reduce=1, apply=16),
+        ProducerConfig(block=1024, lane=16, reduce=1, apply=0),
+        ProducerConfig(lane=16, reduce=2, apply=0),
+        ProducerConfig(block=4096, lane=32, reduce=2, apply=0),
+        ProducerConfig(),
+    ),
     Op.ACTIVATION_OUTPUT: _ROWS_OUTPUT,
     Op.ACTIVATION_GRAD_INPUT: (
         ProducerConfig(block=1024),
@@ -204,7 +203,7 @@ def _producer_candidates(request: KernelRequest) -> Sequence[ProducerConfig]:
     if request.op == Op.BATCH_NORM_OUTPUT and request.chain.residual:
         return configs[1], configs[0], *configs[2:]  # beside a tile of the shortcut a thread holds less
     copied_as_one = variant.compute.needs_scale and variant.x_granularity is Granularity.PER_TENSOR
-    return _ROWS_ONE_SCALE if configs is _ROWS_OUTPUT and copied_as_one else configs
+    return _ROWS_ONE_SCALE if request.op in (Op.LAYER_NORM_OUTPUT, Op.ACTIVATION_OUTPUT) and copied_as_one else configs
 
 
 def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
