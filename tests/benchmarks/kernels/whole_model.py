@@ -31,11 +31,12 @@ class Mode(enum.StrEnum):
     COMPILED = "torch.compile"
     GRAPH = "CUDA graph"
     COMPILED_GRAPH = "torch.compile, CUDA graph"
+    COMPILED_PARTS = "torch.compile, graphs of its parts"
 
     @property
     def compiles(self) -> bool:
         """Whether ``torch.compile`` runs the model."""
-        return self in (Mode.COMPILED, Mode.COMPILED_GRAPH)
+        return self in (Mode.COMPILED, Mode.COMPILED_GRAPH, Mode.COMPILED_PARTS)
 
     @property
     def captures(self) -> bool:
@@ -65,18 +66,22 @@ class Setting:
     saved: str = ""
 
 
-def compiled(model: torch.nn.Module, setting: Setting, device: torch.device) -> Any:
+def compiled(model: torch.nn.Module, setting: Setting, device: torch.device, mode: Mode = Mode.COMPILED) -> Any:
     """The model as ``torch.compile`` runs it, or ``qsync_torch.compile`` (on a CPU without inductor, to try a script).
+
+    In graphs of its parts forward and backward are each replayed, and what is between them, such as DDP's hooks, runs as ever.
 
     Raises:
         RuntimeError: where this version has no ``qsync_torch.compile``.
     """
+    graphs = {"mode": "reduce-overhead"} if mode is Mode.COMPILED_PARTS else {}
+    options: dict[str, Any] = graphs if device.type == "cuda" else {"backend": "aot_eager"}
     if not setting.fused:
-        return torch.compile(model, **({} if device.type == "cuda" else {"backend": "aot_eager"}))
+        return torch.compile(model, **options)
     fuse = getattr(qsync_torch, "compile", None)
     if fuse is None:
         raise RuntimeError("this version of qsync-torch has no qsync_torch.compile, which the fused settings need")
-    return fuse(model, saved=setting.saved or None, **({} if device.type == "cuda" else {"backend": "aot_eager"}))
+    return fuse(model, saved=setting.saved or None, **options)
 
 
 class WholeModel:
@@ -113,7 +118,7 @@ class WholeModel:
                 group["capturable"] = True
         self._batches: list[Batch] = [self.job.batch(step, batch_size).to(device) for step in range(2)]
         model = wrap(model)
-        self._model: Any = around(compiled(model, setting, device) if mode.compiles else model)
+        self._model: Any = around(compiled(model, setting, device, mode) if mode.compiles else model)
         self._device, self._step = device, 0
         self._graph = self._capture() if mode.captures and device.type == "cuda" else None
 

@@ -2,8 +2,9 @@
 
 Uniform int8 with its inputs kept in int8 takes .61 of AMP's memory (row L4).  What is missing is activations of the first stages:
 the second rank computes as many of them again in its backward pass (``torch.utils.checkpoint``) as it takes.  Its first steps are
-not capped: inductor tries its kernels in them, on copies of their operands.  Models are one graph each: cut at the buckets of
-DistributedDataParallel, they would keep more.
+not capped: inductor tries its kernels in them, on copies of their operands.  Models are compiled as one graph each: cut at the
+buckets of DistributedDataParallel, they would keep more.  Their forward and backward are replayed as CUDA graphs, for the CPU would
+bind both sides; where the memory that graphs hold does not fit, the second rank's are issued by the CPU.
 
 Started by ``gpu_steps.py``, once for each rank; the last rank is the weak one.  Rank 0 writes what was measured as JSON.
 """
@@ -33,10 +34,12 @@ from steps.rows_memory import peak_bytes
 RANK = int(os.environ["LOCAL_RANK"])
 CAP = 0.5
 WARM_UP = 5
-LOW = Contender(eight_bit(INT8, fused=True, saved="int8"), Mode.COMPILED)
-PLAIN, FUSED = Contender(PLAIN16, Mode.COMPILED), Contender(FUSED16, Mode.COMPILED)
+PARTS = Mode.COMPILED_PARTS
+LOW = tuple(Contender(eight_bit(INT8, fused=True, saved="int8"), mode) for mode in (PARTS, Mode.COMPILED))
+PLAIN, FUSED = Contender(PLAIN16, PARTS), Contender(FUSED16, PARTS)
 STAGES = ("layer1", "layer2", "layer3")
 """What may be computed again, the first of them first."""
+TRIES = tuple((low, stages) for low in LOW for stages in range(1, len(STAGES) + 1))
 PARALLEL = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 """Gradients lie in the buckets, and not beside them."""
 
@@ -56,6 +59,8 @@ def opened(steps: Steps, contender: Contender, stages: int = 0) -> WholeModel:
     model = steps.open(contender, wrap=lambda module: again(module, stages), around=PARALLEL)
     for _ in range(WARM_UP):
         model.step()
+    if skipped := torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]:
+        steps.bench.say(f"rank {RANK}: {skipped} graphs were not captured so far")
     return model
 
 
@@ -116,7 +121,7 @@ def main() -> None:
     torch._dynamo.config.optimize_ddp = False
     bench = Bench(device, quick=options.tiny)
     steps = Steps(bench, RESNET, tuned=False)
-    steps.prepare([LOW])
+    steps.prepare(LOW)
     amp = peak_bytes(steps, Contender(AMP, Mode.EAGER))
     # Ranks agree about nothing else here: each says for itself what its operators are.
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -125,19 +130,19 @@ def main() -> None:
     found["fused_ms"] = blocks_ms(model, bench)
     weak = dist.get_rank() == dist.get_world_size() - 1
     cap = CAP * amp if weak else None
-    for stages in range(1, len(STAGES) + 1):
+    for low, stages in TRIES:
         del model
         release()
-        model = opened(steps, LOW, stages) if weak else opened(steps, FUSED)
+        model = opened(steps, low, stages) if weak else opened(steps, FUSED)
         if fits(model, cap, bench):
             break
     else:
-        raise RuntimeError(f"int8 does not fit {CAP} of AMP's memory, with {stages} stages computed again either")
+        raise RuntimeError(f"int8 does not fit {CAP} of AMP's memory, with {len(STAGES)} stages computed again either")
     with capped(cap, device):
         found["capped_ms"] = blocks_ms(model, bench)
         peak = torch.tensor([reserved(device) if weak else 0], device=device)
     dist.all_reduce(peak)
-    found |= {"weak_bytes": int(peak), "stages": stages}
+    found |= {"weak_bytes": int(peak), "stages": stages, "mode": str(low.mode)}
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     del model

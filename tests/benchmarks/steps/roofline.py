@@ -25,7 +25,7 @@ from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 
 STEPS = 3
-LONGEST, NAME = 24, 90
+LONGEST, NAME = 32, 90
 """How many kernels are listed, and how much of their names."""
 PARTS = {
     "quantization": re.compile(r"quantize|partial_absmax|rows_of_many|partials_of_many|round_many|transpose_bytes"),
