@@ -42,8 +42,9 @@ def capped_rows(bench: Bench) -> Iterator[Row]:
     gib = {name: found[f"{name}_bytes"] / 2**30 for name in ("amp", "cap", "weak")}
     stages = {1: "first stage", 2: "first two stages", 3: "first three stages"}[found["stages"]]
     what = (
-        f"{RESNET.title} per rank, two ranks: step with the second one in int8 ({found['mode']}) within {gib['cap']:.3g} GiB, half of AMP's "
-        f"{gib['amp']:.3g}, its {stages} computed again in backward, over float16 on both without that cap, one after the other"
+        f"{RESNET.title} per rank, two ranks: step with the second one in int8 ({found['mode']}) within {gib['cap']:.3g} GiB, half "
+        f"of AMP's {gib['amp']:.3g}, its {stages} computed again in backward, over float16 on both without that cap, one after the "
+        "other"
     )
     for id_, name, title, bound in OVER:
         if under := found.get(f"{name}_ms"):
