@@ -119,11 +119,12 @@ def test_replays_round_without_bias_and_no_two_alike(backend):
     assert error.abs().max().item() < 3, error
 
 
-def test_a_compiler_captures_the_steps_of_a_plan():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiler_captures_the_steps_of_a_plan(backend):
     """``mode="reduce-overhead"``: graphs are captured, and its steps take the random numbers of eager ones."""
     pytest.importorskip("triton")
     torch._dynamo.reset()
-    model, applied, x = net("triton+aten")
+    model, applied, x = net(backend)
     expected = [torch.cat([g.flatten() for g in step(model, x)[1]]) for _ in range(6)]
     applied.step = 0
     run = torch.compile(model, mode="reduce-overhead")

@@ -80,12 +80,12 @@ def test_float_gradients_dequantize_the_saved_operand(m, n, k, dtype):
     x, w = integers(m, k), integers(n, k, seed=1)
     for count in (1, n):
         scale, out = scales(count), torch.empty(m, k, dtype=dtype, device="cuda")
-        for kernel in build(Op.LINEAR_GRAD_INPUT, INT8, ((m, n), (n, k)), configs=2):
+        for kernel in build(Op.LINEAR_GRAD_INPUT, INT8, ((m, n), (n, k)), configs=3):
             kernel(grad, w, scale, out)
             assert_close_to_product(out, grad, w.double() * scale.double().view(-1, 1), dtype)
     for count in (1, m):
         scale, out = scales(count), torch.empty(n, k, device="cuda")
-        for kernel in build(Op.LINEAR_GRAD_WEIGHT, INT8, ((m, n), (m, k)), configs=2):
+        for kernel in build(Op.LINEAR_GRAD_WEIGHT, INT8, ((m, n), (m, k)), configs=3):
             kernel(grad, x, scale, out)
             assert_close_to_product(out, grad.t(), x.double() * scale.double().view(-1, 1), dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import attrs
 import pytest
@@ -14,7 +15,7 @@ from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_kernels_triton.backend import TritonBackend
-from qsync_kernels_triton.config import SHARED_BYTES, ProducerConfig, ProductConfig, QuantizeConfig, ranked
+from qsync_kernels_triton.config import DEQUANTIZE, SHARED_BYTES, ProducerConfig, ProductConfig, QuantizeConfig, ranked
 
 INT8 = Variant.of(Precision.INT8)
 INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
@@ -229,10 +230,22 @@ def test_building_what_is_refused_raises_with_the_reason():
 def test_every_candidate_configuration_can_be_read_back(request_):
     candidates = TritonBackend().candidate_configs(request_)
     read = QuantizeConfig if request_.op == Op.QUANTIZE else ProducerConfig if request_.op in Op.PRODUCERS else ProductConfig
+    candidates = [candidate for candidate in candidates if candidate.text != DEQUANTIZE]
     assert [str(read.parse(candidate.text)) for candidate in candidates] == [c.text for c in candidates]
     assert len({candidate.text for candidate in candidates}) == len(candidates)
     assert read.parse("") == read()
     assert not set("".join(c.text for c in candidates)) & set("&|/ ")
+
+
+@pytest.mark.parametrize("op", [Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT, Op.CONV2D_GRAD_INPUT])
+@pytest.mark.parametrize("variant", [INT8, INT8_GRADIENTS])
+def test_a_float_gradient_dequantizes_a_copy_first_unless_tuning_finds_better(op, variant):
+    (request_,) = (request_ for request_ in SUPPORTED if request_.op == op)
+    texts = [candidate.text for candidate in TritonBackend().candidate_configs(attrs.evolve(request_, variant=variant))]
+    eight_bit = variant is INT8_GRADIENTS
+    assert texts.index(DEQUANTIZE) == 0 if not eight_bit else DEQUANTIZE not in texts
+    with pytest.raises(BackendError, match="cannot read the configuration 'dequantize'") if eight_bit else nullcontext():
+        TritonBackend().build(attrs.evolve(request_, variant=variant), KernelConfig(DEQUANTIZE))
 
 
 def test_a_batch_norm_with_a_shortcut_holds_less_in_a_thread():

@@ -42,9 +42,12 @@ def test_it_is_never_selected_on_a_cpu(registry):
         (Op.BATCH_NORM_OUTPUT, [Candidate("aten"), Candidate("cutlass")], None),
         (Op.BATCH_NORM_OUTPUT, [Candidate("aten", latency_ns=9), Candidate("triton")], None),
         (Op.LINEAR_OUTPUT, [Candidate("cutlass"), Candidate("triton")], None),
+        (Op.LINEAR_GRAD_WEIGHT, [Candidate("aten"), Candidate("cutlass"), Candidate("triton")], "triton"),
+        (Op.LINEAR_GRAD_WEIGHT, [Candidate("aten"), Candidate("cutlass")], None),
+        (Op.CONV2D_GRAD_INPUT, [Candidate("aten", latency_ns=9), Candidate("triton")], None),
     ],
 )
-def test_producers_that_were_never_measured_are_its_own(op, candidates, chosen):
+def test_producers_and_float_gradients_that_were_never_measured_are_its_own(op, candidates, chosen):
     request = KernelRequest(op, Variant.of(Precision.INT8), ((2, 8, 4, 4),), device_kind="cuda", compute_capability="9.0")
     assert plugin.qsync_select_backend(request, candidates) == chosen
 

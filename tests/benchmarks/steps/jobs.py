@@ -13,7 +13,7 @@ from kernels.bench import Bench
 from kernels.job_kernels import JobKernels
 from kernels.whole_model import Mode, Setting, StepTimes, WholeModel, release, time_in_turns
 
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 
 INT8, FLOAT8, FLOAT16 = Precision.INT8, Precision.FLOAT8_E4M3FN, Precision.FLOAT16
@@ -69,21 +69,27 @@ PLAIN16 = Setting("float16", Variant.of(FLOAT16))
 FUSED16 = attrs.evolve(PLAIN16, name="float16 fused", fused=True)
 
 
-def eight_bit(compute: Precision, *, gradients: bool = False, fused: bool = False, saved: str = "") -> Setting:
-    """All adjustable operators in 8 bit with output in float16, and 8-bit gradients where a backend offers them."""
+def eight_bit(compute: Precision, *, gradients: bool = False, fused: bool = False, saved: str = "", rows: bool = False) -> Setting:
+    """All adjustable operators in 8 bit with output in float16, and 8-bit gradients where a backend offers them.
+
+    ``rows``: with a scale for each row of an activation, instead of one.
+    """
     variant = Variant.of(compute, sixteen_bit=FLOAT16, output=FLOAT16)
+    if rows:
+        variant = attrs.evolve(variant, x_granularity=Granularity.PER_ROW)
     if gradients:
         variant = attrs.evolve(variant, grad_input=INT8, grad_weight=INT8)
     name = "int8" if compute is INT8 else "float8"
-    parts = [f"{name}→float16", *(["int8 gradients"] if gradients else []), *([f"{saved} saved"] if saved else [])]
+    told = {"rows scaled": rows, "int8 gradients": gradients, f"{saved} saved": saved}
+    parts = [f"{name}→float16", *(text for text, holds in told.items() if holds)]
     return Setting(" ".join(parts), variant, fused=fused, saved=saved)
 
 
-def low_settings(compute: Precision, *, fused: bool) -> list[Setting]:
-    """Every setting of a format that a row may choose from: 16-bit and 8-bit gradients, and what fused chains keep."""
-    gradients = (False, True) if compute is INT8 else (False,)
+def low_settings(compute: Precision, *, fused: bool, rows: bool = False) -> list[Setting]:
+    """Every setting of a format that a row may choose from: 16-bit and 8-bit gradients, what fused chains keep, and scales."""
+    gradients = (False, True) if compute is INT8 and not rows else (False,)
     kept = ("", "int8") if fused else ("",)
-    return [eight_bit(compute, gradients=gi, fused=fused, saved=saved) for gi in gradients for saved in kept]
+    return [eight_bit(compute, gradients=gi, fused=fused, saved=saved, rows=rows) for gi in gradients for saved in kept]
 
 
 class Steps:

@@ -42,6 +42,7 @@ CONTENDERS = {
     "L2": [
         Contender(AMP, COMPILED),
         Contender(FUSED16, COMPILED),
+        *(Contender(setting, COMPILED) for setting in low_settings(INT8, fused=True, rows=True)),
         *(Contender(setting, COMPILED) for compute in (INT8, FLOAT8) for setting in low_settings(compute, fused=True)),
         *(Contender(setting, GRAPH) for setting in low_settings(INT8, fused=False)),
     ],

@@ -133,11 +133,13 @@ class TritonBackend:
             touched = 1 / math.prod(request.geometry.stride)
             return tuple(KernelConfig(text) for text in ranked_pointwise(outputs, channels, touched))
         m, n, k = _product_shape(request)
-        a_bytes = 1 if product_format(request).needs_scale else 2
+        is_float = not product_format(request).needs_scale
+        a_bytes = 2 if is_float else 1
         b_bytes = 1 if request.op in LINEAR else a_bytes
         tma = request.op in LINEAR and a_bytes == 1 and request.compute_capability.startswith("9.")
         float8 = not request.variant.compute.is_fixed_point
-        return tuple(KernelConfig(str(config)) for config in ranked(m, n, k, a_bytes, b_bytes, tma, float8))
+        cuts = tuple(KernelConfig(str(config)) for config in ranked(m, n, k, a_bytes, b_bytes, tma, float8))
+        return (KernelConfig(DEQUANTIZE), *cuts) if is_float else cuts
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel; ``docs/writing-a-backend.md`` has its arguments.
@@ -174,8 +176,11 @@ class TritonBackend:
                     "gradients have; leave it empty"
                 )
             return build_conv2d_grad_weight(request.geometry, cut)
-        cut = ProductConfig.parse(config.text or self.candidate_configs(request)[0].text)
+        text = config.text or self.candidate_configs(request)[0].text
         eight_bit = product_format(request).needs_scale
+        if text == DEQUANTIZE and not eight_bit:
+            return _from_dequantized(request)
+        cut = ProductConfig.parse(text)
         if request.op in LINEAR:
             from qsync_kernels_triton.products import linear
 
@@ -189,6 +194,16 @@ class TritonBackend:
         if request.op == Op.CONV2D_GRAD_INPUT:
             return conv2d.build_conv2d_grad_input(cut, request.geometry, eight_bit)
         return conv2d.build_conv2d_output(cut, request.geometry)
+
+
+def _from_dequantized(request: KernelRequest) -> Kernel:
+    """A gradient in a float format, by cuBLAS or cuDNN."""
+    from qsync_kernels_triton.products import dequantized
+
+    if request.op == Op.CONV2D_GRAD_INPUT:
+        return dequantized.build_conv2d_grad_input(request.geometry)
+    build = dequantized.build_linear_grad_input if request.op == Op.LINEAR_GRAD_INPUT else dequantized.build_linear_grad_weight
+    return build()
 
 
 def _layouts(op: str) -> tuple[str, ...]:

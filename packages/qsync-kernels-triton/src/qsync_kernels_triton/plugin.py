@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
+from qsync_core.kernels.support import CONVOLUTIONS, LINEAR, product_format
 from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_core.plugins.hooks import Candidate, hookimpl
 from qsync_kernels_triton.backend import TritonBackend
@@ -20,10 +21,12 @@ def qsync_register_backends() -> list[KernelBackend]:
 
 @hookimpl
 def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]) -> str | None:
-    """This backend for producers that were never measured: tuning measures none, and these are the ones made for such chips."""
+    """This backend for what was never measured and PyTorch alone does slowly: producers, which tuning does not measure, and
+    gradients in a float format, whose saved 8-bit copies it dequantizes at the rate of memory before cuBLAS or cuDNN multiplies."""
     offered = any(candidate.backend == TritonBackend.name for candidate in candidates)
     is_measured = any(candidate.latency_ns is not None for candidate in candidates)
-    return TritonBackend.name if request.op in Op.PRODUCERS and offered and not is_measured else None
+    is_its_own = request.op in Op.PRODUCERS or (request.op in (*LINEAR, *CONVOLUTIONS) and not product_format(request).needs_scale)
+    return TritonBackend.name if is_its_own and offered and not is_measured else None
 
 
 @hookimpl

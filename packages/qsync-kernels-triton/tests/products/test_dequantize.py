@@ -17,7 +17,28 @@ from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_kernels_triton.backend import TritonBackend  # noqa: E402
 from qsync_kernels_triton.elementwise import dequantized  # noqa: E402
+from qsync_kernels_triton.products import dequantized as products  # noqa: E402
 from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight  # noqa: E402
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def integers(*shape, seed=0):
+    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+def normal(*shape, dtype, seed=2):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def scales(count):
+    return torch.rand(count, generator=torch.Generator().manual_seed(1)) / 64 + 1 / 128
+
+
+def assert_close_to_product(found, left, right, dtype):
+    """Within the rounding of the dequantized operand and of the result; Triton's interpreter cuts bfloat16 off."""
+    bound = 3 * torch.finfo(dtype).eps * (left.double().abs() @ right.abs()) + 1e-30
+    assert torch.all((found.double() - left.double() @ right).abs() <= bound)
 
 
 def request(gradient=Precision.FLOAT16, **attributes):
@@ -36,6 +57,90 @@ def test_every_value_is_rounded_once(shape, dtype):
     out = dequantized(q, scale, dtype)
     assert out.stride() == q.stride()
     assert torch.equal(out, (q.to(torch.float32) * scale).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 7), (40, 300), (2, 257), (5, 1), (4, 8, 3, 3)])
+def test_each_row_has_its_own_scale(shape, dtype):
+    q, scale = integers(*shape), scales(shape[0])
+    if len(shape) == 4:
+        q = q.contiguous(memory_format=torch.channels_last)
+    out = dequantized(q, scale, dtype)
+    assert out.stride() == q.stride()
+    assert torch.equal(out, (q.to(torch.float32) * scale.view(-1, *(1,) * (len(shape) - 1))).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 50, 70), (1, 1, 1), (5, 1, 9), (64, 96, 32)])
+def test_linear_gradients_are_those_of_the_dequantized_copies(m, n, k, dtype):
+    x, w, grad = integers(m, k), integers(n, k, seed=1), normal(m, n, dtype=dtype)
+    for scale in (scales(1), scales(n)):
+        out = torch.full((m, k), float("nan"), dtype=dtype)
+        products.build_linear_grad_input()(grad, w, scale, out)
+        assert_close_to_product(out, grad, w.double() * scale.double().view(-1, 1), dtype)
+    for scale in (scales(1), scales(m)):
+        out = torch.full((n, k), float("nan"))
+        products.build_linear_grad_weight()(grad, x, scale, out)
+        assert_close_to_product(out, grad.t(), x.double() * scale.double().view(-1, 1), dtype)
+
+
+def test_linear_gradients_of_operands_anywhere_in_memory():
+    x, w, grad = integers(40, 70), integers(50, 70, seed=1), normal(40, 50, dtype=torch.float32)
+    for build, q, scale, shape in (
+        (products.build_linear_grad_input, w, scales(50), (40, 70)),
+        (products.build_linear_grad_weight, x, scales(40), (50, 70)),
+    ):
+        dense, other, wide = torch.empty(shape), torch.empty(shape), torch.empty(shape, dtype=torch.float16)
+        build()(grad, q, scale, dense)
+        build()(grad.t().contiguous().t(), torch.cat([q, q], 1)[:, :70], scale.repeat_interleave(2)[::2], other)
+        assert torch.allclose(dense, other, rtol=1e-5, atol=1e-5)  # the layout decides in which order PyTorch sums
+        build()(grad, q, scale, wide)
+        assert torch.equal(wide, dense.to(torch.float16))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 6), (4, 0, 6), (4, 5, 0)])
+def test_linear_gradients_of_nothing(m, n, k):
+    grad, grad_x, grad_w = torch.ones(m, n), torch.full((m, k), float("nan")), torch.full((n, k), float("nan"))
+    products.build_linear_grad_input()(grad, integers(n, k), scales(1), grad_x)
+    products.build_linear_grad_weight()(grad, integers(m, k), scales(1), grad_w)
+    assert torch.equal(grad_x, torch.zeros(m, k))
+    assert torch.equal(grad_w, torch.zeros(n, k))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_filters_of_a_convolution_are_dequantized(dtype, count, layout):
+    geometry, w = Geometry(padding=(1, 0), dilation=(1, 2)), integers(6, 4, 3, 2).contiguous(memory_format=layout)
+    scale, x_shape = scales(count), (2, 4, 9, 8)
+    filters = (w.float() * scale.view(-1, 1, 1, 1)).to(dtype).double()
+    y = torch.nn.functional.conv2d(torch.zeros(x_shape, dtype=torch.float64), filters, None, (1, 1), (1, 0), (1, 2))
+    grad = normal(*y.shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    expected = torch.nn.grad.conv2d_input(x_shape, filters, grad.double(), 1, (1, 0), (1, 2))
+    kernel, out = products.build_conv2d_grad_input(geometry), torch.empty(x_shape, dtype=dtype, memory_format=torch.channels_last)
+    kernel(grad, w, scale, out)
+    for found in (out, kernel.make_gradient(grad, w, scale, x_shape)):
+        bound = 2 * torch.finfo(dtype).eps * (expected.abs() + expected.abs().max())
+        assert found.dtype is dtype
+        assert torch.all((found.double() - expected).abs() <= bound)
+
+
+@pytest.mark.parametrize(
+    ("build", "operands", "said"),
+    [
+        (products.build_linear_grad_input, ((4, 5), (6, 7), (4, 7)), "linear.grad_input: .*contract dimensions of 5 and 6"),
+        (products.build_linear_grad_weight, ((4, 5), (6, 7), (5, 7)), "linear.grad_weight: .*contract dimensions of 4 and 6"),
+        (
+            lambda: products.build_conv2d_grad_input(Geometry()),
+            ((1, 2, 4, 4), (3, 3, 1, 1), (1, 3, 4, 4)),
+            "conv2d.grad_input: .*belong to a result of shape",
+        ),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(build, operands, said):
+    grad, q, out = operands
+    with pytest.raises(BackendError, match=said):
+        build()(torch.zeros(grad), integers(*q), torch.ones(2), torch.zeros(out).to(memory_format=torch.preserve_format))
 
 
 def test_nothing_to_dequantize():

@@ -188,21 +188,30 @@ def build_conv2d_output(config: ProductConfig, geometry: Geometry) -> Planned:
     return Planned(plan)
 
 
+def check_grad_input(grad: Any, w: Any, scale: Any, out: Any, geometry: Geometry, eight_bit: bool) -> None:
+    """Refuse operands of ``conv2d.grad_input`` that do not fit each other.
+
+    Raises:
+        BackendError: with all that does not fit.
+    """
+    op = "conv2d.grad_input"
+    refuse(op, rank_problems(4, grad=grad, w=w, out=out))
+    formats = format_problems(grad, w, EIGHT_BITS if eight_bit else FLOATS, "filters")
+    problems = (*formats, *image_problems(out), *device_problems(grad, w, scale, out))
+    fit = convolution_problems(out, w, grad, geometry)
+    refuse(op, (*problems, *fit, *scale_problems("scale", scale, 1 if eight_bit else w.shape[0])))
+
+
 def build_conv2d_grad_input(config: ProductConfig, geometry: Geometry, eight_bit: bool) -> Planned:
     """``kernel(grad, w, scale, out)``; ``geometry`` has stride 1 and one group.
 
     The gradient is the convolution of ``grad`` with the filters turned around and transposed, padded by what the forward left out.
     8-bit ``grad``: one scale of the product.  Otherwise w's scales are applied to the filters, in grad's format.
     """
-    op = "conv2d.grad_input"
 
     def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
         operands = (grad, w, scale, out)
-        refuse(op, rank_problems(4, grad=grad, w=w, out=out))
-        formats = format_problems(grad, w, EIGHT_BITS if eight_bit else FLOATS, "filters")
-        problems = (*formats, *image_problems(out), *device_problems(*operands))
-        fit = convolution_problems(out, w, grad, geometry)
-        refuse(op, (*problems, *fit, *scale_problems("scale", scale, 1 if eight_bit else w.shape[0])))
+        check_grad_input(*operands, geometry, eight_bit)
         padding, dilation = geometry.padding, geometry.dilation
         around = (dilation[0] * (w.shape[2] - 1) - padding[0], dilation[1] * (w.shape[3] - 1) - padding[1])
         convolution = Convolution(config, (1, 1), around, dilation)

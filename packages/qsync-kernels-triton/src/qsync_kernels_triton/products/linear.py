@@ -30,7 +30,7 @@ def build_linear_output(config: ProductConfig) -> Planned:
         operands = (x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)
         refuse(op, rank_problems(2, x=x_MK, w=w_NK, out=out_MN))
         (m, k), (n, other_k) = x_MK.shape, w_NK.shape
-        problems = (*_misfits(x_MK, w_NK, out_MN, (m, n), k, other_k, EIGHT_BITS), *device_problems(*operands))
+        problems = (*misfits(x_MK, w_NK, out_MN, (m, n), k, other_k, EIGHT_BITS), *device_problems(*operands))
         scales = (*scale_problems("x_scale", x_scale, m), *scale_problems("w_scale", w_scale, n))
         refuse(op, (*problems, *scales, *bias_problems(bias_N, n)))
         return on_dense(product, operands, (1, 3, 4))
@@ -50,7 +50,7 @@ def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Planned:
         refuse(op, rank_problems(2, grad=grad_MN, w=w_NK, out=out_MK))
         (m, n), (other_n, k) = grad_MN.shape, w_NK.shape
         dtypes = EIGHT_BITS if eight_bit else FLOATS
-        problems = (*_misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, dtypes), *device_problems(*operands))
+        problems = (*misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, dtypes), *device_problems(*operands))
         refuse(op, (*problems, *scale_problems("scale", scale, 1 if eight_bit else other_n)))
         return on_dense(multiply if eight_bit else mixed, operands, (2,))
 
@@ -72,14 +72,14 @@ def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Planned:
         refuse(op, rank_problems(2, grad=grad_MN, x=x_MK, out=out_NK))
         (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
         dtypes = EIGHT_BITS if eight_bit else FLOATS
-        problems = (*_misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, dtypes), *device_problems(*operands))
+        problems = (*misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, dtypes), *device_problems(*operands))
         refuse(op, (*problems, *scale_problems("scale", scale, n if eight_bit else other_m)))
         return on_dense(multiply if eight_bit else multiply_mixed, operands, (2,))
 
     return Planned(plan)
 
 
-def _misfits(
+def misfits(
     left: torch.Tensor,
     right: torch.Tensor,
     out: torch.Tensor,
@@ -88,6 +88,7 @@ def _misfits(
     other_k: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> list[str]:
+    """What does not fit of two operands, of which the first has one of ``dtypes``, and the result of their product."""
     problems = list(format_problems(left, right, dtypes, "second operand"))
     if k != other_k:
         problems.append(f"the operands contract dimensions of {k} and {other_k} elements")

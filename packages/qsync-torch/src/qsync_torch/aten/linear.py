@@ -165,11 +165,14 @@ def scaled(product: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor)
         out.mul_(scale)
 
 
-def _mm_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of 16-bit matrices; on CUDA the float32 sums themselves, not rounded to 16 bit on the way."""
-    if a.device.type == "cuda" and a.dtype in LOW_FLOATS and min(*a.shape, b.shape[1]) > 0:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return float_products.mm(a, b)
+def _write_mm(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
+    """``scale * (a @ b)`` of 16-bit matrices; on CUDA of the float32 sums themselves, not rounded to 16 bit on the way."""
+    if not (a.device.type == "cuda" and a.dtype in LOW_FLOATS and min(*a.shape, b.shape[1]) > 0):
+        scaled(float_products.mm(a, b), scale, out)
+    elif scale is None and out.dtype is torch.float32:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        scaled(torch.mm(a, b, out_dtype=torch.float32), scale, out)
 
 
 def dequantized(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
@@ -212,6 +215,6 @@ def build_linear_grad_weight(variant: Variant) -> Callable[..., None]:
 
     def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, x_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
         x, scale = saved_activation(x_MK, x_scale, variant, grad_MN.dtype)
-        scaled(_mm_in_float32(grad_MN.t(), x), scale, out_NK)
+        _write_mm(grad_MN.t(), x, scale, out_NK)
 
     return kernel

@@ -87,20 +87,22 @@ class _Scratch(threading.local):
     """Words that are being mixed, kept between calls: fresh memory of this size costs more in page faults than the mixing."""
 
     def __init__(self) -> None:
-        self.words: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.words: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @torch.inference_mode(False)  # memory made in inference mode could not be written to in training
     def of(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Index times the golden ratio, and two buffers; on CUDA fresh ones, which the caching allocator gives for nothing."""
-        kept = self.words.get(device)
+        """Index times the golden ratio, and two buffers.
+
+        Elsewhere than on a CPU they are fresh ones: the caching allocator gives them for nothing, and what a captured graph makes is
+        the graph's.
+        """
+        is_cpu = device.type == "cpu"
+        kept = self.words if is_cpu else None
         if kept is None or kept[0].numel() < count:
-            base = torch.arange(max(count, _KEPT_WORDS), dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
-            kept = (base, torch.empty_like(base), torch.empty_like(base))
-            # What is made while a graph is captured holds nothing before a replay.
-            if count <= _KEPT_WORDS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                self.words[device] = kept
-        if device.type != "cpu":
-            return kept[0][:count], torch.empty_like(kept[0][:count]), torch.empty_like(kept[0][:count])
+            base = torch.arange(max(count, _KEPT_WORDS) if is_cpu else count, dtype=torch.int32, device=device)
+            kept = (base.mul_(_signed(_GOLDEN)), torch.empty_like(base), torch.empty_like(base))
+            if is_cpu and count <= _KEPT_WORDS:
+                self.words = kept
         return kept[0][:count], kept[1][:count], kept[2][:count]
 
 

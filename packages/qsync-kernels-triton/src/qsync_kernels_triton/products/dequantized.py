@@ -1,0 +1,97 @@
+"""Gradients in float formats from saved 8-bit copies that are dequantized first: cuBLAS and cuDNN multiply.
+
+A copy is read once and written once, at the rate of memory (:mod:`~qsync_kernels_triton.elementwise`), in the gradient's format.
+What the products of this backend save by reading the copy as it is, they lose to these libraries where an element enters many sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qsync_core.geometry import Geometry
+from qsync_kernels_triton.elementwise import dequantized
+from qsync_kernels_triton.launching import Planned, refuse
+from qsync_kernels_triton.products.conv2d import check_grad_input
+from qsync_kernels_triton.products.fitting import FLOATS, device_problems, on_dense, rank_problems, scale_problems
+from qsync_kernels_triton.products.linear import misfits
+
+
+def build_linear_grad_input() -> Planned:
+    """``kernel(grad_MN, w_NK, scale, out_MK)``: ``grad @ (scale * w)``; one scale, or one for each n."""
+
+    def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> Any:
+        op = "linear.grad_input"
+        refuse(op, rank_problems(2, grad=grad_MN, w=w_NK, out=out_MK))
+        (m, n), (other_n, k) = grad_MN.shape, w_NK.shape
+        problems = misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, FLOATS)
+        refuse(op, (*problems, *device_problems(grad_MN, w_NK, scale, out_MK), *scale_problems("scale", scale, other_n)))
+        return on_dense(run, (grad_MN, w_NK, scale, out_MK), (1, 2))
+
+    def run(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
+        w = dequantized(w_NK, scale, grad_MN.dtype)
+        if out_MK.dtype is grad_MN.dtype:
+            torch.mm(grad_MN, w, out=out_MK)
+        else:
+            out_MK.copy_(torch.mm(grad_MN, w))
+
+    return Planned(plan)
+
+
+def build_linear_grad_weight() -> Planned:
+    """``kernel(grad_MN, x_MK, scale, out_NK)``: ``grad.T @ (scale * x)`` in float32; one scale, or one for each m."""
+
+    def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
+        op = "linear.grad_weight"
+        refuse(op, rank_problems(2, grad=grad_MN, x=x_MK, out=out_NK))
+        (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
+        problems = misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, FLOATS)
+        refuse(op, (*problems, *device_problems(grad_MN, x_MK, scale, out_NK), *scale_problems("scale", scale, other_m)))
+        return on_dense(run if m and n and k else zero, (grad_MN, x_MK, scale, out_NK), (1, 2))
+
+    def zero(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
+        out_NK.zero_()
+
+    def run(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
+        x = dequantized(x_MK, scale, grad_MN.dtype)
+        if out_NK.dtype is torch.float32 and grad_MN.element_size() == 2 and grad_MN.is_cuda:
+            # The float32 sums themselves: not rounded to 16 bit, and not copied.
+            torch.mm(grad_MN.t(), x, out_dtype=torch.float32, out=out_NK)
+        else:
+            out_NK.copy_(torch.mm(grad_MN.t().float(), x.float()))
+
+    return Planned(plan)
+
+
+def build_conv2d_grad_input(geometry: Geometry) -> Planned:
+    """``kernel(grad, w, scale, out)``: the convolution of ``grad`` with the filters ``scale * w``; one scale, or one a filter.
+
+    ``kernel.make_gradient(grad, w, scale, shape)`` returns what cuDNN allocates instead of copying it into an output.
+    """
+    g = geometry
+
+    def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
+        check_grad_input(grad, w, scale, out, geometry, eight_bit=False)
+        return on_dense(run, (grad, w, scale, out), (2,))
+
+    def run(grad: Any, w: Any, scale: Any, out: Any) -> None:
+        out.copy_(make(grad, w, scale, out.shape))
+
+    def make(grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        if grad.is_cuda and grad.device.index != torch.cuda.current_device():
+            with torch.cuda.device(grad.device):
+                return make(grad, w, scale, shape)
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(w) and w.stride(0) * w.shape[0] == w.numel()
+        dense = w if is_dense else w.contiguous()
+        filters = dequantized(dense, scale, grad.dtype)
+        # Of the activation, only shape, dtype and layout are looked at.
+        like_x = torch.empty(tuple(shape), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
+        options = (g.stride, g.padding, g.dilation, False, [0, 0], g.groups, [True, False, False])
+        gradient: torch.Tensor = torch.ops.aten.convolution_backward(grad, like_x, filters, None, *options)[0]
+        return gradient
+
+    planned = Planned(plan)
+    planned.make_gradient = make  # type: ignore[attr-defined]
+    return planned
