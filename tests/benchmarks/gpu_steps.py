@@ -43,7 +43,7 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
         "L3": partial(rows_time.eager_rows, bench, **how),
         "L4": partial(rows_memory.memory_rows, bench, "L4", **how),
         "L4-bert": partial(rows_memory.memory_rows, bench, "L4-bert", **how),
-        "L5": partial(rows_capped.capped_rows, bench),
+        "L5": partial(rows_capped.capped_rows, bench, tuned=how["tuned"]),
         "L6": partial(rows_rounding.replay_rows, bench),
         "L7": partial(rows_rounding.producer_rows, bench, options.contenders),
         "L8": partial(rows_learning.learning_rows, bench),

@@ -22,7 +22,7 @@ OVER = (("L5", "fused", "with our fused chains", "≤ 1.05"), ("L5-plain", "plai
 """Rows, what the step is compared with, and the bound."""
 
 
-def capped_rows(bench: Bench) -> Iterator[Row]:
+def capped_rows(bench: Bench, *, tuned: bool) -> Iterator[Row]:
     """L5 and L5-plain, as far as they were measured when the ranks had to end.
 
     Raises:
@@ -34,16 +34,17 @@ def capped_rows(bench: Bench) -> Iterator[Row]:
         out = Path(folder) / "found.json"
         log = (bench.out or Path(folder)) / "L5.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, HERE / "capped_rank.py", out, *(["--tiny"] if bench.quick else [])]
+        settings = {"--tiny": bench.quick, "--untuned": not tuned}
+        command = [sys.executable, HERE / "capped_rank.py", out, *(name for name, holds in settings.items() if holds)]
         finish(start_ranks("L5", command, log, {}, of_weak={}), SECONDS)
         if not out.exists():
             raise RuntimeError(f"the ranks of L5 measured nothing; what they say is in {log.with_suffix('.0.log')} and .1.log")
         found = json.loads(out.read_text())
     gib = {name: found[f"{name}_bytes"] / 2**30 for name in ("amp", "cap", "weak")}
-    stages = {1: "first stage", 2: "first two stages", 3: "first three stages"}[found["stages"]]
+    blocks = "first block" if found["blocks"] == 1 else f"first {found['blocks']} blocks"
     what = (
         f"{RESNET.title} per rank, two ranks: step with the second one in int8 ({found['mode']}) within {gib['cap']:.3g} GiB, half "
-        f"of AMP's {gib['amp']:.3g}, its {stages} computed again in backward, over float16 on both without that cap, one after the "
+        f"of AMP's {gib['amp']:.3g}, its {blocks} computed again in backward, over float16 on both without that cap, one after the "
         "other"
     )
     for id_, name, title, bound in OVER:

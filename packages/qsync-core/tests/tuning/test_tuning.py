@@ -189,9 +189,11 @@ PASSING = [
     BackendError("nvcc could not compile the kernel: it was killed by signal 9, usually for want of memory"),
     BackendError("nvcc could not compile the kernel (exit status 1): /tmp/x.ptx: No space left on device"),
     RuntimeError("CUDA error: out of memory"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory", "gcc"),
+    BackendError("its kernel failed with RuntimeError: Failed to find C compiler. Please specify via CC environment variable"),
 ]
 LASTING = [
-    FileNotFoundError(errno.ENOENT, "No such file"),
+    IsADirectoryError(errno.EISDIR, "Is a directory"),
     subprocess.CalledProcessError(1, ["ptxas"]),
     BackendError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"),
     ZeroDivisionError("oh"),

@@ -191,12 +191,13 @@ class _Search:
         return sorted(ran, key=self.latency_ns)
 
 
-_PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+_PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.ENOENT)
 _SAID = re.compile(
     "|".join(
         [
             # What a compiler prints, whose output is all that is left of its error.
             *(re.escape(os.strerror(number)) for number in _PASSING),
+            "Failed to find C compiler",  # Triton, without one to build its launchers
             "CUDA error: out of memory",
             "CUDA out of memory",
             "killed by signal",
@@ -211,7 +212,7 @@ def is_temporary(error: BaseException) -> bool:
     """Whether a failure comes of what the machine lacked at that moment.
 
     That is, anywhere in the chain of errors: a full disk or quota, too little memory of the machine or the device, a compiler that
-    was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
+    is not there or was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
     """
     return any(_is_passing(one) for one in _chain(error))
 
