@@ -90,6 +90,20 @@ def test_float_gradients_dequantize_the_saved_operand(m, n, k, dtype):
             assert_close_to_product(out, grad.t(), x.double() * scale.double().view(-1, 1), dtype)
 
 
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_float_gradients_dequantize_float8_copies(m, n, k):
+    grad = torch.randn(m, n, device="cuda").bfloat16()
+    x, w = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
+    for op, shapes, operands, left, right, scale in (
+        (Op.LINEAR_GRAD_INPUT, ((m, n), (n, k)), (grad, w), grad, w, scales(n)),
+        (Op.LINEAR_GRAD_WEIGHT, ((m, n), (m, k)), (grad, x), grad.t(), x, scales(m)),
+        (Op.LINEAR_GRAD_WEIGHT, ((m, n), (m, k)), (grad, x), grad.t(), x, scales(1)),
+    ):
+        out = torch.empty(left.shape[0], k, device="cuda")
+        build(op, FLOAT8, shapes)[0](*operands, scale, out)
+        assert_close_to_product(out, left, right.double() * scale.double().view(-1, 1), torch.bfloat16)
+
+
 def assert_close_to_product(found, left, right, dtype):
     """Within the rounding of the dequantized operand and of the result."""
     bound = 2 * max(torch.finfo(dtype).eps, 2.0**-20) * (left.double().abs() @ right.abs()) + 1e-30
@@ -156,6 +170,7 @@ def test_convolution_grad_input(geometry):
     exact = torch.nn.grad.conv2d_input(x.shape, w.double(), grad.double(), 1, padding, dilation)
     assert torch.equal(out, exact.float())
     grad, out = last(torch.randn(shape, device="cuda").bfloat16()), last(torch.empty(x.shape, device="cuda", dtype=torch.bfloat16))
-    build(Op.CONV2D_GRAD_INPUT, INT8, (tuple(shape), tuple(w.shape)), **sizes)[0](grad, w, one, out)
     expected = torch.nn.grad.conv2d_input(x.shape, w.double(), grad.double(), 1, padding, dilation)
-    assert torch.all((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-14 * expected.abs().max())
+    for run in build(Op.CONV2D_GRAD_INPUT, INT8, (tuple(shape), tuple(w.shape)), configs=2, **sizes):
+        run(grad, w, one, out)
+        assert torch.all((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-14 * expected.abs().max())

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from qsync_kernels_triton.elementwise import dequantize, dequantize_rows
 from qsync_kernels_triton.products.conv2d import implicit_gemm
 from qsync_kernels_triton.products.gemm import gemm, mixed_gemm
 from qsync_kernels_triton.products.pointwise import pointwise_grad_weight
@@ -53,6 +54,10 @@ def cases(capability):
     yield "rows_of_many", rows_of_many, QUANTIZE | many | {"ROWS": 1, "UNIT": 8, "SINGLE": False}, {}
     yield "partials_of_many", partials_of_many, many | {"MOST": 64}, {}
     yield "round_many", round_many, QUANTIZE | many | {"MOST": 64}, {}
+    for name, form in (("dequantize", "*i8"), *((("dequantize e4m3", "*fp8e4nv"),) if capability >= 90 else ())):
+        types = {"q_ptr": form, "out_ptr": "*fp16"}
+        yield name, dequantize, {"BLOCK": 8192, "SCALED": True}, types
+        yield name.replace("dequantize", "dequantize_rows"), dequantize_rows, {"ROWS": 32, "BLOCK": 256}, types
     scaled = {"ACCUMULATOR": tl.int32, "A_SCALES": 1, "B_SCALES": 2, "BIAS": True, "EVEN_K": True}
     operands = {"a_ptr": "*i8", "b_ptr": "*i8", "out_ptr": "*bf16"}
     yield "gemm", gemm, PRODUCT | scaled, operands

@@ -47,7 +47,7 @@ def cases(capability):
     for name, eight_bit, opened in (("", False, 2), (" int8", True, 1)):
         types = {"x_ptr": "*i8"} if eight_bit else {}
         given = GIVEN | {"OPEN": opened, "EIGHT_BIT": eight_bit}
-        yield f"reduce_gradient{name}", reduce_gradient, SUMS | given | {"REACH": eight_bit}, types
+        yield f"reduce_gradient{name}", reduce_gradient, SUMS | given | {"REACH": eight_bit, "SUM": eight_bit}, types
         copied = {"WRITE_Q": eight_bit, "MULTIPLIER": eight_bit, "REACHES": 32, "ROUNDING": 1, "ALIGNED": True, "LIVE": eight_bit}
         written = {"WRITE_INPUT": True, "WRITE_RESIDUAL": eight_bit} | copied
         yield f"apply_gradient{name}", apply_gradient, IMAGES | given | written, types

@@ -44,6 +44,7 @@ def test_it_is_never_selected_on_a_cpu(registry):
         (Op.LINEAR_OUTPUT, [Candidate("cutlass"), Candidate("triton")], None),
         (Op.LINEAR_GRAD_WEIGHT, [Candidate("aten"), Candidate("cutlass"), Candidate("triton")], "triton"),
         (Op.LINEAR_GRAD_WEIGHT, [Candidate("aten"), Candidate("cutlass")], None),
+        (Op.CONV2D_GRAD_INPUT, [Candidate("aten"), Candidate("triton")], "triton"),
         (Op.CONV2D_GRAD_INPUT, [Candidate("aten", latency_ns=9), Candidate("triton")], None),
     ],
 )

@@ -40,6 +40,8 @@ PLAIN, FUSED = Contender(PLAIN16, PARTS), Contender(FUSED16, PARTS)
 BLOCKS = tuple(f"layer{stage}.{block}" for stage, blocks in ((1, 3), (2, 4)) for block in range(blocks))
 """What may be computed again, the first of them first."""
 TRIES = tuple((low, blocks) for low in LOW for blocks in (1, 2, 3, len(BLOCKS)))
+NOT_CAPTURED: set[Contender] = set()
+"""Of which inductor captured not every graph, and left some to the CPU."""
 PARALLEL = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 """Gradients lie in the buckets, and not beside them."""
 
@@ -55,12 +57,14 @@ def again(model: nn.Module, blocks: int) -> nn.Module:
 def opened(steps: Steps, contender: Contender, blocks: int = 0) -> WholeModel:
     """The job's model with this rank in that setting, after the steps in which DDP makes its buckets anew."""
     dist.barrier()
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     steps.bench.say(f"rank {RANK}: {contender.name}, {blocks} blocks computed again")
     model = steps.open(contender, wrap=lambda module: again(module, blocks), around=PARALLEL)
     for _ in range(WARM_UP):
         model.step()
-    if skipped := torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]:
-        steps.bench.say(f"rank {RANK}: {skipped} graphs were not captured so far")
+    if torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] > skipped:
+        steps.bench.say(f"rank {RANK}: not all of {contender.name} was captured")
+        NOT_CAPTURED.add(contender)
     return model
 
 
@@ -144,6 +148,8 @@ def main() -> None:
         peak = torch.tensor([reserved(device) if weak else 0], device=device)
     dist.all_reduce(peak)
     found |= {"weak_bytes": int(peak), "blocks": blocks, "mode": str(low.mode)}
+    if NOT_CAPTURED:
+        found["mode"] += ", of which not every part was captured"
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     del model

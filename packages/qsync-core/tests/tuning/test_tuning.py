@@ -193,7 +193,8 @@ PASSING = [
     BackendError("its kernel failed with RuntimeError: Failed to find C compiler. Please specify via CC environment variable"),
 ]
 LASTING = [
-    IsADirectoryError(errno.EISDIR, "Is a directory"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory", "kernels.json"),
+    BackendError("nvcc could not compile the kernel: fatal error: cuda_fp8.h: No such file or directory"),
     subprocess.CalledProcessError(1, ["ptxas"]),
     BackendError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"),
     ZeroDivisionError("oh"),

@@ -96,7 +96,7 @@ PRODUCER_CANDIDATES = {
 
 
 class TritonBackend:
-    """Quantization, 8-bit products with dequantization fused, and producers of activations, written in Triton."""
+    """Quantization, 8-bit products with dequantization fused, float gradients from kept copies, and producers of activations."""
 
     name = "triton"
     api_version = BACKEND_API_VERSION
@@ -198,12 +198,11 @@ class TritonBackend:
 
 def _from_dequantized(request: KernelRequest) -> Kernel:
     """A gradient in a float format, by cuBLAS or cuDNN."""
-    from qsync_kernels_triton.products import dequantized
+    from qsync_kernels_triton.products import by_library
 
     if request.op == Op.CONV2D_GRAD_INPUT:
-        return dequantized.build_conv2d_grad_input(request.geometry)
-    build = dequantized.build_linear_grad_input if request.op == Op.LINEAR_GRAD_INPUT else dequantized.build_linear_grad_weight
-    return build()
+        return by_library.build_conv2d_grad_input(request.geometry)
+    return by_library.build_linear_grad_input() if request.op == Op.LINEAR_GRAD_INPUT else by_library.build_linear_grad_weight()
 
 
 def _layouts(op: str) -> tuple[str, ...]:
@@ -228,7 +227,7 @@ def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
 
         if request.op == Op.BATCH_NORM_OUTPUT:
             return batch_norm_plans.build_batch_norm_output(activation, variant.rounding, config)
-        return batch_norm_plans.build_batch_norm_grad_input(activation, variant.rounding, config)
+        return batch_norm_plans.build_batch_norm_grad_input(activation, variant.rounding, config, request.chain.grad_sum)
     from qsync_kernels_triton.producers import row_plans
 
     if request.op == Op.LAYER_NORM_OUTPUT:

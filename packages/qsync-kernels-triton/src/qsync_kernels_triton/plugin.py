@@ -21,8 +21,11 @@ def qsync_register_backends() -> list[KernelBackend]:
 
 @hookimpl
 def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]) -> str | None:
-    """This backend for what was never measured and PyTorch alone does slowly: producers, which tuning does not measure, and
-    gradients in a float format, whose saved 8-bit copies it dequantizes at the rate of memory before cuBLAS or cuDNN multiplies."""
+    """This backend for what was never measured and PyTorch alone does slowly.
+
+    Those are producers, which tuning does not measure, and gradients in a float format, whose kept 8-bit copies PyTorch dequantizes
+    a byte at a time (docs/tuning.md#where-nothing-was-tuned).
+    """
     offered = any(candidate.backend == TritonBackend.name for candidate in candidates)
     is_measured = any(candidate.latency_ns is not None for candidate in candidates)
     is_its_own = request.op in Op.PRODUCERS or (request.op in (*LINEAR, *CONVOLUTIONS) and not product_format(request).needs_scale)

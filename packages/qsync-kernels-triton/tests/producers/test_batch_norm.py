@@ -295,6 +295,42 @@ def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
             checking.assert_is_rounded(q, q_scale, gradient, SEED, OFFSET)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("activation", "residual"), CHAINS)
+@pytest.mark.parametrize("shape", [(2, 20, 5, 3), (3, 64, 4, 5)])
+def test_a_gradient_in_two_parts_gives_the_bits_of_their_sum(outputs, shape, activation, residual, dtype):
+    """From x and from its copy, with a copy of the gradient and without; also where no gradient of the residual is wanted."""
+    case = Case(shape, activation, residual, mean=0.5).run(outputs)
+    grad, other = image(*shape, seed=9, dtype=dtype), image(*shape, seed=11, dtype=dtype)
+    whole, parts = (build_batch_norm_grad_input(activation, Rounding.STOCHASTIC, SMALL, of_sum) for of_sum in (False, True))
+    again = activation is RELU and not residual
+    for kept, scale, bits in ((case.x, None, None if again else case.open), (case.x_q, case.x_scale, case.open)):
+        given = (kept, scale, case.mean_out, case.var_out, case.weight, case.bias, EPS, bits)
+        for wanted in ((True, residual, True, True), (True, False, False, False), (False, residual, False, True)):
+            for copied in (False, True):
+                results = []
+                for kernel, gradients in ((whole, (grad + other,)), (parts, (grad, other.contiguous()))):
+                    like = (dtype, dtype, torch.float32, torch.float32)
+                    sizes = (shape, shape, shape[1:2], shape[1:2])
+                    found = [
+                        outputs.empty(size, form, len(size) == 4) if want else None
+                        for want, size, form in zip(wanted, sizes, like, strict=True)
+                    ]
+                    copy = [outputs.empty(shape, torch.int8, True), outputs.empty((1,))] if copied else []
+                    kernel(*gradients, *given, *found, *([None, *copy, SEED, OFFSET] if copied else []))
+                    results.append([*found, *copy])
+                for one, two in zip(*results, strict=True):
+                    assert one is two or torch.equal(one, two)
+
+
+def test_parts_of_a_gradient_in_two_formats_are_refused(outputs):
+    case = Case((2, 12, 3, 3), RELU, True).run(outputs)
+    kernel = build_batch_norm_grad_input(RELU, Rounding.STOCHASTIC, SMALL, True)
+    grad, gradients = image(*case.shape, seed=9), [None] * 4
+    with pytest.raises(BackendError, match=r"batch_norm.grad_input: other must be torch.float32 like grad, got torch.float16"):
+        kernel(grad, grad.half(), case.x, None, case.mean_out, case.var_out, case.weight, case.bias, EPS, case.open, *gradients)
+
+
 def test_a_gradient_that_is_not_finite_makes_the_scale_of_its_copy_infinite(outputs):
     case = Case((2, 12, 3, 3), RELU, True).run(outputs)
     kernel = build_batch_norm_grad_input(RELU, Rounding.STOCHASTIC, SMALL)

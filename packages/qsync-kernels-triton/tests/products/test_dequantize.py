@@ -17,14 +17,20 @@ from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_kernels_triton.backend import TritonBackend  # noqa: E402
 from qsync_kernels_triton.elementwise import dequantized  # noqa: E402
-from qsync_kernels_triton.products import dequantized as products  # noqa: E402
+from qsync_kernels_triton.products import by_library as products  # noqa: E402
 from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight  # noqa: E402
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+EIGHT_BIT = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def integers(*shape, seed=0):
     return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+def copy_of(form, *shape):
+    """An 8-bit copy in a format."""
+    return integers(*shape) if form is torch.int8 else normal(*shape, dtype=torch.float32).to(form)
 
 
 def normal(*shape, dtype, seed=2):
@@ -47,22 +53,25 @@ def request(gradient=Precision.FLOAT16, **attributes):
     return KernelRequest(Op.CONV2D_GRAD_WEIGHT, variant, shapes, Geometry.of(attributes), "cuda", "9.0")
 
 
+@pytest.mark.parametrize("form", EIGHT_BIT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 5, 9, 9), (4, 8, 33, 17)])
-def test_every_value_is_rounded_once(shape, dtype):
-    q = torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+def test_every_value_is_rounded_once(shape, dtype, form):
+    q = copy_of(form, *shape)
     if len(shape) == 4:
         q = q.contiguous(memory_format=torch.channels_last)
     scale = torch.tensor([0.0371])
     out = dequantized(q, scale, dtype)
     assert out.stride() == q.stride()
     assert torch.equal(out, (q.to(torch.float32) * scale).to(dtype))
+    assert torch.equal(dequantized(q, None, dtype), q.to(dtype))
 
 
+@pytest.mark.parametrize("form", EIGHT_BIT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 7), (40, 300), (2, 257), (5, 1), (4, 8, 3, 3)])
-def test_each_row_has_its_own_scale(shape, dtype):
-    q, scale = integers(*shape), scales(shape[0])
+def test_each_row_has_its_own_scale(shape, dtype, form):
+    q, scale = copy_of(form, *shape), scales(shape[0])
     if len(shape) == 4:
         q = q.contiguous(memory_format=torch.channels_last)
     out = dequantized(q, scale, dtype)
@@ -107,12 +116,39 @@ def test_linear_gradients_of_nothing(m, n, k):
     assert torch.equal(grad_w, torch.zeros(n, k))
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_sums_reach_a_float32_result_unrounded():
+    """float16 ends at 65,504."""
+    grad, w, out = torch.full((3, 64), 1000.0, dtype=torch.float16), torch.full((64, 5), 127, dtype=torch.int8), torch.empty(3, 5)
+    products.build_linear_grad_input()(grad, w, torch.tensor([0.1]), out)
+    assert torch.allclose(out, torch.full((3, 5), 64 * 12700.0), rtol=1e-3)
+
+
+def test_beside_bfloat16_one_scale_is_applied_to_the_sum():
+    """Whole numbers up to 256 are exact in the format, so that nothing of the copy is rounded."""
+    x, scale, out = integers(40, 70), torch.tensor([0.01137]), torch.empty(50, 70)
+    grad = torch.randint(-3, 4, (40, 50), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    products.build_linear_grad_weight()(grad, x, scale, out)
+    assert torch.equal(out, (grad.double().t() @ x.double()).float() * scale)
+
+
+def channels_last(w):
+    return w.contiguous(memory_format=torch.channels_last)
+
+
+def sliced(w):
+    return torch.stack([w, w], 1).flatten(0, 1)[::2]
+
+
+def turned(w):
+    return w.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_last, sliced, turned])
 @pytest.mark.parametrize("count", [1, 6])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_filters_of_a_convolution_are_dequantized(dtype, count, layout):
-    geometry, w = Geometry(padding=(1, 0), dilation=(1, 2)), integers(6, 4, 3, 2).contiguous(memory_format=layout)
-    scale, x_shape = scales(count), (2, 4, 9, 8)
+    geometry, w = Geometry(padding=(1, 0), dilation=(1, 2)), layout(integers(6, 4, 3, 2))
+    scale, x_shape = scales(count).repeat_interleave(2)[::2], (2, 4, 9, 8)
     filters = (w.float() * scale.view(-1, 1, 1, 1)).to(dtype).double()
     y = torch.nn.functional.conv2d(torch.zeros(x_shape, dtype=torch.float64), filters, None, (1, 1), (1, 0), (1, 2))
     grad = normal(*y.shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -123,6 +159,18 @@ def test_the_filters_of_a_convolution_are_dequantized(dtype, count, layout):
         bound = 2 * torch.finfo(dtype).eps * (expected.abs() + expected.abs().max())
         assert found.dtype is dtype
         assert torch.all((found.double() - expected).abs() <= bound)
+
+
+def test_a_convolution_without_outputs_has_a_gradient_of_zeros():
+    out = torch.full((2, 4, 5, 5), float("nan")).to(memory_format=torch.channels_last)
+    products.build_conv2d_grad_input(Geometry())(torch.ones(2, 0, 5, 5), integers(0, 4, 1, 1), torch.ones(1), out)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_what_is_made_without_an_output_is_checked_too():
+    make = products.build_conv2d_grad_input(Geometry()).make_gradient
+    with pytest.raises(BackendError, match="scale must be 1 or 6 float32"):
+        make(torch.ones(1, 6, 4, 4), integers(6, 4, 1, 1), torch.ones(3), (1, 4, 4, 4))
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,14 @@ class ChainForm:
             input of a layer normalization.
         float_result: the result is also written as a float tensor, for readers that are not 8-bit products.
         grad_copy: a batch norm's backward also writes its input's gradient in int8, for the product that reads it so.
+        grad_sum: a batch norm's backward takes the gradient of its result in two parts, which it adds.
     """
 
     activation: Activation = Activation.NONE
     residual: bool = False
     float_result: bool = True
     grad_copy: bool = False
+    grad_sum: bool = False
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -62,6 +64,8 @@ class ChainForm:
             flags["residual"] = "true"
         if self.grad_copy:
             flags["grad_copy"] = "true"
+        if self.grad_sum:
+            flags["grad_sum"] = "true"
         return flags if self.float_result else flags | {"float_result": "false"}
 
 

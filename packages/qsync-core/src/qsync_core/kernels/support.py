@@ -165,12 +165,13 @@ def quantization_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 
 
-def chain_reasons(request: KernelRequest, *, grad_copies: bool = False) -> Iterator[str]:
+def chain_reasons(request: KernelRequest, *, grad_copies: bool = False, grad_sums: bool = False) -> Iterator[str]:
     """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads.
 
     Args:
         request: of any operator.
         grad_copies: the backend's batch norms write 8-bit copies of their gradients.
+        grad_sums: they take the gradient of their result in two parts.
     """
     if request.op not in Op.PRODUCERS:
         return
@@ -184,6 +185,8 @@ def chain_reasons(request: KernelRequest, *, grad_copies: bool = False) -> Itera
         yield f"without an 8-bit copy ({request.variant.compute}) and without a float result nothing is left to write"
     if chain.grad_copy and not (grad_copies and request.op == Op.BATCH_NORM_GRAD_INPUT):
         yield f"it writes no 8-bit copy of the gradient in {request.op}; quantize the gradient by itself"
+    if chain.grad_sum and not (grad_sums and request.op == Op.BATCH_NORM_GRAD_INPUT):
+        yield f"it takes no gradient in two parts in {request.op}; add them before"
 
 
 def producer_format_reasons(

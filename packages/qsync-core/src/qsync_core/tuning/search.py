@@ -77,7 +77,8 @@ def tune(
 
     Every measurement goes to the store at once, and what is there already is not measured again: an interrupted search continues,
     and a finished one with the same or a larger budget returns its record.  A failure that may pass (a full disk, too little
-    memory, a compiler that was killed) is not kept: the search goes on without that configuration, and the next one tries it again.
+    memory, a compiler that is missing or was killed) is not kept: the search goes on without that configuration, and the next one
+    tries it again.
 
     Args:
         backend: who builds the kernels.
@@ -191,7 +192,8 @@ class _Search:
         return sorted(ran, key=self.latency_ns)
 
 
-_PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.ENOENT)
+_PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+_C_COMPILERS = ("cc", "gcc", "clang")
 _SAID = re.compile(
     "|".join(
         [
@@ -211,8 +213,8 @@ _SAID = re.compile(
 def is_temporary(error: BaseException) -> bool:
     """Whether a failure comes of what the machine lacked at that moment.
 
-    That is, anywhere in the chain of errors: a full disk or quota, too little memory of the machine or the device, a compiler that
-    is not there or was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
+    That is, anywhere in the chain of errors: a full disk or quota, too little memory of the machine or the device, no C compiler, a
+    compiler that was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
     """
     return any(_is_passing(one) for one in _chain(error))
 
@@ -228,6 +230,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_passing(error: BaseException) -> bool:
+    if isinstance(error, FileNotFoundError):
+        return error.filename in (os.environ.get("CC"), *_C_COMPILERS)
     if isinstance(error, OSError):
         return error.errno in _PASSING
     # torch.OutOfMemoryError; torch itself is not imported here.

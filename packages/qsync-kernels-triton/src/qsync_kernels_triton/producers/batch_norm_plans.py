@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
@@ -185,21 +186,25 @@ def _cuts(positions: int, channels: int, config: ProducerConfig) -> tuple[Cut, C
     return cut_freely(positions, channels, SUM_STRIP, config), cut_freely(positions, channels, config.strip, config)
 
 
-def build_batch_norm_grad_input(activation: Activation, rounding: Rounding, config: ProducerConfig) -> Callable[..., None]:
+def build_batch_norm_grad_input(
+    activation: Activation, rounding: Rounding, config: ProducerConfig, grad_sum: bool = False
+) -> Callable[..., None]:
     """The kernel ``batch_norm.grad_input`` of docs/design/fused-chains.md, with and without a copy of the gradient.
 
-    ``grad`` and ``x`` are copied where they are not channels-last; outputs that are None are not written.  It runs on the current
-    stream, and raises ``BackendError`` for operands of another type, size or layout.
+    With ``grad_sum`` it takes ``other`` behind ``grad``.  Both and ``x`` are copied where they are not channels-last; outputs that
+    are None are not written.  It runs on the current stream, and raises ``BackendError`` for operands of another type, size or
+    layout.
     """
 
     def plan(
-        grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-        eps: float, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None, grad_weight: Tensor | None,
+        grad: Tensor, other: Tensor | None, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
+        bias: Tensor | None, eps: float, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None,
+        grad_weight: Tensor | None,
         grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None, *_: int,
     ) -> Callable[..., None]:  # fmt: skip
         gradients = (grad_input, grad_residual, grad_weight, grad_bias)
         problems = _gradient_problems(
-            activation, grad, x, x_scale, mean, var, weight, bias, open_, *gradients, multiplier, q, scale
+            activation, grad, other, x, x_scale, mean, var, weight, bias, open_, *gradients, multiplier, q, scale
         )
         refuse("batch_norm.grad_input", problems)
         refuse("batch_norm.grad_input", stream_problems(stream, x.device))
@@ -207,34 +212,43 @@ def build_batch_norm_grad_input(activation: Activation, rounding: Rounding, conf
             return _zero_gradients
         reads = 0 if activation is not Activation.RELU else 2 if open_ is None else 1
         optional = (weight, bias, x_scale, grad_input, grad_residual, multiplier, q, stream)
-        return _Gradient(tuple(x.shape), x.device, reads, optional, rounding_code, config)
+        written_early = other is not None and grad_residual is not None and grad_residual.dtype is grad.dtype
+        return _Gradient(tuple(x.shape), x.device, reads, optional, rounding_code, config, other is not None, written_early)
 
     rounding_code = ROUNDING_CODE[rounding]
     planned = Planned(plan)
 
-    def batch_norm_grad_input(
-        grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
-        eps: float, open: Tensor | None, grad_input_out: Tensor | None, grad_residual_out: Tensor | None,
+    def run(
+        other: Tensor | None, grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
+        bias: Tensor | None, eps: float, open: Tensor | None, grad_input_out: Tensor | None, grad_residual_out: Tensor | None,
         grad_weight_out: Tensor | None, grad_bias_out: Tensor | None, multiplier: Tensor | None = None,
         grad_q_out: Tensor | None = None, grad_scale_out: Tensor | None = None, seed: int = 0, offset: int | Tensor = 0,
     ) -> None:  # fmt: skip
         stream, low, high, _, _, *words = random_streams(seed, 0, offset)
-        planned(grad, x, x_scale, mean, var, weight, bias, eps, open, grad_input_out, grad_residual_out, grad_weight_out,
+        planned(grad, other, x, x_scale, mean, var, weight, bias, eps, open, grad_input_out, grad_residual_out, grad_weight_out,
                 grad_bias_out, multiplier, grad_q_out, grad_scale_out, stream, low, high, *words)  # fmt: skip
 
-    return batch_norm_grad_input
+    def batch_norm_grad_input(grad: Tensor, *operands: Any) -> None:
+        run(None, grad, *operands)
+
+    def batch_norm_grad_input_of_sum(grad: Tensor, other: Tensor, *operands: Any) -> None:
+        run(other, grad, *operands)
+
+    return batch_norm_grad_input_of_sum if grad_sum else batch_norm_grad_input
 
 
 def _gradient_problems(
-    activation: Activation, grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
-    bias: Tensor | None, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None, grad_weight: Tensor | None,
-    grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None,
+    activation: Activation, grad: Tensor, other: Tensor | None, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor,
+    weight: Tensor | None, bias: Tensor | None, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None,
+    grad_weight: Tensor | None, grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None,
 ) -> Iterator[str]:  # fmt: skip
     if x.ndim != 4:
         yield f"x must be (B, C, H, W), got shape {tuple(x.shape)}"
         return
     shape = tuple(x.shape)
-    yield from matrix_problems("grad grad_input_out grad_residual_out", (grad, grad_input, grad_residual), shape)
+    yield from matrix_problems("grad other grad_input_out grad_residual_out", (grad, other, grad_input, grad_residual), shape)
+    if other is not None and other.dtype is not grad.dtype:
+        yield f"other must be {grad.dtype} like grad, got {other.dtype}"
     yield from saved_problems(x, x_scale, shape[1])
     vectors = (mean, var, weight, bias, grad_weight, grad_bias, multiplier)
     yield from vector_problems("mean var weight bias grad_weight_out grad_bias_out multiplier", vectors, shape[1])
@@ -251,10 +265,10 @@ def _gradient_problems(
 
 
 def _zero_gradients(*operands: Tensor | None) -> None:
-    for gradient in operands[11:13]:
+    for gradient in operands[12:14]:
         if gradient is not None:
             gradient.fill_(0.0)
-    if (scale := operands[15]) is not None:
+    if (scale := operands[16]) is not None:
         scale.fill_(1.0)
 
 
@@ -263,31 +277,36 @@ class _Gradient:
 
     def __init__(
         self, shape: tuple[int, ...], device: torch.device, reads: int, optional: tuple[Tensor | None, ...], rounding: int,
-        config: ProducerConfig,
+        config: ProducerConfig, summed: bool, written_early: bool,
     ) -> None:  # fmt: skip
+        """``summed``: of a gradient in two parts, whose h the first pass writes; ``written_early``: into that of the residual."""
+        self._written_early = written_early
         self._positions, self._channels = shape[0] * shape[2] * shape[3], shape[1]
         reading, writing = _cuts(self._positions, self._channels, config)
         weight, bias, eight_bit, grad_input, grad_residual, multiplied, copied, live = (tensor is not None for tensor in optional)
-        given = {"WEIGHT": weight, "BIAS": bias, "OPEN": reads, "EIGHT_BIT": eight_bit}
+        given = {"WEIGHT": weight, "BIAS": bias, "EIGHT_BIT": eight_bit}
         self._programs = programs_for(reading, config.reduce, device)
-        self._reduce = Launch(reduce_gradient, reading.constants | given | {"REACH": copied}, num_warps=reading.warps)
+        first: dict[str, int] = {"OPEN": reads, "REACH": copied, "SUM": summed}
+        self._reduce = Launch(reduce_gradient, reading.constants | given | first, num_warps=reading.warps)
         self._reduce_grid = (self._programs, reading.strips, 1)
         self._finish = Launch(finish_sums, {"ROWS": 128, "BLOCK": 16}, num_warps=4)
         self._finish_grid = (triton.cdiv(self._channels, 16), 2, 1)
         self._reaches, self._kinds = triton.cdiv(self._channels, 16) if copied else 0, 4 if copied else 2
         factors = {"WEIGHT": weight, "MULTIPLIER": multiplied}
         self._reach = Launch(gradient_reach, {"ROWS": 128, "BLOCK": 16} | factors, num_warps=4)
-        written = {"WRITE_INPUT": grad_input, "WRITE_RESIDUAL": grad_residual, "WRITE_Q": copied, "MULTIPLIER": multiplied}
+        written: dict[str, int] = {"WRITE_INPUT": grad_input, "WRITE_Q": copied, "MULTIPLIER": multiplied}
+        written |= {"OPEN": 0 if summed else reads, "WRITE_RESIDUAL": grad_residual and not written_early}
         rounded = {"REACHES": triton.next_power_of_2(max(1, self._reaches)), "ROUNDING": rounding, "LIVE": live}
         constants = writing.constants | given | written | rounded | writing.aligned
         self._apply = Launch(apply_gradient, constants, num_warps=writing.warps)
         self._apply_grid = (programs_for(writing, config.apply, device), writing.strips, 1)
-        self._units, self._writes = self._channels // reading.unit, grad_input or grad_residual or copied
+        self._units, self._writes = self._channels // reading.unit, grad_input or (grad_residual and not written_early) or copied
 
     def __call__(
-        self, grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
-        bias: Tensor | None, eps: float, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None,
-        grad_weight: Tensor | None, grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None,
+        self, grad: Tensor, other: Tensor | None, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor,
+        weight: Tensor | None, bias: Tensor | None, eps: float, open_: Tensor | None, grad_input: Tensor | None,
+        grad_residual: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, multiplier: Tensor | None,
+        q: Tensor | None, scale: Tensor | None,
         stream: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write all outputs that are not None."""
@@ -297,9 +316,12 @@ class _Gradient:
         partial, total, product, reach = scratch.split(sizes)
         total, product = total if grad_bias is None else grad_bias, product if grad_weight is None else grad_weight
         vectors = [scratch if v is None else v.contiguous() for v in (x_scale, mean, var, weight, bias)]
-        tensors = (grad, x, *vectors, x if open_ is None else open_)
-        numbers = (self._positions, self._units, eps)
-        self._reduce(self._reduce_grid, None, (*tensors, partial), numbers)
+        tensors = (x, *vectors, x if open_ is None else open_)
+        numbers, h = (self._positions, self._units, eps), grad
+        if other is not None:
+            other = other.contiguous(memory_format=_CHANNELS_LAST)
+            h = grad_residual if self._written_early and grad_residual is not None else torch.empty_like(grad)
+        self._reduce(self._reduce_grid, None, (grad, *tensors, grad if other is None else other, h, partial), numbers)
         self._finish(self._finish_grid, None, (partial, total, product), (self._programs, self._channels))
         if not self._writes:
             return
@@ -309,5 +331,5 @@ class _Gradient:
             self._reach((self._reaches, 1, 1), None, sums, (self._positions, self._channels, self._programs, eps))
         written = [grad if gradient is None else gradient for gradient in (grad_input, grad_residual, q)]
         written += [scratch if tensor is None else tensor for tensor in (scale, stream)]
-        operands = (*tensors, total, product, factors, reach if q is not None else scratch, *written)
+        operands = (h, *tensors, total, product, factors, reach if q is not None else scratch, *written)
         self._apply(self._apply_grid, None, operands, (self._positions, self._units, self._reaches, eps, *words))

@@ -6,6 +6,7 @@ Images are read as matrices of positions and channels, which channels-last tenso
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -85,7 +86,8 @@ def build_batch_norm_output(variant: Variant, chain: ChainForm) -> Callable[...,
 
 
 def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
-    """The gradients of x, residual, weight and bias; with ``chain.grad_copy`` that of x, times a multiplier, in int8 too."""
+    """The gradients of x, residual, weight and bias; with ``chain.grad_copy`` that of x, times a multiplier, in int8 too; with
+    ``chain.grad_sum`` from two gradients of the result."""
     is_relu = chain.activation is Activation.RELU
 
     def kernel(
@@ -144,7 +146,10 @@ def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[
             q_PC = grad_q_out.permute(0, 2, 3, 1).view(h_PC.shape)
             write_rounded(grad_PC, grad_scale_out, Precision.INT8, Granularity.PER_TENSOR, variant.rounding, seed, offset, q_PC)
 
-    return kernel
+    def of_sum(grad: torch.Tensor, other: torch.Tensor, *operands: Any) -> None:
+        kernel(grad + other, *operands)
+
+    return of_sum if chain.grad_sum else kernel
 
 
 def _by_position(x: torch.Tensor) -> torch.Tensor:

@@ -93,8 +93,7 @@ class _Scratch(threading.local):
     def of(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Index times the golden ratio, and two buffers.
 
-        Elsewhere than on a CPU they are fresh ones: the caching allocator gives them for nothing, and what a captured graph makes is
-        the graph's.
+        On a CPU they are kept; elsewhere each call makes them, for memory of a captured graph is that graph's.
         """
         is_cpu = device.type == "cpu"
         kept = self.words if is_cpu else None

@@ -204,7 +204,8 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
     form = ChainForm(chain.activation, chain.residual is not None, chain.float_result)
     binding = producer_binding(chain.producer, variant, choice, form)
     if chain.producer is Producer.BATCH_NORM:
-        _ = binding.with_grad_copy  # known by its key to backward graphs that inductor has in its cache
+        # Known by their keys to backward graphs that inductor has in its cache.
+        _ = binding.with_grad_sum, binding.with_grad_copy.with_grad_sum
     return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 

@@ -250,9 +250,10 @@ class Producer:
     def run_backward(
         self, kernel: Kernel, outputs: Outputs, grad: torch.Tensor, kept: torch.Tensor, kept_scale: torch.Tensor | None,
         mean: torch.Tensor, spread: torch.Tensor, bits: torch.Tensor | None, copy: GradCopy | None = None, seed: int = 21,
-        offset: Offset = 22,
+        offset: Offset = 22, other: torch.Tensor | None = None,
     ) -> Gradients:  # fmt: skip
-        """Call a backward kernel on fresh outputs; of a chain with a copy of the gradient, into ``copy``."""
+        """Call a backward kernel on fresh outputs; of a chain with a copy of the gradient, into ``copy``; of one that takes its
+        gradient in two parts, with ``other``."""
         columns = grad.shape[1]
 
         def empty() -> torch.Tensor:
@@ -271,8 +272,9 @@ class Producer:
             return found
         found = Gradients(empty(), empty() if self.chain.residual else None, *vectors)
         copied = () if copy is None else (copy.multiplier, self.image(copy.q), copy.scale, seed, offset)
+        parts = (grad,) if other is None else (grad, other)
         kernel(
-            self.image(grad), self.image(kept), kept_scale, mean, spread, self.weight, self.bias, EPS,
+            *map(self.image, parts), self.image(kept), kept_scale, mean, spread, self.weight, self.bias, EPS,
             None if bits is None else bits.view(*self.images, bits.shape[1]), self.image(found.x), self.image(found.residual),
             *vectors, *copied,
         )  # fmt: skip

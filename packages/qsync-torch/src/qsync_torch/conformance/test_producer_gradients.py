@@ -154,6 +154,34 @@ def test_the_copy_of_a_gradient(subject: Subject, outputs: Outputs, form: str, s
                 assert torch.equal(again.q, copy.q) is is_same, f"the numbers of offset {offset} beside those of offset 22"
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
+@pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name == BATCH_NORM])
+def test_a_gradient_in_two_parts(subject: Subject, outputs: Outputs, form: str, saved: Precision, dtype: Precision) -> None:
+    """To the bit what their sum gives, which is rounded to the format of both; a copy too."""
+    for rows, columns in ((56, 40), (1050, 24), (30, 13), (0, 16)):
+        variant = variant_of(saved=saved if saved.needs_scale else dtype, output=dtype)
+        whole = Producer.of(form, variant, (rows, columns), subject.device, 40)
+        kept, grad, other = Kept.of(whole), gradient(whole), gradient(whole, 51)
+        bits = packed(floats((rows, columns), FLOAT, grad.device, 77) > 0) if "relu" in form and whole.wants_bits else None
+        for grad_copy in (False, True):
+            chain = attrs.evolve(whole.chain, grad_copy=grad_copy)
+            problems = [attrs.evolve(whole, chain=attrs.evolve(chain, grad_sum=grad_sum)) for grad_sum in (False, True)]
+            plain, summing = (problem.kernels(subject, "grad_input") for problem in problems)
+            for of_whole, of_parts in zip(plain, summing, strict=True):
+                copies = [
+                    GradCopy(None, outputs.empty((rows, columns), torch.int8), outputs.empty((1,), FLOAT)) if grad_copy else None
+                    for _ in problems
+                ]
+                operands = (kept.x, kept.scale, kept.mean, kept.spread, bits)
+                expected = problems[0].run_backward(of_whole, outputs, grad + other, *operands, copies[0])
+                found = problems[1].run_backward(of_parts, outputs, grad, *operands, copies[1], other=other)
+                for name, value in attrs.asdict(expected, recurse=False).items():
+                    assert value is None or torch.equal(getattr(found, name), value), f"the gradient of {name} from two parts"
+                if copies[0] is not None and copies[1] is not None:
+                    assert torch.equal(copies[1].q, copies[0].q), "the copy of the gradient from two parts"
+
+
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name != ACTIVATION])
 @pytest.mark.parametrize("missing", ["weight", "bias", "weight and bias"])
 def test_normalization_without_parameters(subject: Subject, outputs: Outputs, form: str, missing: str) -> None:

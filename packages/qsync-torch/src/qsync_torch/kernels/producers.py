@@ -90,6 +90,11 @@ class ProducerBinding(Bound):
         """Of a batch norm, the same backward kernel that also writes its input's gradient in int8."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_copy=True))
 
+    @functools.cached_property
+    def with_grad_sum(self) -> ProducerBinding:
+        """Of a batch norm, the same backward kernel of a gradient in two parts."""
+        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_sum=True))
+
     def names(self, keep: bool) -> tuple[str, ...]:
         """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""
         chain, normalizes = self.chain, self.producer is not Producer.ACTIVATION
@@ -238,10 +243,12 @@ def _batch_norm_grad_input(
     open: torch.Tensor | None,
     key: str,
     wanted: Sequence[bool],
+    other: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     binding = _binding(key)
     all_four, out = _gradients(x, binding, wanted)
-    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, mean, var, weight, bias, eps, open, *all_four)
+    kernel = binding.kernel(binding.grad_op, x.device, x.shape)
+    kernel(*_parts(grad, other), x, x_scale, mean, var, weight, bias, eps, open, *all_four)
     return out
 
 
@@ -260,14 +267,20 @@ def _batch_norm_grad_copy(
     multiplier: torch.Tensor | None,
     seed: int,
     offset: torch.Tensor,
+    other: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     binding = _binding(key)
     all_four, out = _gradients(x, binding, wanted)
     copy = _grad_copy(x)
     kernel = binding.kernel(binding.grad_op, x.device, x.shape)
-    operands = (grad, x, x_scale, mean, var, weight, bias, eps, open, *all_four)
+    operands = (*_parts(grad, other), x, x_scale, mean, var, weight, bias, eps, open, *all_four)
     kernel(*operands, multiplier, *copy, seed, as_kernels_take(offset))
     return [*out, *copy]
+
+
+def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The gradient of a result, as kernels take it whole or in two parts."""
+    return (grad,) if other is None else (grad, other)
 
 
 def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
@@ -301,6 +314,8 @@ def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.T
 _AFFINE = "Tensor? weight, Tensor? bias, float eps"
 _STREAMS = "str binding, bool keep, SymInt seed, SymInt x_seed, Tensor offset"
 _SAVED = "Tensor grad, Tensor x, Tensor? x_scale"
+_KEY = 7
+"""Where a batch norm's gradient has its binding, behind ``grad`` and ``x``."""
 
 define(
     f"batch_norm_output(Tensor x, {_AFFINE}, Tensor? residual, Tensor? residual_absmax, {_STREAMS}) -> Tensor[]",
@@ -318,15 +333,16 @@ define(
     lambda x, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
 )
 define(
-    f"batch_norm_grad_input({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted) -> Tensor[]",
+    f"batch_norm_grad_input({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
+    "Tensor? other=None) -> Tensor[]",
     _batch_norm_grad_input,
-    lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
+    lambda grad, x, *rest: _gradients(x, _binding(rest[_KEY]), rest[_KEY + 1])[1],
 )
 define(
     f"batch_norm_grad_copy({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
-    "Tensor? multiplier, SymInt seed, Tensor offset) -> Tensor[]",
+    "Tensor? multiplier, SymInt seed, Tensor offset, Tensor? other=None) -> Tensor[]",
     _batch_norm_grad_copy,
-    lambda grad, x, *rest: [*_gradients(x, _binding(rest[-5]), rest[-4])[1], *_grad_copy(x)],
+    lambda grad, x, *rest: [*_gradients(x, _binding(rest[_KEY]), rest[_KEY + 1])[1], *_grad_copy(x)],
 )
 define(
     f"layer_norm_grad_input({_SAVED}, Tensor mean, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",

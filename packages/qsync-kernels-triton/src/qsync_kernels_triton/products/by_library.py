@@ -15,7 +15,7 @@ from qsync_core.geometry import Geometry
 from qsync_kernels_triton.elementwise import dequantized
 from qsync_kernels_triton.launching import Planned, refuse
 from qsync_kernels_triton.products.conv2d import check_grad_input
-from qsync_kernels_triton.products.fitting import FLOATS, device_problems, on_dense, rank_problems, scale_problems
+from qsync_kernels_triton.products.fitting import FLOATS, device_problems, format_problems, on_dense, rank_problems, scale_problems
 from qsync_kernels_triton.products.linear import misfits
 
 
@@ -31,17 +31,16 @@ def build_linear_grad_input() -> Planned:
         return on_dense(run, (grad_MN, w_NK, scale, out_MK), (1, 2))
 
     def run(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
-        w = dequantized(w_NK, scale, grad_MN.dtype)
-        if out_MK.dtype is grad_MN.dtype:
-            torch.mm(grad_MN, w, out=out_MK)
-        else:
-            out_MK.copy_(torch.mm(grad_MN, w))
+        _multiply(grad_MN, dequantized(w_NK, scale, grad_MN.dtype), out_MK)
 
     return Planned(plan)
 
 
 def build_linear_grad_weight() -> Planned:
-    """``kernel(grad_MN, x_MK, scale, out_NK)``: ``grad.T @ (scale * x)`` in float32; one scale, or one for each m."""
+    """``kernel(grad_MN, x_MK, scale, out_NK)``: ``grad.T @ (scale * x)``; one scale, or one for each m.
+
+    Beside a bfloat16 gradient one scale is applied to the sum: whole numbers up to 256 are exact in that format.
+    """
 
     def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
         op = "linear.grad_weight"
@@ -49,20 +48,29 @@ def build_linear_grad_weight() -> Planned:
         (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
         problems = misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, FLOATS)
         refuse(op, (*problems, *device_problems(grad_MN, x_MK, scale, out_NK), *scale_problems("scale", scale, other_m)))
-        return on_dense(run if m and n and k else zero, (grad_MN, x_MK, scale, out_NK), (1, 2))
-
-    def zero(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
-        out_NK.zero_()
+        scales_sum = grad_MN.dtype is torch.bfloat16 and scale.numel() == 1 and out_NK.dtype is torch.float32
+        return on_dense(run_whole if scales_sum else run, (grad_MN, x_MK, scale, out_NK), (1, 2))
 
     def run(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
-        x = dequantized(x_MK, scale, grad_MN.dtype)
-        if out_NK.dtype is torch.float32 and grad_MN.element_size() == 2 and grad_MN.is_cuda:
-            # The float32 sums themselves: not rounded to 16 bit, and not copied.
-            torch.mm(grad_MN.t(), x, out_dtype=torch.float32, out=out_NK)
-        else:
-            out_NK.copy_(torch.mm(grad_MN.t().float(), x.float()))
+        _multiply(grad_MN.t(), dequantized(x_MK, scale, grad_MN.dtype), out_NK)
+
+    def run_whole(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
+        _multiply(grad_MN.t(), dequantized(x_MK, None, grad_MN.dtype), out_NK)
+        out_NK.mul_(scale)
 
     return Planned(plan)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = a @ b`` of matrices in one float format, its float32 sums rounded once to that of ``out``."""
+    if not a.numel() or not b.numel():
+        out.zero_()
+    elif out.dtype is a.dtype:
+        torch.mm(a, b, out=out)
+    elif out.dtype is torch.float32 and a.is_cuda:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        out.copy_(torch.mm(a.float(), b.float()))
 
 
 def build_conv2d_grad_input(geometry: Geometry) -> Planned:
@@ -74,7 +82,10 @@ def build_conv2d_grad_input(geometry: Geometry) -> Planned:
 
     def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
         check_grad_input(grad, w, scale, out, geometry, eight_bit=False)
-        return on_dense(run, (grad, w, scale, out), (2,))
+        return run if out.numel() and grad.numel() else zero
+
+    def zero(grad: Any, w: Any, scale: Any, out: Any) -> None:
+        out.zero_()
 
     def run(grad: Any, w: Any, scale: Any, out: Any) -> None:
         out.copy_(make(grad, w, scale, out.shape))
@@ -83,9 +94,10 @@ def build_conv2d_grad_input(geometry: Geometry) -> Planned:
         if grad.is_cuda and grad.device.index != torch.cuda.current_device():
             with torch.cuda.device(grad.device):
                 return make(grad, w, scale, shape)
+        problems = (*format_problems(grad, w, FLOATS, "filters"), *scale_problems("scale", scale, w.shape[0]))
+        refuse("conv2d.grad_input", problems)
         is_dense = torch.ops.aten.is_non_overlapping_and_dense(w) and w.stride(0) * w.shape[0] == w.numel()
-        dense = w if is_dense else w.contiguous()
-        filters = dequantized(dense, scale, grad.dtype)
+        filters = dequantized(w if is_dense else w.contiguous(), scale.contiguous(), grad.dtype)
         # Of the activation, only shape, dtype and layout are looked at.
         like_x = torch.empty(tuple(shape), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
         options = (g.stride, g.padding, g.dilation, False, [0, 0], g.groups, [True, False, False])

@@ -1,0 +1,58 @@
+"""Backward graphs in which a batch norm adds the two parts of the gradient that it reads."""
+
+import attrs
+import pytest
+import torch
+
+import qsync_torch as qsync
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_torch import apply_
+from qsync_torch.compiling import gradient_sums
+from qsync_torch.kernels.producers import ProducerBinding
+
+from .chained_models import INT8, ResNet, images, lowered
+
+NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST, grad_input=Precision.INT8, grad_weight=Precision.FLOAT32)
+
+
+@pytest.fixture
+def sums(counted):
+    """Compiled graphs that have any: how many sums each has."""
+    return counted("fuse_gradient_sums")
+
+
+def gradients(model, x, **how):
+    """Of everything, in a first compiled step."""
+    torch._dynamo.reset()
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch._inductor.config.patch(force_disable_caches=True):  # a graph from the cache was rewritten before
+        qsync.compile(model, fullgraph=True, **how)(x).square().sum().backward()
+    return [x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(("backend", "saved"), [("aot_eager", None), ("aot_eager", "int8"), ("inductor", "int8")])
+def test_the_gradients_are_those_of_the_sum(sums, monkeypatch, backend, saved):
+    torch.manual_seed(0)
+    model, x = ResNet(), images()
+    applied = apply_(model, lowered(model, NEAREST))
+    found = gradients(model, x, backend=backend, saved=saved)
+    fused = list(sums)
+    assert fused == [3]  # what goes into each block is read twice
+    applied.step = 0
+    monkeypatch.setattr(gradient_sums, "_parts", lambda node: None)
+    expected = gradients(model, x, backend=backend, saved=saved)
+    assert sums == fused
+    if backend == "aot_eager":
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_backend_that_adds_nothing_is_given_the_sum(sums, monkeypatch):
+    offered = ProducerBinding.reasons_backward
+    refuse = lambda binding, *of: ["no"] if binding.chain.grad_sum else offered(binding, *of)  # noqa: E731
+    monkeypatch.setattr(ProducerBinding, "reasons_backward", refuse)
+    model = ResNet()
+    apply_(model, lowered(model, NEAREST))
+    gradients(model, images(), backend="aot_eager")
+    assert sums == []
