@@ -145,11 +145,12 @@ def main() -> None:
         raise RuntimeError(f"int8 does not fit {CAP} of AMP's memory, with {len(BLOCKS)} blocks computed again either")
     with capped(cap, device):
         found["capped_ms"] = blocks_ms(model, bench)
-        peak = torch.tensor([reserved(device) if weak else 0], device=device)
-    dist.all_reduce(peak)
-    found |= {"weak_bytes": int(peak), "blocks": blocks, "mode": str(low.mode)}
-    if NOT_CAPTURED:
-        found["mode"] += ", of which not every part was captured"
+        of_ranks = torch.tensor([reserved(device) if weak else 0, len(NOT_CAPTURED)], device=device)
+    dist.all_reduce(of_ranks)
+    weak_bytes, not_captured = of_ranks.tolist()
+    found |= {"weak_bytes": weak_bytes, "blocks": blocks, "mode": str(low.mode)}
+    if not_captured:
+        found["mode"] += ", not all of them captured"
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     del model
