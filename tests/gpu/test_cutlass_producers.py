@@ -55,7 +55,7 @@ class PtxBackend(CutlassBackend):
         sources = {producers.producer_source(request, SM_75) for request in REQUESTS}
         with ThreadPoolExecutor(compile.default_jobs()) as pool:
             paths = dict(zip(sources, pool.map(self._as_ptx, sources), strict=True))
-        with unittest.mock.patch.object(compile, "compile_files", lambda wanted: [paths[wanted[0]]]):
+        with unittest.mock.patch.object(compile, "compile_files", lambda wanted, **_: [paths[wanted[0]]]):
             self._loaded = {source: compile.compiled(source) for source in sources}
 
     def build(self, request, config):

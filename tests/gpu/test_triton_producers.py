@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import attrs
@@ -227,7 +228,8 @@ def test_every_configuration_gives_the_same_up_to_the_order_of_sums():
     kernels = build("batch_norm.output", problem.chain, configs=20)
     backs = build("batch_norm.grad_input", problem.chain, configs=20)
     most = problem.residual.abs().amax().float().view(1)
-    for forward, backward in zip(kernels, backs, strict=True):
+    assert len(backs) >= len(kernels)
+    for forward, backward in zip(itertools.cycle(kernels), backs, strict=False):
         mean, var, out, bits = (
             vector(c),
             vector(c),

@@ -54,6 +54,12 @@ def again(model: nn.Module, blocks: int) -> nn.Module:
     return model
 
 
+def forget() -> None:
+    """Give the memory of finished models back, that of their graphs too, which inductor keeps for as long as Dynamo knows them."""
+    torch._dynamo.reset()
+    release()
+
+
 def opened(steps: Steps, contender: Contender, blocks: int = 0) -> WholeModel:
     """The job's model with this rank in that setting, after the steps in which DDP makes its buckets anew."""
     dist.barrier()
@@ -137,7 +143,7 @@ def main() -> None:
     cap = CAP * amp if weak else None
     for low, blocks in TRIES:
         del model
-        release()
+        forget()
         model = opened(steps, low, blocks) if weak else opened(steps, FUSED)
         if fits(model, cap, bench):
             break
@@ -154,7 +160,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     del model
-    release()
+    forget()
     model = opened(steps, PLAIN)
     found["plain_ms"] = blocks_ms(model, bench)
     if dist.get_rank() == 0:

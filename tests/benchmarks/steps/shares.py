@@ -171,7 +171,7 @@ class JobShares:
         backends = list(find_backends(split_chain(self.how.kernels)))
         store = open_store(self.device, None)
         found = tune_requests(requests, backends, store, self.device, effort=EFFORT, seconds=self.how.tune_s)
-        self.bench.say(f"{self.job.title}: tuned in {found.seconds:.0f} s, {found.left} of {len(requests)} kernels left")
+        self.bench.say(f"{self.job.title}: tuned in {found.seconds:.0f} s")
 
     def measure(self, percents: Sequence[int]) -> Iterator[ModelFound]:
         """What was found so far, after each share, from the largest on; none is planned below one that no plan fits."""
