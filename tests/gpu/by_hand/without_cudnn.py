@@ -1,4 +1,4 @@
-"""pytest plugin of sanitize.sh: references are computed without cuDNN, whose convolutions make racecheck end in an error of its own."""
+"""pytest plugin of sanitize.sh: references do without cuDNN, on whose convolutions racecheck ends in an error of its own."""
 
 
 def pytest_configure(config):
