@@ -37,9 +37,9 @@ WARM_UP = 5
 PARTS = Mode.COMPILED_PARTS
 LOW = tuple(Contender(eight_bit(INT8, fused=True, saved="int8"), mode) for mode in (PARTS, Mode.COMPILED))
 PLAIN, FUSED = Contender(PLAIN16, PARTS), Contender(FUSED16, PARTS)
-BLOCKS = tuple(f"layer{stage}.{block}" for stage, blocks in ((1, 3), (2, 4)) for block in range(blocks))
-"""What may be computed again, the first of them first."""
-TRIES = tuple((low, blocks) for low in LOW for blocks in (1, 2, 3, len(BLOCKS)))
+STAGES = ("layer1", "layer2")
+"""Whose blocks may be computed again, the first of them first."""
+TRIES = tuple((low, blocks) for low in LOW for blocks in (1, 2, 3, 7))
 NOT_CAPTURED: set[Contender] = set()
 """Of which inductor captured not every graph, and left some to the CPU."""
 PARALLEL = partial(DistributedDataParallel, gradient_as_bucket_view=True)
@@ -47,11 +47,19 @@ PARALLEL = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 
 
 def again(model: nn.Module, blocks: int) -> nn.Module:
-    """The model, which keeps of each of its first blocks only what goes in."""
-    for name in BLOCKS[:blocks]:
-        block = model.get_submodule(name)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    """The model, which keeps of its first blocks only what goes into the first of each stage."""
+    for name in STAGES:
+        stage = model.get_submodule(name)
+        parts = list(stage.children())
+        count = min(blocks, len(parts))
+        blocks -= count
+        if count:
+            stage.forward = partial(_first_again, nn.Sequential(*parts[:count]), nn.Sequential(*parts[count:]))
     return model
+
+
+def _first_again(first: nn.Module, rest: nn.Module, x: torch.Tensor) -> Any:
+    return rest(checkpoint(first, x, use_reentrant=False))
 
 
 def forget() -> None:
@@ -148,7 +156,7 @@ def main() -> None:
         if fits(model, cap, bench):
             break
     else:
-        raise RuntimeError(f"int8 does not fit {CAP} of AMP's memory, with {len(BLOCKS)} blocks computed again either")
+        raise RuntimeError(f"int8 does not fit {CAP} of AMP's memory, with {blocks} blocks computed again either")
     with capped(cap, device):
         found["capped_ms"] = blocks_ms(model, bench)
         of_ranks = torch.tensor([reserved(device) if weak else 0, len(NOT_CAPTURED)], device=device)
