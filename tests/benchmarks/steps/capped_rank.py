@@ -40,8 +40,6 @@ PLAIN, FUSED = Contender(PLAIN16, PARTS), Contender(FUSED16, PARTS)
 STAGES = ("layer1", "layer2")
 """Whose blocks may be computed again, the first of them first."""
 TRIES = tuple((low, blocks) for low in LOW for blocks in (1, 2, 3, 7))
-NOT_CAPTURED: set[Contender] = set()
-"""Of which inductor captured not every graph, and left some to the CPU."""
 PARALLEL = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 """Gradients lie in the buckets, and not beside them."""
 
@@ -68,18 +66,20 @@ def forget() -> None:
     release()
 
 
-def opened(steps: Steps, contender: Contender, blocks: int = 0) -> WholeModel:
-    """The job's model with this rank in that setting, after the steps in which DDP makes its buckets anew."""
+def opened(steps: Steps, contender: Contender, blocks: int = 0) -> tuple[WholeModel, int]:
+    """The job's model with this rank in that setting, after the steps in which DDP makes its buckets anew.
+
+    Also how many graphs of all ranks inductor did not capture, but left to the CPU.
+    """
     dist.barrier()
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     steps.bench.say(f"rank {RANK}: {contender.name}, {blocks} blocks computed again")
     model = steps.open(contender, wrap=lambda module: again(module, blocks), around=PARALLEL)
     for _ in range(WARM_UP):
         model.step()
-    if torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] > skipped:
-        steps.bench.say(f"rank {RANK}: not all of {contender.name} was captured")
-        NOT_CAPTURED.add(contender)
-    return model
+    left = torch.tensor([torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] - skipped], device=steps.bench.device)
+    dist.all_reduce(left)
+    return model, int(left)
 
 
 def blocks_ms(model: WholeModel, bench: Bench) -> list[float]:
@@ -145,31 +145,28 @@ def main() -> None:
     # Ranks agree about nothing else here: each says for itself what its operators are.
     dist.init_process_group("nccl" if cuda else "gloo")
     found: dict[str, Any] = {"amp_bytes": amp, "cap_bytes": int(CAP * amp)}
-    model = opened(steps, FUSED)
+    model, found["fused_left"] = opened(steps, FUSED)
     found["fused_ms"] = blocks_ms(model, bench)
     weak = dist.get_rank() == dist.get_world_size() - 1
     cap = CAP * amp if weak else None
     for low, blocks in TRIES:
         del model
         forget()
-        model = opened(steps, low, blocks) if weak else opened(steps, FUSED)
+        model, found["capped_left"] = opened(steps, low, blocks) if weak else opened(steps, FUSED)
         if fits(model, cap, bench):
             break
     else:
         raise RuntimeError(f"int8 does not fit {CAP} of AMP's memory, with {blocks} blocks computed again either")
     with capped(cap, device):
         found["capped_ms"] = blocks_ms(model, bench)
-        of_ranks = torch.tensor([reserved(device) if weak else 0, len(NOT_CAPTURED)], device=device)
-    dist.all_reduce(of_ranks)
-    weak_bytes, not_captured = of_ranks.tolist()
-    found |= {"weak_bytes": weak_bytes, "blocks": blocks, "mode": str(low.mode)}
-    if not_captured:
-        found["mode"] += ", not all of them captured"
+        peak = torch.tensor([reserved(device) if weak else 0], device=device)
+    dist.all_reduce(peak)
+    found |= {"weak_bytes": int(peak), "blocks": blocks, "mode": str(low.mode)}
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     del model
     forget()
-    model = opened(steps, PLAIN)
+    model, found["plain_left"] = opened(steps, PLAIN)
     found["plain_ms"] = blocks_ms(model, bench)
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))

@@ -53,4 +53,6 @@ def capped_rows(bench: Bench, *, tuned: bool) -> Iterator[Row]:
             spread = (
                 f"{min(ratios):.3f} to {max(ratios):.3f} of {len(ratios)} blocks; the second rank reserved {gib['weak']:.3g} GiB"
             )
+            if left := found["capped_left"] + found[f"{name}_left"]:
+                spread += f"; {left} graphs of both sides were left to the CPU"
             yield bench.row(id_, f"{what}, {title}", statistics.median(ratios), "ratio", bound, spread)

@@ -190,10 +190,12 @@ PASSING = [
     BackendError("nvcc could not compile the kernel (exit status 1): /tmp/x.ptx: No space left on device"),
     RuntimeError("CUDA error: out of memory"),
     FileNotFoundError(errno.ENOENT, "No such file or directory", "gcc"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory", "/usr/local/cuda/bin/nvcc"),
     BackendError("its kernel failed with RuntimeError: Failed to find C compiler. Please specify via CC environment variable"),
 ]
 LASTING = [
     FileNotFoundError(errno.ENOENT, "No such file or directory", "kernels.json"),
+    FileNotFoundError("libdevice.10.bc"),
     BackendError("nvcc could not compile the kernel: fatal error: cuda_fp8.h: No such file or directory"),
     subprocess.CalledProcessError(1, ["ptxas"]),
     BackendError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"),

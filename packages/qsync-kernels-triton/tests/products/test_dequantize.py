@@ -163,8 +163,10 @@ def test_the_filters_of_a_convolution_are_dequantized(dtype, count, layout):
 
 def test_a_convolution_without_outputs_has_a_gradient_of_zeros():
     out = torch.full((2, 4, 5, 5), float("nan")).to(memory_format=torch.channels_last)
-    products.build_conv2d_grad_input(Geometry())(torch.ones(2, 0, 5, 5), integers(0, 4, 1, 1), torch.ones(1), out)
+    kernel, operands = products.build_conv2d_grad_input(Geometry()), (torch.ones(2, 0, 5, 5), integers(0, 4, 1, 1), torch.ones(1))
+    kernel(*operands, out)
     assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(kernel.make_gradient(*operands, out.shape), out)
 
 
 def test_what_is_made_without_an_output_is_checked_too():

@@ -193,7 +193,7 @@ class _Search:
 
 
 _PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-_C_COMPILERS = ("cc", "gcc", "clang")
+_C_COMPILERS = ("cc", "gcc", "clang", "nvcc")
 _SAID = re.compile(
     "|".join(
         [
@@ -231,7 +231,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _is_passing(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError):
-        return error.filename in (os.environ.get("CC"), *_C_COMPILERS)
+        missing = str(error.filename or "")
+        return missing != "" and (missing == os.environ.get("CC") or os.path.basename(missing) in _C_COMPILERS)
     if isinstance(error, OSError):
         return error.errno in _PASSING
     # torch.OutOfMemoryError; torch itself is not imported here.

@@ -4,8 +4,8 @@ With h = f′(z)·g: ∂β = Σ h, ∂γ = Σ h·x̂, ∂x = γ·σ⁻¹·(h −
 from x as the forward did, or read, a bit an element.  Both passes read g and x, 4 bytes an element (3 with x̂ in 8 bit), and the
 second writes 2 to 5: memory is what limits, and the second pass walks backward, as the forward's does.
 
-Where g comes in two parts, the first pass adds them, rounded as an addition before would round, and writes h, most often into
-∂residual, which h is; the second pass reads it.  That moves 12 bytes an element (11) where adding before takes 16 (14).
+Where g comes in two parts, the first pass adds them, rounded as an addition before would round, and writes h into ∂residual,
+which h is; the second pass reads it.  That moves 14 bytes an element (12) where adding before takes 18 (16).
 
 An 8-bit copy of ∂x needs its scale before the second pass.  |∂x| ≤ |γ|·σ⁻¹·(max|h| + |∂β|/n + max|x̂|·|∂γ|/n) in each channel, in
 rounded arithmetic too; the first pass notes the two maxima, and ``gradient_reach`` makes the bound of them.

@@ -82,10 +82,7 @@ def build_conv2d_grad_input(geometry: Geometry) -> Planned:
 
     def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
         check_grad_input(grad, w, scale, out, geometry, eight_bit=False)
-        return run if out.numel() and grad.numel() else zero
-
-    def zero(grad: Any, w: Any, scale: Any, out: Any) -> None:
-        out.zero_()
+        return run
 
     def run(grad: Any, w: Any, scale: Any, out: Any) -> None:
         out.copy_(make(grad, w, scale, out.shape))
@@ -96,6 +93,8 @@ def build_conv2d_grad_input(geometry: Geometry) -> Planned:
                 return make(grad, w, scale, shape)
         problems = (*format_problems(grad, w, FLOATS, "filters"), *scale_problems("scale", scale, w.shape[0]))
         refuse("conv2d.grad_input", problems)
+        if not grad.numel():
+            return torch.zeros(tuple(shape), dtype=grad.dtype, device=grad.device)
         is_dense = torch.ops.aten.is_non_overlapping_and_dense(w) and w.stride(0) * w.shape[0] == w.numel()
         filters = dequantized(w if is_dense else w.contiguous(), scale.contiguous(), grad.dtype)
         # Of the activation, only shape, dtype and layout are looked at.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import attrs
 import torch
@@ -23,7 +23,7 @@ from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import BOUND, Bound
 from qsync_torch.kernels.library_ops import define
-from qsync_torch.kernels.selection import reasons_against
+from qsync_torch.kernels.selection import backend_of, reasons_against
 
 
 class Produced(NamedTuple):
@@ -89,6 +89,12 @@ class ProducerBinding(Bound):
     def with_grad_copy(self) -> ProducerBinding:
         """Of a batch norm, the same backward kernel that also writes its input's gradient in int8."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_copy=True))
+
+    def adds_gradients(self, device: torch.device, shape: tuple[int, ...]) -> bool:
+        """Whether the backend that runs its backward takes the gradient in two parts; another would take over the whole of it."""
+        runs = backend_of(self.request(self.grad_op, device, shape), self.choice)
+        summing = self.with_grad_sum
+        return runs != "" and runs == backend_of(summing.request(self.grad_op, device, shape), summing.choice)
 
     @functools.cached_property
     def with_grad_sum(self) -> ProducerBinding:
@@ -278,6 +284,11 @@ def _batch_norm_grad_copy(
     return [*out, *copy]
 
 
+def _wanted_gradients(*args: Any) -> list[torch.Tensor]:
+    """Of a batch norm, from the arguments of either of its operators."""
+    return _gradients(args[1], _binding(args[GRADIENT_BINDING]), args[GRADIENT_BINDING + 1])[1]
+
+
 def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """The gradient of a result, as kernels take it whole or in two parts."""
     return (grad,) if other is None else (grad, other)
@@ -314,8 +325,8 @@ def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.T
 _AFFINE = "Tensor? weight, Tensor? bias, float eps"
 _STREAMS = "str binding, bool keep, SymInt seed, SymInt x_seed, Tensor offset"
 _SAVED = "Tensor grad, Tensor x, Tensor? x_scale"
-_KEY = 7
-"""Where a batch norm's gradient has its binding, behind ``grad`` and ``x``."""
+GRADIENT_BINDING = 9
+"""Which argument of a batch norm's gradient names its binding; the next one says which gradients are wanted."""
 
 define(
     f"batch_norm_output(Tensor x, {_AFFINE}, Tensor? residual, Tensor? residual_absmax, {_STREAMS}) -> Tensor[]",
@@ -336,13 +347,13 @@ define(
     f"batch_norm_grad_input({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
     "Tensor? other=None) -> Tensor[]",
     _batch_norm_grad_input,
-    lambda grad, x, *rest: _gradients(x, _binding(rest[_KEY]), rest[_KEY + 1])[1],
+    lambda *args: _wanted_gradients(*args),
 )
 define(
     f"batch_norm_grad_copy({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
     "Tensor? multiplier, SymInt seed, Tensor offset, Tensor? other=None) -> Tensor[]",
     _batch_norm_grad_copy,
-    lambda grad, x, *rest: [*_gradients(x, _binding(rest[_KEY]), rest[_KEY + 1])[1], *_grad_copy(x)],
+    lambda *args: [*_wanted_gradients(*args), *_grad_copy(args[1])],
 )
 define(
     f"layer_norm_grad_input({_SAVED}, Tensor mean, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",

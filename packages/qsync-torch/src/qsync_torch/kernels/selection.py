@@ -113,6 +113,16 @@ def is_for_any_sizes(error: BackendError) -> bool:
     return bool(getattr(error, "for_any_sizes", False))
 
 
+def backend_of(request: KernelRequest, choice: KernelChoice) -> str:
+    """The backend that runs a request; empty where none does."""
+    if reasons_against(request, choice):
+        return ""
+    chain, _ = choice.asked_for(request.op)
+    if chain == AUTO:
+        return installed().select(request, store=store_of_request(request))[0].name
+    return next(backend.name for backend in find_backends(chain) if not backend.unsupported_reasons(request))
+
+
 def build_kernel(request: KernelRequest, choice: KernelChoice) -> Kernel:
     """Build the kernel of a request with the backend that the choice leads to.
 
