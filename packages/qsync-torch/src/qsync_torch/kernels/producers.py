@@ -347,7 +347,7 @@ define(
     f"batch_norm_grad_input({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
     "Tensor? other=None) -> Tensor[]",
     _batch_norm_grad_input,
-    lambda *args: _wanted_gradients(*args),
+    _wanted_gradients,
 )
 define(
     f"batch_norm_grad_copy({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
