@@ -54,10 +54,9 @@ def cases(capability):
     yield "rows_of_many", rows_of_many, QUANTIZE | many | {"ROWS": 1, "UNIT": 8, "SINGLE": False}, {}
     yield "partials_of_many", partials_of_many, many | {"MOST": 64}, {}
     yield "round_many", round_many, QUANTIZE | many | {"MOST": 64}, {}
-    for name, form in (("dequantize", "*i8"), *((("dequantize e4m3", "*fp8e4nv"),) if capability >= 90 else ())):
-        types = {"q_ptr": form, "out_ptr": "*fp16"}
-        yield name, dequantize, {"BLOCK": 8192, "SCALED": True}, types
-        yield name.replace("dequantize", "dequantize_rows"), dequantize_rows, {"ROWS": 32, "BLOCK": 256}, types
+    whole, by_row, half = {"BLOCK": 8192, "SCALED": True}, {"ROWS": 32, "BLOCK": 256}, {"out_ptr": "*fp16"}
+    yield "dequantize", dequantize, whole, half
+    yield "dequantize_rows", dequantize_rows, by_row, half
     scaled = {"ACCUMULATOR": tl.int32, "A_SCALES": 1, "B_SCALES": 2, "BIAS": True, "EVEN_K": True}
     operands = {"a_ptr": "*i8", "b_ptr": "*i8", "out_ptr": "*bf16"}
     yield "gemm", gemm, PRODUCT | scaled, operands
@@ -69,6 +68,9 @@ def cases(capability):
     convolution = {"ACCUMULATOR": tl.int32, "BIAS": False, "EVEN_K": True, **FILTER}
     yield "implicit_gemm", implicit_gemm, PRODUCT | convolution, {"x_ptr": "*i8", "out_ptr": "*bf16"}
     if capability >= 90:
+        kept = half | {"q_ptr": "*fp8e4nv"}
+        yield "dequantize e4m3", dequantize, whole, kept
+        yield "dequantize_rows e4m3", dequantize_rows, by_row, kept
         float8 = {"ACCUMULATOR": tl.float32, "BLOCK_K": 128}
         yield "gemm_float8", gemm, PRODUCT | scaled | float8, operands | {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv"}
         eight = {"x_ptr": "*fp8e4nv", "w_ptr": "*fp8e4nv", "out_ptr": "*bf16"}

@@ -193,7 +193,7 @@ class _Search:
 
 
 _PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-_C_COMPILERS = ("cc", "gcc", "clang", "nvcc")
+_COMPILERS = ("cc", "gcc", "clang", "nvcc")
 _SAID = re.compile(
     "|".join(
         [
@@ -213,8 +213,8 @@ _SAID = re.compile(
 def is_temporary(error: BaseException) -> bool:
     """Whether a failure comes of what the machine lacked at that moment.
 
-    That is, anywhere in the chain of errors: a full disk or quota, too little memory of the machine or the device, no C compiler, a
-    compiler that was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
+    That is, anywhere in the chain of errors: a full disk or quota, too little memory of the machine or the device, a compiler that
+    is missing or was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
     """
     return any(_is_passing(one) for one in _chain(error))
 
@@ -232,7 +232,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _is_passing(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError):
         missing = str(error.filename or "")
-        return missing != "" and (missing == os.environ.get("CC") or os.path.basename(missing) in _C_COMPILERS)
+        return missing != "" and (missing == os.environ.get("CC") or os.path.basename(missing) in _COMPILERS)
     if isinstance(error, OSError):
         return error.errno in _PASSING
     # torch.OutOfMemoryError; torch itself is not imported here.

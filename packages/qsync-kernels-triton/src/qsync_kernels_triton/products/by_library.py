@@ -14,20 +14,15 @@ import torch
 from qsync_core.geometry import Geometry
 from qsync_kernels_triton.elementwise import dequantized
 from qsync_kernels_triton.launching import Planned, refuse
-from qsync_kernels_triton.products.conv2d import check_grad_input
-from qsync_kernels_triton.products.fitting import FLOATS, device_problems, format_problems, on_dense, rank_problems, scale_problems
-from qsync_kernels_triton.products.linear import misfits
+from qsync_kernels_triton.products import conv2d, linear
+from qsync_kernels_triton.products.fitting import FLOATS, format_problems, on_dense, scale_problems
 
 
 def build_linear_grad_input() -> Planned:
     """``kernel(grad_MN, w_NK, scale, out_MK)``: ``grad @ (scale * w)``; one scale, or one for each n."""
 
     def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> Any:
-        op = "linear.grad_input"
-        refuse(op, rank_problems(2, grad=grad_MN, w=w_NK, out=out_MK))
-        (m, n), (other_n, k) = grad_MN.shape, w_NK.shape
-        problems = misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, FLOATS)
-        refuse(op, (*problems, *device_problems(grad_MN, w_NK, scale, out_MK), *scale_problems("scale", scale, other_n)))
+        linear.check_grad_input(grad_MN, w_NK, scale, out_MK, eight_bit=False)
         return on_dense(run, (grad_MN, w_NK, scale, out_MK), (1, 2))
 
     def run(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
@@ -43,11 +38,7 @@ def build_linear_grad_weight() -> Planned:
     """
 
     def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
-        op = "linear.grad_weight"
-        refuse(op, rank_problems(2, grad=grad_MN, x=x_MK, out=out_NK))
-        (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
-        problems = misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, FLOATS)
-        refuse(op, (*problems, *device_problems(grad_MN, x_MK, scale, out_NK), *scale_problems("scale", scale, other_m)))
+        linear.check_grad_weight(grad_MN, x_MK, scale, out_NK, eight_bit=False)
         scales_sum = grad_MN.dtype is torch.bfloat16 and scale.numel() == 1 and out_NK.dtype is torch.float32
         return on_dense(run_whole if scales_sum else run, (grad_MN, x_MK, scale, out_NK), (1, 2))
 
@@ -81,7 +72,7 @@ def build_conv2d_grad_input(geometry: Geometry) -> Planned:
     g = geometry
 
     def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
-        check_grad_input(grad, w, scale, out, geometry, eight_bit=False)
+        conv2d.check_grad_input(grad, w, scale, out, geometry, eight_bit=False)
         return run
 
     def run(grad: Any, w: Any, scale: Any, out: Any) -> None:

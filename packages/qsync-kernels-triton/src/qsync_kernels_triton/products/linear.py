@@ -30,7 +30,7 @@ def build_linear_output(config: ProductConfig) -> Planned:
         operands = (x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)
         refuse(op, rank_problems(2, x=x_MK, w=w_NK, out=out_MN))
         (m, k), (n, other_k) = x_MK.shape, w_NK.shape
-        problems = (*misfits(x_MK, w_NK, out_MN, (m, n), k, other_k, EIGHT_BITS), *device_problems(*operands))
+        problems = (*_misfits(x_MK, w_NK, out_MN, (m, n), k, other_k, EIGHT_BITS), *device_problems(*operands))
         scales = (*scale_problems("x_scale", x_scale, m), *scale_problems("w_scale", w_scale, n))
         refuse(op, (*problems, *scales, *bias_problems(bias_N, n)))
         return on_dense(product, operands, (1, 3, 4))
@@ -40,18 +40,14 @@ def build_linear_output(config: ProductConfig) -> Planned:
 
 def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Planned:
     """``kernel(grad_MN, w_NK, scale, out_MK)``: 8-bit grad and one scale of the product, or 16-bit grad and w's scales."""
-    mixed, product, op = MixedProduct(config), EightBitProduct(config), "linear.grad_input"
+    mixed, product = MixedProduct(config), EightBitProduct(config)
 
     def multiply(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
         product(grad_MN, scale, w_NK.t(), None, None, out_MK)
 
     def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> Any:
         operands = (grad_MN, w_NK, scale, out_MK)
-        refuse(op, rank_problems(2, grad=grad_MN, w=w_NK, out=out_MK))
-        (m, n), (other_n, k) = grad_MN.shape, w_NK.shape
-        dtypes = EIGHT_BITS if eight_bit else FLOATS
-        problems = (*misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, dtypes), *device_problems(*operands))
-        refuse(op, (*problems, *scale_problems("scale", scale, 1 if eight_bit else other_n)))
+        check_grad_input(*operands, eight_bit)
         return on_dense(multiply if eight_bit else mixed, operands, (2,))
 
     return Planned(plan)
@@ -59,7 +55,7 @@ def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Planned:
 
 def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Planned:
     """``kernel(grad_MN, x_MK, scale, out_NK)``: 8-bit grad and a scale (or one for each n), or 16-bit grad and x's scales."""
-    mixed, product, op = MixedProduct(config), EightBitProduct(config), "linear.grad_weight"
+    mixed, product = MixedProduct(config), EightBitProduct(config)
 
     def multiply(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
         product(grad_MN.t(), scale, x_MK.t(), None, None, out_NK)
@@ -69,17 +65,41 @@ def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Planned:
 
     def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
         operands = (grad_MN, x_MK, scale, out_NK)
-        refuse(op, rank_problems(2, grad=grad_MN, x=x_MK, out=out_NK))
-        (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
-        dtypes = EIGHT_BITS if eight_bit else FLOATS
-        problems = (*misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, dtypes), *device_problems(*operands))
-        refuse(op, (*problems, *scale_problems("scale", scale, n if eight_bit else other_m)))
+        check_grad_weight(*operands, eight_bit)
         return on_dense(multiply if eight_bit else multiply_mixed, operands, (2,))
 
     return Planned(plan)
 
 
-def misfits(
+def check_grad_input(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any, eight_bit: bool) -> None:
+    """Refuse operands of ``linear.grad_input`` that do not fit each other.
+
+    Raises:
+        BackendError: with all that does not fit.
+    """
+    op = "linear.grad_input"
+    refuse(op, rank_problems(2, grad=grad_MN, w=w_NK, out=out_MK))
+    (m, n), (other_n, k) = grad_MN.shape, w_NK.shape
+    problems = _misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, EIGHT_BITS if eight_bit else FLOATS)
+    scales = scale_problems("scale", scale, 1 if eight_bit else other_n)
+    refuse(op, (*problems, *device_problems(grad_MN, w_NK, scale, out_MK), *scales))
+
+
+def check_grad_weight(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any, eight_bit: bool) -> None:
+    """Refuse operands of ``linear.grad_weight`` that do not fit each other.
+
+    Raises:
+        BackendError: with all that does not fit.
+    """
+    op = "linear.grad_weight"
+    refuse(op, rank_problems(2, grad=grad_MN, x=x_MK, out=out_NK))
+    (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
+    problems = _misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, EIGHT_BITS if eight_bit else FLOATS)
+    scales = scale_problems("scale", scale, n if eight_bit else other_m)
+    refuse(op, (*problems, *device_problems(grad_MN, x_MK, scale, out_NK), *scales))
+
+
+def _misfits(
     left: torch.Tensor,
     right: torch.Tensor,
     out: torch.Tensor,
