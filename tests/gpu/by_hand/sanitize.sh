@@ -94,7 +94,7 @@ fi
 ENVIRONMENT="PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MODULE_LOADING=LAZY"   # every tensor is an allocation that the tool knows
 bad=0
 for tool in $TOOLS; do
-  PLUGIN=; [ "$tool" = racecheck ] && PLUGIN="-p without_cudnn"
+  PLUGIN=; [ "$tool" = racecheck ] && PLUGIN="-p convolutions_on_cpu"
   T1=$(date +%s); side_by_side "$tool" "$LIMIT"
   for job in "${wanted[@]}"; do n=${job%%|*}; echo "#### $tool $n"; tail -c 400000 "$W/$tool.$n"; done | gzip > "$OUT/$tool.log.gz"
   echo "## $tool: $errors errors in ${#wanted[@]} processes, $unfinished without a summary, $failed whose tests failed; $(( $(date +%s) - T1 )) s"
