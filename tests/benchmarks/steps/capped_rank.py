@@ -41,7 +41,8 @@ OTHERS = {"fused": FUSED, "plain": Contender(PLAIN16, PARTS)}
 """What the capped step is compared with."""
 STAGES = ("layer1", "layer2")
 """Whose blocks may be computed again, the first of them first."""
-TRIES = tuple((low, blocks) for low in LOW for blocks in (1, 2, 3, 7))
+TRIES = tuple((low, blocks) for low in LOW for blocks in (2, 3, 7))
+"""With one block computed again, graphs hold 3.09 GiB of ResNet50 at a batch of 128, where half of AMP's memory is 2.84."""
 PARALLEL = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 """Gradients lie in the buckets, and not beside them."""
 
@@ -116,6 +117,8 @@ def fits(model: WholeModel, cap: float | None, bench: Bench) -> bool:
             for _ in range(3):
                 model.gradients()
             bench.say(f"rank {RANK}: reserves {reserved(bench.device) / 2**30:.3g} GiB")
+            # What graphs have held since before the cap is refused to nobody.
+            within = int(cap is None or reserved(bench.device) <= cap)
     except torch.OutOfMemoryError as error:
         bench.say(f"rank {RANK}: {error}")
         within = 0

@@ -12,7 +12,7 @@ from kernels.whole_model import Mode, StepTimes
 
 from qsync_torch.load_job import load_job
 from qsync_torch.tracing.trace import trace
-from steps import jobs, rows_learning, rows_memory, rows_rounding, rows_time
+from steps import jobs, rows_capped, rows_learning, rows_memory, rows_rounding, rows_time
 from steps.jobs import AMP, FLOAT8, FUSED16, INT8, TINY, Contender, Steps, best, eight_bit, low_settings, ratio
 from steps.roofline import LONGEST, REST, floor_bytes, host_lines, part_of
 
@@ -186,3 +186,16 @@ def test_what_needs_a_gpu_says_so(monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu_steps.py", "--only", "L1"])
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         gpu_steps.main()
+
+
+def test_a_capped_step_is_compared_with_the_faster_float16():
+    found = {"amp_bytes": 4 << 30, "cap_bytes": 2 << 30, "weak_bytes": 2 << 30, "blocks": 2, "mode": "graphs", "capped_left": 0}
+    found |= {"capped_ms": [12.0, 11.0, 12.0], "fused_ms": [10.0, 10.0, 12.0], "fused_left": 1}
+    (alone,) = rows_capped.rows_of(Bench(CPU), found)
+    assert (alone["id"], alone["value"], alone["target"]) == ("L5-fused", 1.1, "reported")
+    assert "1 graphs of both sides were left to the CPU" in alone["spread"]
+    rows = {row["id"]: row for row in rows_capped.rows_of(Bench(CPU), found | {"plain_ms": [8.0, 8.0, 8.0], "plain_left": 0})}
+    assert {name: row["value"] for name, row in rows.items()} == {"L5-fused": 1.1, "L5-plain": 1.5, "L5": 1.5}
+    assert rows["L5"]["target"] == "≤ 1.05"
+    assert rows["L5"]["what"].endswith("the faster of two: compiled by PyTorch alone")
+    assert "its first 2 blocks computed again in backward" in rows["L5"]["what"]
