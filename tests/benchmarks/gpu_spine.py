@@ -1,7 +1,8 @@
 """S7: predicted against measured step time and peak memory of whole training runs on one GPU.
 
-For each job: trace, profile on the GPU, observe, indicate, plan under a memory budget that float32 does not fit, ``apply_``, train
-50 steps; and the same training at full and at uniform low precision.  Run it on a machine with a CUDA device::
+For each job: trace, profile on the GPU, train 50 steps at full and at uniform low precision; then observe, indicate, plan under a
+memory budget that float32 does not fit, ``apply_``, and train the same steps.  The rows of a training are written when it ends.
+Kernels are not tuned, unless the machine's tuning store has them.  Run it on a machine with a CUDA device::
 
     python tests/benchmarks/gpu_spine.py --out OUT [--jobs resnet50,bert-base] [--directory docs/results]
 """
@@ -12,7 +13,9 @@ import argparse
 import faulthandler
 import statistics
 import time
-from collections.abc import Mapping
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -36,7 +39,7 @@ from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.profile import profile
 from qsync_torch.tracing.trace import trace
 
-JOBS = {"resnet50": ("resnet50:image=224", 128), "bert-base": ("bert-base:seq=384", 12)}
+JOBS = {"resnet50": ("resnet50:image=224,channels_last=true", 128), "bert-base": ("bert-base:seq=384", 12)}
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 BUDGET_SHARE = 0.4
 """Where the memory budget of the planned run lies between uniform bfloat16's predicted peak (0) and float32's (1)."""
@@ -105,7 +108,8 @@ def report(done: int, total: int, what: str) -> None:
         print(f"  {time.strftime('%X')} {done}/{total} {what}", flush=True)
 
 
-def measure(name: str, out: Path) -> list[dict[str, object]]:
+def measure(name: str, out: Path) -> Iterator[list[dict[str, object]]]:
+    """The rows of one training after the other."""
     clock = time.perf_counter()
 
     def lap(what: str) -> None:
@@ -120,64 +124,57 @@ def measure(name: str, out: Path) -> list[dict[str, object]]:
     profile_ = profile(job, dag, device="cuda:0", ladder=LADDER, progress=report)
     lap("profile")
     release()
-    observations = observe(job, dag, LADDER, device="cuda:0", steps=10)
-    lap(f"observe ({observations.stopped})")
-    sensitivity = indicate(observations, dag, LADDER)
     profiles = {"train": profile_, "infer": profile_}
     unlimited = Replayer(dag, cluster_of(profile_, 0), profiles)
     low = unlimited.memory("infer", {op.op_id: LADDER[1] for op in dag.adjustable}).peak_bytes
     high = unlimited.memory("infer", unlimited.base_variants("infer")).peak_bytes
     cluster = cluster_of(profile_, int(low + BUDGET_SHARE * (high - low)))
+    replayer = Replayer(dag, alone(cluster), {"infer": profile_})
+    uniform = {f"uniform-{rung.compute}": {op.op_id: rung for op in dag.adjustable} for rung in LADDER[:-1]}
+    for run, variants in {"full": None, **uniform}.items():
+        yield compared(name, run, variants, replayer)
+        lap(f"train {run}")
+    observations = observe(job, dag, LADDER, device="cuda:0", steps=10)
+    lap(f"observe ({observations.stopped})")
+    sensitivity = indicate(observations, dag, LADDER)
     plan = allocate(dag, cluster, profiles, sensitivity)
     lap("plan")
     for artifact, kind in ((dag, "dag"), (profile_, "profile"), (sensitivity, "sensitivity"), (plan, "plan")):
         save(artifact, out / f"{name}.{kind}.qsync")
-    planned = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
-    runs: dict[str, dict[OpId, Variant] | None] = {"full": None}
-    runs |= {f"uniform-{rung.compute}": {op.op_id: rung for op in dag.adjustable} for rung in LADDER[:-1]}
-    runs["plan"] = planned
-    replayer = Replayer(dag, alone(cluster), {"infer": profile_})
-    rows: list[dict[str, object]] = []
-    for run, variants in runs.items():
-        job = fresh(name)
-        seconds, spread, peak, first, last = train(job, variants)
-        del job
-        release()
-        prediction = replayer.replay({"infer": variants} if variants else {})
-        predicted_s, predicted_peak = prediction.iteration_ns / 1e9, prediction.groups["infer"].peak_bytes
-        counts = ""
-        if variants:
-            per = [v.label for v in variants.values()]
-            counts = ", " + ", ".join(f"{per.count(label)} {label}" for label in sorted(set(per)))
-        title = f"{name}, batch {JOBS[name][1]}, {run}{counts}"
-        loss = f"; loss {first:.3f} → {last:.3f} over {STEPS} steps"
-        for row_id, what, value, unit, row_spread in (
-            ("time-measured", f"step time, measured, {title}{loss}", seconds * 1e3, "ms", f"{spread:.4f} IQR/median"),
-            ("time-predicted", f"step time, predicted, {title}", predicted_s * 1e3, "ms", ""),
-            (
-                "time-error",
-                f"step time, |predicted − measured| / measured, {title}",
-                abs(predicted_s / seconds - 1),
-                "fraction",
-                "",
-            ),
-            ("peak-measured", f"peak memory, measured, {title}", peak / 2**30, "GiB", ""),
-            ("peak-predicted", f"peak memory, predicted, {title}", predicted_peak / 2**30, "GiB", ""),
-            (
-                "peak-error",
-                f"peak memory, |predicted − measured| / measured, {title}",
-                abs(predicted_peak / peak - 1),
-                "fraction",
-                "",
-            ),
-        ):
-            row = {"id": f"S7-{name}-{run}-{row_id}", "what": what, "value": value, "unit": unit, "target": "reported",
-                   "device": torch.cuda.get_device_name()}  # fmt: skip
-            rows.append(row | ({"spread": row_spread} if row_spread else {}))
-        print(f"{title}: {seconds * 1e3:.2f} ms (predicted {predicted_s * 1e3:.2f}), peak {peak / 2**30:.2f} GiB "
-              f"(predicted {predicted_peak / 2**30:.2f}){loss}", flush=True)  # fmt: skip
-        lap(f"train {run}")
+    release()
+    yield compared(name, "plan", {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}, replayer)
+    lap("train plan")
     print(f"{name}: budget {cluster.group('infer').memory_bytes / 2**30:.2f} GiB; T {plan.time_limit_ns / 1e6:.2f} ms", flush=True)
+
+
+def compared(name: str, run: str, variants: Mapping[OpId, Variant] | None, replayer: Replayer) -> list[dict[str, object]]:
+    """A training, and what was predicted of it."""
+    job = fresh(name)
+    seconds, spread, peak, first, last = train(job, variants)
+    del job
+    release()
+    prediction = replayer.replay({"infer": variants} if variants else {})
+    predicted_s, predicted_peak = prediction.iteration_ns / 1e9, prediction.groups["infer"].peak_bytes
+    per = Counter(variant.label for variant in variants.values()) if variants else Counter[str]()
+    counts = "".join(f", {count} {label}" for label, count in sorted(per.items()))
+    title = f"{name}, batch {JOBS[name][1]}, {run}{counts}"
+    loss = f"; loss {first:.3f} → {last:.3f} over {STEPS} steps"
+    print(f"{title}: {seconds * 1e3:.2f} ms (predicted {predicted_s * 1e3:.2f}), peak {peak / 2**30:.2f} GiB "
+          f"(predicted {predicted_peak / 2**30:.2f}){loss}", flush=True)  # fmt: skip
+    values = (
+        ("time-measured", f"step time, measured, {title}{loss}", seconds * 1e3, "ms"),
+        ("time-predicted", f"step time, predicted, {title}", predicted_s * 1e3, "ms"),
+        ("time-error", f"step time, |predicted − measured| / measured, {title}", abs(predicted_s / seconds - 1), "fraction"),
+        ("peak-measured", f"peak memory, measured, {title}", peak / 2**30, "GiB"),
+        ("peak-predicted", f"peak memory, predicted, {title}", predicted_peak / 2**30, "GiB"),
+        ("peak-error", f"peak memory, |predicted − measured| / measured, {title}", abs(predicted_peak / peak - 1), "fraction"),
+    )
+    device = torch.cuda.get_device_name()
+    rows: list[dict[str, object]] = [
+        {"id": f"S7-{name}-{run}-{row_id}", "what": what, "value": value, "unit": unit, "target": "reported", "device": device}
+        for row_id, what, value, unit in values
+    ]
+    rows[0]["spread"] = f"{spread:.4f} IQR/median"
     return rows
 
 
@@ -196,16 +193,13 @@ def main() -> None:
     faulthandler.dump_traceback_later(120, repeat=True)  # a hang on a machine that is far away should say where
     failed = []
     for name in arguments.jobs.split(","):
+        where = {"directory": arguments.directory} if arguments.directory else {}
         try:
-            rows = measure(name, arguments.out)
+            for rows in measure(name, arguments.out):
+                write_rows("spine", rows, "python tests/benchmarks/gpu_spine.py --out OUT", **where)
         except Exception:
-            import traceback
-
             traceback.print_exc()
             failed.append(name)
-            continue
-        where = {"directory": arguments.directory} if arguments.directory else {}
-        write_rows("spine", rows, "python tests/benchmarks/gpu_spine.py --out OUT", **where)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

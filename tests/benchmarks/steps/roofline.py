@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import cProfile
 import math
-import pstats
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from kernels.job_kernels import offered
@@ -78,14 +76,8 @@ def lines(
 ) -> Iterator[str]:
     """A table of a step's parts: time, launches, bytes at least, and the share of the copy rate that this is; and the kernels that
     take the longest."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as recorded:
-        for _ in range(STEPS):
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
     time_ms, launches, kernels = Counter[str](), Counter[str](), Counter[tuple[str, str, float]]()
-    for event in recorded.key_averages():
+    for event in _recorded(step, device):
         on_device = str(event.device_type).endswith("CUDA")
         if on_device == (device.type == "cuda"):
             part = part_of(event.key)
@@ -106,20 +98,25 @@ def lines(
 
 
 def host_lines(title: str, step: Callable[[], None], device: torch.device) -> Iterator[str]:
-    """The functions in which the CPU spends the most time of its own while it issues a step, forward, backward and optimizer.
+    """Where the CPU spends the most time of its own while it issues a step: PyTorch's operators, calls of CUDA, and functions of
+    autograd, of which our operators are some; what is Python between operators is theirs, or of the module around them."""
+    times = Counter[str]()
+    calls = Counter[str]()
+    for event in _recorded(step, device):
+        if not str(event.device_type).endswith("CUDA"):
+            times[event.key] += event.self_cpu_time_total / 1e3 / STEPS
+            calls[event.key] += event.count / STEPS
+    yield f"{title}: {sum(times.values()):.2f} ms of the CPU to issue a step, under the profiler"
+    for name, taken_ms in times.most_common(LONGEST):
+        yield f"  {taken_ms:8.2f} ms {calls[name]:9.0f} calls {name[:NAME]}"
 
-    Backward runs in this thread, where the profiler sees it.
-    """
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-    with torch.autograd.set_multithreading_enabled(False), cProfile.Profile() as recorded:
+
+def _recorded(step: Callable[[], None], device: torch.device) -> Sequence[Any]:
+    """What PyTorch's profiler sees of some steps, by name."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities) as recorded:
         for _ in range(STEPS):
             step()
-            recorded.disable()
-            wait(device)
-            recorded.enable()
-    functions = pstats.Stats(recorded).stats  # type: ignore[attr-defined]
-    own = {place: (calls / STEPS, taken * 1e3 / STEPS) for place, (_, calls, taken, *_) in functions.items()}
-    yield f"{title}: {sum(taken for _, taken in own.values()):.2f} ms of the CPU to issue a step, under the profiler"
-    for (file, line, name), (calls, taken) in sorted(own.items(), key=lambda entry: -entry[1][1])[:LONGEST]:
-        where = f"{Path(file).name}:{line} {name}" if line else name
-        yield f"  {taken:8.2f} ms {calls:9.0f} calls {where[:NAME]}"
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return recorded.key_averages()  # type: ignore[no-any-return]
