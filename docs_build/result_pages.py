@@ -19,6 +19,7 @@ TITLES = {
     "structure": "The source: how it is arranged, and what that costs",
     "allocator": "The allocator: how good plans are",
     "kernels": "Kernels: the figures to reach",
+    "kernels-h100": "Kernels on an H100, after fused chains",
     "indicator": "The indicator: against the measured truth",
     "accuracy": "Accuracy: paired training runs",
     "path": "The path: from a script to a hybrid run",

@@ -42,7 +42,7 @@ from qsync_torch.tracing.trace import trace
 JOBS = {"resnet50": ("resnet50:image=224,channels_last=true", 128), "bert-base": ("bert-base:seq=384", 12)}
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 BUDGET_SHARE = 0.4
-"""Where the memory budget of the planned run lies between uniform bfloat16's predicted peak (0) and float32's (1)."""
+"""Where the memory budget of the planned run lies between what a process takes, as predicted, in bfloat16 (0) and float32 (1)."""
 STEPS, WARM_UP = 50, 10
 NVLINK = Link(("train", "infer"), alpha_ns=20_000.0, beta_ns_per_byte=1 / 200.0)
 
@@ -126,8 +126,8 @@ def measure(name: str, out: Path) -> Iterator[list[dict[str, object]]]:
     release()
     profiles = {"train": profile_, "infer": profile_}
     unlimited = Replayer(dag, cluster_of(profile_, 0), profiles)
-    low = unlimited.memory("infer", {op.op_id: LADDER[1] for op in dag.adjustable}).peak_bytes
-    high = unlimited.memory("infer", unlimited.base_variants("infer")).peak_bytes
+    low = unlimited.memory("infer", {op.op_id: LADDER[1] for op in dag.adjustable}).process_bytes
+    high = unlimited.memory("infer", unlimited.base_variants("infer")).process_bytes
     cluster = cluster_of(profile_, int(low + BUDGET_SHARE * (high - low)))
     replayer = Replayer(dag, alone(cluster), {"infer": profile_})
     uniform = {f"uniform-{rung.compute}": {op.op_id: rung for op in dag.adjustable} for rung in LADDER[:-1]}
