@@ -251,6 +251,10 @@ def _replace(
         out, *copy = (graph.call_function(operator.getitem, (produced, place)) for place in range(count))
         has_absmax = chain.producer is Producer.BATCH_NORM and chain.float_result
         absmax = graph.call_function(operator.getitem, (produced, count)) if has_absmax else None
+        if (order := _other_layout(chain)) is not None:
+            out = _laid_out(out, order) if chain.float_result else out
+            if copy and chain.norm is not None:  # as it lies, a convolution's result does
+                copy[0] = _laid_out(copy[0], order)
     for node in (produced, out, *copy):
         node.meta |= {key: last.meta[key] for key in ("stack_trace", "nn_module_stack") if key in last.meta}
     last.replace_all_uses_with(out)
@@ -259,6 +263,27 @@ def _replace(
     for member in reversed(chain.members):
         graph.erase_node(member)
     return _Result(out, absmax)
+
+
+def _other_layout(chain: FoundChain) -> list[int] | None:
+    """The dimensions as a chain's members would lay its result out, the slowest first; None where its operator does so too.
+
+    What is behind it was traced with that layout, and may view it.
+    """
+    x, value = nodes.value_of(chain.x), nodes.value_of(chain.last)
+    assert x is not None
+    assert value is not None
+    if chain.norm is not None and chain.residual is None:
+        return None
+    by_position = chain.producer is Producer.BATCH_NORM or (chain.norm is None and _is_of_images(chain))
+    given = torch.channels_last if by_position and nodes.is_channels_last(x) else torch.contiguous_format
+    return None if value.is_contiguous(memory_format=given) else sorted(range(value.ndim), key=value.stride, reverse=True)
+
+
+def _laid_out(tensor: Node, order: list[int]) -> Node:
+    graph = tensor.graph
+    dense = graph.call_method("contiguous", (graph.call_method("permute", (tensor, order)),))
+    return graph.call_method("permute", (dense, [order.index(dimension) for dimension in range(len(order))]))
 
 
 def _arguments(chain: FoundChain, results: Mapping[Node, _Result], streams: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -280,4 +305,4 @@ def _is_of_images(chain: FoundChain) -> bool:
     if chain.consumers:
         return chain.consumers[0].target is LOWERED_CONV2D
     x = nodes.value_of(chain.x)
-    return x is not None and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return x is not None and nodes.is_channels_last(x)

@@ -290,8 +290,11 @@ def _wanted_gradients(*args: Any) -> list[torch.Tensor]:
 
 
 def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """The gradient of a result, as kernels take it whole or in two parts."""
-    return (grad,) if other is None else (grad, other)
+    """The gradient of a result, as kernels take it whole or in two parts.
+
+    Dense already, unless the graph was made with a layout that the operator before it does not give.
+    """
+    return tuple(part.contiguous(memory_format=torch.channels_last) for part in (grad, other) if part is not None)
 
 
 def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
