@@ -154,6 +154,16 @@ def test_training_under_it(folder):
     assert peaks[1] < plan.group("infer").memory_budget_bytes
 
 
+def test_a_model_that_was_changed_since_its_trace_is_refused(folder):
+    torch._dynamo.reset()
+    job = load_job(f"{folder}/job.py:make_job")
+    for module in job.model.blocks[1::3]:
+        module.register_forward_hook(lambda module, given, result: result * 1.0)
+    model = qsync.compile(job.model, folder / "plan.qsync", group="infer", backend="aot_eager")
+    with pytest.raises(PlanError, match=r"does not \(its graph has batch_norm in place of batch_norm \+ relu: train the model as"):
+        gradients(model, job)
+
+
 def test_training_without_fusion_is_refused(folder):
     job = load_job(f"{folder}/job.py:make_job")
     with pytest.raises(PlanError, match=r"call qsync.compile\(model, plan\) in its place"):

@@ -238,6 +238,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
     group_names = draw(st.lists(names, max_size=3, unique=True))
     base = draw(bases)
     ids = draw(tuples(op_ids, 3, unique=True))
+    drawn_chains = st.dictionaries(op_ids.filter(lambda name: name not in ids), chain_assignments, max_size=2)
     groups = tuple(
         GroupPlan(
             group=name,
@@ -250,9 +251,10 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
             predicted_peak_bytes=draw(counts),
             predicted_busy_ns=draw(counts),
             needs_loss_scaling=draw(st.booleans()),
-            chains=draw(st.dictionaries(op_ids.filter(lambda name: name not in ids), chain_assignments, max_size=2)),
+            chains=chains,
+            chain_forms={op_id: draw(forms) for op_id, entry in chains.items() if entry.variant.fused},
         )
-        for name in group_names
+        for name, chains in ((name, draw(drawn_chains)) for name in group_names)
     )
     return PrecisionPlan(
         model=draw(texts),

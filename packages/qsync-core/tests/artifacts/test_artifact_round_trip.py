@@ -153,6 +153,12 @@ def test_plans_and_profiles_without_chains_are_stored_as_before_there_were_any()
     with_chains = attrs.evolve(plan, groups=(group, *plan.groups[1:]))
     assert [version_of(p) for p in (plan, with_chains)] == [2, 3]
     assert artifact.from_bytes(artifact.to_bytes(with_chains), PrecisionPlan) == with_chains
+    group = attrs.evolve(group, chain_forms={OpId("norm"): ChainForm(residual=True)})
+    with_forms = attrs.evolve(plan, groups=(group, *plan.groups[1:]))
+    assert version_of(with_forms) == 4
+    assert artifact.from_bytes(artifact.to_bytes(with_forms), PrecisionPlan) == with_forms
+    with pytest.raises(ValueError, match=r"has a form of norm#0, which is no chain that it fuses"):
+        attrs.evolve(plan, groups=(attrs.evolve(group, chains={}), *plan.groups[1:]))
     without_any = attrs.evolve(with_chains, **NEW_IN_2)
     assert version_of(without_any) == 3
     profile = attrs.evolve(made[Profile], synchronises=True)

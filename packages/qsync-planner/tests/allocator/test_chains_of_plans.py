@@ -17,6 +17,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import OpCost, Profile
+from qsync_core.ir.semantics import chain_result
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
@@ -93,6 +94,17 @@ def test_with_memory_to_spare_a_chain_is_fused_where_that_is_faster() -> None:
         entry.reason.startswith(entry.variant.label) or entry.variant.label in entry.reason
         for entry in found.groups[0].chains.values()
     )
+
+
+def test_a_plan_says_the_forms_of_what_it_fuses() -> None:
+    [group] = plan().groups
+    chains = {chain.name: chain for chain in chains_of(model())}
+    variants = {name: entry.variant for name, entry in group.assignments.items()}
+    assert group.chain_forms == {
+        name: chains[name].form(chain_result(chains[name], variants).float_result)
+        for name, entry in group.chains.items()
+        if entry.variant.fused
+    }
 
 
 def test_time_that_fusing_saves_goes_into_precision() -> None:

@@ -82,7 +82,9 @@ def relu_of_norm(net, y, x):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-3, "momentum": 0.5}], ids=str
+    "options",
+    [{}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-3, "momentum": 0.5}, {"momentum": 0}, {"momentum": 1}],
+    ids=str,
 )
 def test_batch_norms_of_every_kind(options):
     assert chains(Net(relu_of_norm, **options), images()) == ["batch_norm + relu, 1 readers"]
@@ -95,6 +97,9 @@ def test_batch_norms_of_every_kind(options):
         (lambda net, y, x: net.bn(y).relu(), ["batch_norm + relu, 1 readers"]),
         (lambda net, y, x: torch.relu_(net.bn(y).add_(x)), ["batch_norm + residual + relu, 1 readers"]),
         (lambda net, y, x: x + net.bn(y), ["batch_norm + residual, 1 readers"]),
+        (lambda net, y, x: F.relu(torch.add(input=net.bn(y), other=x)), ["batch_norm + residual + relu, 1 readers"]),
+        (lambda net, y, x: F.relu(torch.add(x, other=net.bn(y), alpha=1)), ["batch_norm + residual + relu, 1 readers"]),
+        (lambda net, y, x: F.relu(input=net.bn(y).add(other=x)), ["batch_norm + residual + relu, 1 readers"]),
         (lambda net, y, x: F.silu(y), ["silu, 1 readers"]),
         (lambda net, y, x: F.gelu(y, approximate="tanh"), ["gelu_tanh, 1 readers"]),
         (lambda net, y, x: F.relu(y, inplace=True), ["relu, 1 readers"]),
@@ -178,6 +183,8 @@ def without_gradients_between(net, y, x):
         # The rows that are added, or the factor, are no residual: what remains of the chain is the ReLU.
         (lambda net, y, x: F.relu(net.bn(y) + net.row), ["relu, 1 readers"]),
         (lambda net, y, x: F.relu(torch.add(net.bn(y), x, alpha=2)), ["relu, 1 readers"]),
+        (lambda net, y, x: F.relu(torch.add(input=net.bn(y), other=x, alpha=2)), ["relu, 1 readers"]),
+        (lambda net, y, x: F.relu(torch.add(net.bn(y), other=1.0)), ["relu, 1 readers"]),
         (lambda net, y, x: F.relu(net.bn(y) + 1.0), ["relu, 1 readers"]),
         (lambda net, y, x: F.relu(F.instance_norm(y)), ["relu, 1 readers"]),
         (lambda net, y, x: F.relu(F.batch_norm(y, net.bn.running_mean, net.bn.running_var)), ["relu, 1 readers"]),

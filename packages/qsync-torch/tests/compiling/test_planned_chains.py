@@ -1,5 +1,7 @@
 """``compile`` with a plan that says which chains are fused: these and no others, by the names that a trace gives them."""
 
+import re
+
 import attrs
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qsync_torch as qsync
 from qsync_core.errors import BackendError, PlanError
-from qsync_core.ir.chain import UNFUSED, ChainVariant
+from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant, chains_of
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision, Rounding
@@ -26,12 +28,13 @@ FLOAT32 = Variant.plain(Precision.FLOAT32)
 FUSED, SAVED = ChainVariant(), ChainVariant(saved=Precision.INT8)
 
 
-def plan_of(model, variant, chains, backend="aten"):
+def plan_of(model, variant, chains, backend="aten", forms=None):
     variants = lowered(model, variant)
     said = {OpId.parse(name): ChainAssignment(how, backend if how.fused else "", "", "") for name, how in chains.items()}
+    forms = {OpId.parse(name): form for name, form in (forms or {}).items()}
     group = GroupPlan(
         "infer", Role.INFER, 1, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32,
-        {name: Assignment(variant, "aten", "", "") for name, variant in variants.items()}, chains=said,
+        {name: Assignment(variant, "aten", "", "") for name, variant in variants.items()}, chains=said, chain_forms=forms,
     )  # fmt: skip
     return PrecisionPlan(
         "chained", "", tuple(variants), {}, "greedy", "lossvar", time_limit_ns=1, predicted_iteration_ns=1, objective=0.0,
@@ -59,12 +62,15 @@ class Repeated(nn.Module):
         return self.down(self.act(self.up(self.norm(F.silu(self.down(x))))))
 
 
+def traced(model, batch):
+    return trace(Job("m", model, lambda *_: Batch((batch,)), lambda y, _: y.square().sum(), torch.optim.SGD, batch_size=len(batch)))
+
+
 @pytest.mark.parametrize("make, x", [(ResNet, images), (Bert, tokens), (Repeated, tokens)])
 def test_names_are_those_of_a_trace(make, x):
     model, batch = make(), x()
-    job = Job("m", model, lambda *_: Batch((batch,)), lambda y, _: y.square().sum(), torch.optim.SGD, batch_size=len(batch))
     kinds = ("batch_norm", "layer_norm", "relu", "gelu", "silu")
-    expected = [operator.op_id for operator in trace(job).operators if operator.kind in kinds]
+    expected = [operator.op_id for operator in traced(model, batch).operators if operator.kind in kinds]
     found = []
 
     def backend(module, inputs):
@@ -196,6 +202,87 @@ def test_a_chain_that_is_not_there_is_refused(make, name, sentence):
     for _ in range(2):
         with pytest.raises(PlanError, match=sentence):
             run(images())
+
+
+class Reversed(ResNet):
+    """The shortcut comes first, and the sum is written over it."""
+
+    def forward(self, x):
+        block = self.blocks[0]
+        y = block.relu(block.bn1(block.conv1(F.relu(self.bn(self.stem(x))))))
+        shortcut = block.downsample(x)
+        shortcut += block.bn2(block.conv2(y))
+        return self.fc(self.blocks[1:](block.relu(shortcut)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "make, x", [(ResNet, images), (Reversed, images), (Vgg, images), (Bert, tokens), (Repeated, tokens)], ids=str
+)
+def test_chains_have_the_forms_of_a_trace(make, x, fused):
+    """All of a model's chains, and every other one."""
+    model, batch = make(), x()
+    chains = chains_of(traced(model, batch))
+    names = [str(chain.name) for chain in chains]
+    forms = {str(chain.name): chain.form(True) for chain in chains}
+    expected = step(model, model, batch)
+    for some in (names, names[::2], names[1::2]):
+        torch._dynamo.reset()
+        before = len(fused())
+        run = compiled(model, plan_of(model, FLOAT32, dict.fromkeys(some, FUSED), forms={name: forms[name] for name in some}))
+        found = step(run, model, batch)
+        qsync.applied_to(model).remove()
+        assert len(fused()) - before == len(some)
+        assert distance(found, expected) < 1e-4
+
+
+def scaled_by_a_hook(model):
+    model.layers[4].register_forward_hook(lambda module, given, result: result * 1.0)
+
+
+def with_another_function(model):
+    model.layers[5] = nn.LeakyReLU()
+
+
+@pytest.mark.parametrize("change", [scaled_by_a_hook, with_another_function])
+@pytest.mark.parametrize(
+    "form, planned",
+    [
+        (ChainForm(Activation.RELU), "batch_norm + relu"),
+        (ChainForm(residual=True), "batch_norm + residual"),
+    ],
+)
+def test_a_chain_of_another_form_is_refused(change, form, planned):
+    model = Vgg()
+    change(model)
+    run = compiled(model, plan_of(model, NEAREST, dict.fromkeys(("layers.1#0", "layers.4#0"), FUSED), forms={"layers.4#0": form}))
+    found = re.escape(f"does not (its graph has batch_norm in place of {planned}: train the model as it was traced, or")
+    for _ in range(2):
+        with pytest.raises(PlanError, match=rf"chain layers.4#0 as fused kernels, and .* {found}"):
+            run(images())
+
+
+@pytest.mark.parametrize("forms", [{}, {"layers.4#0": ChainForm(float_result=False)}], ids=str)
+def test_what_a_plan_does_not_say_of_a_form_is_not_compared(forms, fused):
+    """Plans from before there were forms say nothing; readers may stand in other graphs."""
+    model = Vgg()
+    scaled_by_a_hook(model)
+    step(compiled(model, plan_of(model, NEAREST, {"layers.4#0": FUSED}, forms=forms)), model, images())
+    assert fused() == ["fused: batch_norm (batch_norm_1), 0 readers, float"]
+
+
+@pytest.mark.parametrize("momentum", [0, 1])
+def test_a_momentum_that_is_an_integer(momentum, fused):
+    models = [Vgg() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.layers[1].momentum = momentum
+    x = images()
+    expected = step(models[0], models[0], x)
+    found = step(compiled(models[1], plan_of(models[1], FLOAT32, {"layers.1#0": FUSED})), models[1], x)
+    assert len(fused()) == 1
+    assert distance(found, expected) < 1e-5
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(models[1].layers[1], name), getattr(models[0].layers[1], name))
 
 
 def test_kernels_that_are_not_there_are_refused(monkeypatch):

@@ -38,7 +38,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 3,
     "PrecisionDag": 2,
-    "PrecisionPlan": 3,
+    "PrecisionPlan": 4,
     "Profile": 6,
     "Timeline": 2,
 }
@@ -57,6 +57,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
         "recommended_groups": [],
     },
     ("PrecisionPlan", 3): {},
+    ("PrecisionPlan", 4): {},
     ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},
@@ -74,6 +75,7 @@ name it, stay what they were.
 _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("CollectiveCosts", 2): ("measured", {"transfer_share": {}}),
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
+    ("PrecisionPlan", 4): ("groups", {"chain_forms": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),
     ("Profile", 4): ("casts.key", {"symmetric": True}),
 }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.ir import checks
-from qsync_core.ir.chain import ChainVariant
+from qsync_core.ir.chain import ChainForm, ChainVariant
 from qsync_core.ir.communication import PlannedCommunication
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -62,6 +62,7 @@ class GroupPlan:
         predicted_busy_ns: forward + backward + optimizer of one rank, without waiting.
         needs_loss_scaling: some gradient passes through float16.
         chains: by the names of :func:`qsync_core.ir.chain.chains_of`; a chain that is not named is not fused.
+        chain_forms: of those that are fused, what memory and time were predicted for; none in plans from before there were any.
     """
 
     group: str
@@ -75,6 +76,7 @@ class GroupPlan:
     predicted_busy_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
     needs_loss_scaling: bool = False
     chains: Mapping[OpId, ChainAssignment] = attrs.field(factory=dict)
+    chain_forms: Mapping[OpId, ChainForm] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -175,6 +177,8 @@ class PrecisionPlan:
                 raise ValueError(f"group {group.group!r} {problem} {first}, which {where} one of the plan's operator_ids")
             if stray := sorted(operators.intersection(group.chains)):
                 raise ValueError(f"group {group.group!r} has {stray[0]} as a chain and as an operator with a variant")
+            if stray := sorted(set(group.chain_forms) - {name for name, entry in group.chains.items() if entry.variant.fused}):
+                raise ValueError(f"group {group.group!r} has a form of {stray[0]}, which is no chain that it fuses")
 
     def group(self, name: str) -> GroupPlan:
         """The part of one group.

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
-from qsync_core.ir.chain import ChainVariant
+from qsync_core.ir.chain import ChainForm, ChainVariant, chains_of
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, Profile
+from qsync_core.ir.semantics import chain_result
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import FLOAT_BACKEND
 from qsync_core.units import format_bytes
@@ -112,7 +113,17 @@ def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> Grou
         predicted_busy_ns=prediction.busy_ns,
         needs_loss_scaling=any(_needs_loss_scaling(assignment.variant) for assignment in assignments.values()),
         chains=chains,
+        chain_forms=dict(_forms(problem, chains, {op_id: entry.variant for op_id, entry in assignments.items()})),
     )
+
+
+def _forms(
+    problem: Problem, chains: Mapping[OpId, ChainAssignment], variants: Mapping[OpId, Variant]
+) -> Iterator[tuple[OpId, ChainForm]]:
+    """What the chains that are fused were predicted as, by their names."""
+    for chain in chains_of(problem.dag) if chains else ():
+        if chain.name in chains and chains[chain.name].variant.fused:
+            yield chain.name, chain.form(chain_result(chain, variants).float_result)
 
 
 def _producer(profile: Profile, name: OpId, chosen: ChainVariant) -> str:

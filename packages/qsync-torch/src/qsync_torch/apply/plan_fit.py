@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.chain import ChainForm
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
@@ -60,10 +61,17 @@ class Addressed:
 
 @attrs.frozen
 class PlannedChain:
-    """A chain that a plan fuses: the format in which it keeps its input (None: as it is), and whose kernels run it."""
+    """A chain that a plan fuses.
+
+    Attributes:
+        saved: the format in which it keeps its input; None: as it is.
+        choice: whose kernels run it.
+        form: what it was predicted as; None where the plan does not say.
+    """
 
     saved: Precision | None
     choice: KernelChoice
+    form: ChainForm | None
 
 
 @attrs.frozen
@@ -125,13 +133,17 @@ class Planned:
     @property
     def chains(self) -> dict[OpId, PlannedChain] | None:
         """The chains that a plan fuses, by their names; None where it says nothing of any chain."""
-        said = {} if self.plan is None or self.group is None else self.plan.group(self.group).chains
-        if not said:
+        group = None if self.plan is None or self.group is None else self.plan.group(self.group)
+        if group is None or not group.chains:
             return None
         instead = KernelChoice.parse(self.backend) if self.backend else None
         return {
-            name: PlannedChain(entry.variant.saved, instead or KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
-            for name, entry in said.items()
+            name: PlannedChain(
+                entry.variant.saved,
+                instead or KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config),
+                group.chain_forms.get(name),
+            )
+            for name, entry in group.chains.items()
             if entry.variant.fused
         }
 

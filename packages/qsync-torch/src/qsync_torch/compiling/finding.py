@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch.fx import Graph, Node
 
-from qsync_core.ir.chain import Activation, Producer
+from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.semantics import readable_copy
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
@@ -61,12 +61,23 @@ class FoundChain:
         assert call is not None
         return call
 
+    @property
+    def form(self) -> ChainForm:
+        """What its kernels are asked for."""
+        return ChainForm(self.activation, self.residual is not None, self.float_result)
+
     def __str__(self) -> str:
-        """Such as ``batch_norm + residual + relu -> conv2d (2 copies) and float``."""
-        parts = [str(self.producer)] if self.norm is not None else []
-        parts += ["residual"] if self.residual is not None else []
-        parts += [str(self.activation)] if self.activation is not Activation.NONE else []
-        return " + ".join(parts) + f" ({self.last.name}), {len(self.consumers)} readers" + (", float" if self.float_result else "")
+        """Such as ``batch_norm + residual + relu (relu_3), 2 readers, float``."""
+        what = described(self.producer, self.form)
+        return f"{what} ({self.last.name}), {len(self.consumers)} readers" + (", float" if self.float_result else "")
+
+
+def described(producer: Producer, form: ChainForm) -> str:
+    """What is fused, such as ``batch_norm + residual + relu``."""
+    parts = [] if producer is Producer.ACTIVATION else [str(producer)]
+    parts += ["residual"] if form.residual else []
+    parts += [] if form.activation is Activation.NONE else [str(form.activation)]
+    return " + ".join(parts)
 
 
 @attrs.frozen
@@ -185,7 +196,10 @@ def _is_its_own(node: Node, place: int, order: dict[Node, int]) -> bool:
 
 def _only_reader(node: Node) -> bool:
     """Whether one node reads it, once."""
-    return len(node.users) == 1 and sum(argument is node for argument in next(iter(node.users)).args) == 1
+    if len(node.users) != 1:
+        return False
+    reader = next(iter(node.users))
+    return sum(argument is node for argument in (*reader.args, *reader.kwargs.values())) == 1
 
 
 def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, order: dict[Node, int]) -> Parts | None:
@@ -196,9 +210,7 @@ def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, orde
     if summands is None or not _same(node, *summands):
         return None
     norms = [norm for norm in summands if _is_image_norm(norm) and _only_reader(norm)]
-    if nodes.is_in_place(node):
-        norms = [norm for norm in norms if norm is summands[0]]  # a sum in place may change what is the chain's alone
-    if not norms:
+    if not norms or (nodes.is_in_place(node) and summands[0] not in norms):  # a sum in place may change what is the chain's alone
         return None
     norm = max(norms, key=order.__getitem__)
     residual = summands[summands[0] is norm]
@@ -225,7 +237,7 @@ def _is_image_norm(node: Node) -> bool:
     """Whether it is a batch norm of (B, C, H, W) whose parameters and statistics are float32 vectors."""
     call = nodes.batch_norm_of(node)
     x = None if call is None else nodes.float_of(call["input"])
-    if call is None or x is None or x.ndim != 4 or not isinstance(call["momentum"], float) or not isinstance(call["eps"], float):
+    if call is None or x is None or x.ndim != 4 or not all(isinstance(call[name], (int, float)) for name in ("momentum", "eps")):
         return False
     sizes = nodes.sizes(x)
     if sizes is None or sizes[0] * sizes[2] * sizes[3] < 2:  # which a batch norm refuses
@@ -278,7 +290,9 @@ def _runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
     """Whether nothing notices that all members run where the last one stands, and consumers read what is written then."""
     last, value = chain.last, nodes.value_of(chain.last)
     # Writing to a tensor raises its version, also through views and inside operators that say nothing of it.
-    if value is None or value.is_inference() or value._version != _trailing_writes(chain.members):
+    if value is None or value.is_inference():
+        return False
+    if value._version != _trailing_writes(chain.members) and not _is_summed_in_place(chain):
         return False
     span = _between(chain.members[0], max((last, *chain.consumers), key=order.__getitem__))
     if any(nodes.is_switch(node) for node in span):
@@ -297,6 +311,16 @@ def _runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
         if any(nodes.storage_of(argument) in statistics for argument in node.all_input_nodes):
             return False
     return all(_streams_reach(chain, consumer, order) for consumer in chain.consumers[:1])
+
+
+def _is_summed_in_place(chain: FoundChain) -> bool:
+    """Whether a sum alone reads the result, and is written over it: the residual of a batch norm that runs later is."""
+    last = chain.last
+    if chain.consumers or not _only_reader(last):
+        return False
+    reader = next(iter(last.users))
+    summands = nodes.summands_of(reader)
+    return summands is not None and summands[0] is last and nodes.is_in_place(reader)
 
 
 def _trailing_writes(members: Sequence[Node]) -> int:

@@ -77,9 +77,12 @@ def layer_norm_of(node: object) -> dict[str, Any] | None:
 
 def summands_of(node: object) -> tuple[Node, Node] | None:
     """The two tensors that a node adds, the one that is written to first where it is in place."""
-    if not isinstance(node, Node) or node.target not in _ADDITIONS or len(node.args) != 2 or node.kwargs:
+    if not isinstance(node, Node) or node.target not in _ADDITIONS or len(node.args) > 2:
         return None
-    first, second = node.args
+    call = dict(zip(("input", "other"), node.args, strict=False)) | node.kwargs
+    if call.pop("alpha", 1) != 1 or call.keys() != {"input", "other"}:
+        return None
+    first, second = call["input"], call["other"]
     return (first, second) if isinstance(first, Node) and isinstance(second, Node) and first is not second else None
 
 

@@ -19,7 +19,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import FLOAT_BACKEND, KernelChoice
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.compiling import graph_nodes as nodes
-from qsync_torch.compiling.finding import FoundChain, find_chains, norms_behind_products, planned_chains
+from qsync_torch.compiling.finding import FoundChain, described, find_chains, norms_behind_products, planned_chains
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, OperatorBinding
 from qsync_torch.kernels.producers import ProducerBinding, producer_binding, producer_choice
@@ -101,12 +101,27 @@ class WantedChain:
         saved: the format in which it keeps its input for backward; None: as it is.
         choice: whose kernels.
         seed: its stream of random numbers where no operator reads a copy.
+        form: what the plan counts on; None where it does not say.
     """
 
     name: OpId
     saved: Precision | None
     choice: KernelChoice
     seed: int
+    form: ChainForm | None
+
+    def difference_from(self, found: FoundChain) -> str:
+        """What a graph has in place of what the plan counts on; empty where that is there.
+
+        Readers are not compared: those in another graph, or in another part that is checkpointed, are not seen here, and those in
+        another graph are warned of (:mod:`qsync_torch.compiling.cuts`).
+        """
+        if self.form is None or (self.form.activation, self.form.residual) == (found.activation, found.residual is not None):
+            return ""
+        return (
+            f"its graph has {described(found.producer, found.form)} in place of {described(found.producer, self.form)}: train the "
+            "model as it was traced, or trace and plan it as it is now"
+        )
 
 
 def fuse_planned(module: GraphModule, wanted: Mapping[Node, WantedChain]) -> dict[OpId, str]:
@@ -121,9 +136,11 @@ def fuse_planned(module: GraphModule, wanted: Mapping[Node, WantedChain]) -> dic
     """
     found, refused = planned_chains(module.graph, wanted)
     reasons = {wanted[chain.head].name: "what stands between its operators has to run between them" for chain in refused}
+    differing = {chain: why for chain in found if (why := wanted[chain.head].difference_from(chain))}
+    reasons |= {wanted[chain.head].name: why for chain, why in differing.items()}
     fused = _fuse(
         module,
-        found,
+        [chain for chain in found if chain not in differing],
         lambda chain: _way_of(chain, wanted[chain.head].saved, wanted[chain.head].choice),
         lambda chain: wanted[chain.head].seed,
     )
@@ -201,8 +218,7 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
         x_granularity=Granularity.PER_TENSOR if copy is None else copy.granularity,
         rounding=of_itself if copy is None else copy.rounding,
     )
-    form = ChainForm(chain.activation, chain.residual is not None, chain.float_result)
-    binding = producer_binding(chain.producer, variant, choice, form)
+    binding = producer_binding(chain.producer, variant, choice, chain.form)
     if chain.producer is Producer.BATCH_NORM:
         # Known by their keys to backward graphs that inductor has in its cache.
         _ = binding.with_grad_sum, binding.with_grad_copy.with_grad_sum
