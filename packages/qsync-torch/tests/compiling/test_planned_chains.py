@@ -215,9 +215,7 @@ class Reversed(ResNet):
         return self.fc(self.blocks[1:](block.relu(shortcut)).mean((2, 3)))
 
 
-@pytest.mark.parametrize(
-    "make, x", [(ResNet, images), (Reversed, images), (Vgg, images), (Bert, tokens), (Repeated, tokens)], ids=str
-)
+@pytest.mark.parametrize("make, x", [(ResNet, images), (Reversed, images), (Vgg, images), (Bert, tokens), (Repeated, tokens)])
 def test_chains_have_the_forms_of_a_trace(make, x, fused):
     """All of a model's chains, and every other one."""
     model, batch = make(), x()
