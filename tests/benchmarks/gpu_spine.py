@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from kernels.whole_model import release
 from results import write_rows
 
 from qsync_core.artifacts.files import save
@@ -93,13 +94,6 @@ def fresh(name: str) -> Job:
     text, batch_size = JOBS[name]
     torch.manual_seed(0)
     return load_job(text, batch_size)
-
-
-def release() -> None:
-    import gc
-
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def report(done: int, total: int, what: str) -> None:

@@ -117,7 +117,7 @@ def fits(model: WholeModel, cap: float | None, bench: Bench) -> bool:
             for _ in range(3):
                 model.gradients()
             bench.say(f"rank {RANK}: reserves {reserved(bench.device) / 2**30:.3g} GiB")
-            # What graphs have held since before the cap is refused to nobody.
+            # Memory that graphs took before the cap raises no error under it.
             within = int(cap is None or reserved(bench.device) <= cap)
     except torch.OutOfMemoryError as error:
         bench.say(f"rank {RANK}: {error}")

@@ -71,13 +71,24 @@ def floor_bytes(dag: PrecisionDag, setting: Setting, device: torch.device) -> Co
     return found
 
 
+def recorded(step: Callable[[], None], device: torch.device) -> Sequence[Any]:
+    """What PyTorch's profiler sees of some steps, by name."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities) as seen:
+        for _ in range(STEPS):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return seen.key_averages()  # type: ignore[no-any-return]
+
+
 def lines(
-    title: str, step: Callable[[], None], dag: PrecisionDag, setting: Setting, device: torch.device, copy_bytes_per_s: float
+    title: str, events: Sequence[Any], dag: PrecisionDag, setting: Setting, device: torch.device, copy_bytes_per_s: float
 ) -> Iterator[str]:
-    """A table of a step's parts: time, launches, bytes at least, and the share of the copy rate that this is; and the kernels that
-    take the longest."""
+    """A table of the parts of recorded steps: time, launches, bytes at least, and the share of the copy rate that this is; and the
+    kernels that take the longest."""
     time_ms, launches, kernels = Counter[str](), Counter[str](), Counter[tuple[str, str, float]]()
-    for event in _recorded(step, device):
+    for event in events:
         on_device = str(event.device_type).endswith("CUDA")
         if on_device == (device.type == "cuda"):
             part = part_of(event.key)
@@ -97,26 +108,15 @@ def lines(
         yield f"  {part:26} {taken_ms:8.2f} {count:9.0f} {name[:NAME]}"
 
 
-def host_lines(title: str, step: Callable[[], None], device: torch.device) -> Iterator[str]:
-    """Where the CPU spends the most time of its own while it issues a step: PyTorch's operators, calls of CUDA, and functions of
-    autograd, of which our operators are some; what is Python between operators is theirs, or of the module around them."""
+def host_lines(title: str, events: Sequence[Any]) -> Iterator[str]:
+    """Where the CPU spends the most time of its own while it issues recorded steps: PyTorch's operators, calls of CUDA, and
+    functions of autograd, of which our operators are some; Python between operators is theirs, or of the module around them."""
     times = Counter[str]()
     calls = Counter[str]()
-    for event in _recorded(step, device):
+    for event in events:
         if not str(event.device_type).endswith("CUDA"):
             times[event.key] += event.self_cpu_time_total / 1e3 / STEPS
             calls[event.key] += event.count / STEPS
     yield f"{title}: {sum(times.values()):.2f} ms of the CPU to issue a step, under the profiler"
     for name, taken_ms in times.most_common(LONGEST):
         yield f"  {taken_ms:8.2f} ms {calls[name]:9.0f} calls {name[:NAME]}"
-
-
-def _recorded(step: Callable[[], None], device: torch.device) -> Sequence[Any]:
-    """What PyTorch's profiler sees of some steps, by name."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as recorded:
-        for _ in range(STEPS):
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return recorded.key_averages()  # type: ignore[no-any-return]

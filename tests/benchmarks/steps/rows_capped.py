@@ -47,28 +47,25 @@ def capped_rows(bench: Bench, *, tuned: bool) -> Iterator[Row]:
 def rows_of(bench: Bench, found: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of what rank 0 wrote."""
     gib = {name: found[f"{name}_bytes"] / 2**30 for name in ("amp", "cap", "weak")}
-    blocks = "first block" if found["blocks"] == 1 else f"first {found['blocks']} blocks"
     what = (
         f"{RESNET.title} per rank, two ranks: step with the second one in int8 ({found['mode']}) within {gib['cap']:.3g} GiB, half "
-        f"of AMP's {gib['amp']:.3g}, its {blocks} computed again in backward, over float16 on both without that cap, one after the "
-        "other"
+        f"of AMP's {gib['amp']:.3g}, its first {found['blocks']} blocks computed again in backward, over float16 on both without "
+        "that cap, one after the other"
     )
-    measured = {name: found[f"{name}_ms"] for name in OVER if f"{name}_ms" in found}
-    rows = {name: _row_of(bench, f"L5-{name}", f"{what}, {OVER[name]}", found, name, gib["weak"], "reported") for name in measured}
-    yield from rows.values()
-    if measured.keys() == OVER.keys():
-        faster = min(measured, key=lambda name: statistics.median(measured[name]))
-        yield _row_of(bench, "L5", f"{what}, the faster of two: {OVER[faster]}", found, faster, gib["weak"], "≤ 1.05")
 
+    def row(id_: str, title: str, under: str, bound: str) -> Row:
+        sides = found["capped_ms"], found[f"{under}_ms"]
+        ratios = [a / b for a, b in zip(*sides, strict=True)]
+        times = " over ".join(f"{statistics.median(ms):.2f} ms ({min(ms):.2f} to {max(ms):.2f})" for ms in sides)
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f} of {len(ratios)} blocks; {times}; "
+        spread += f"the second rank reserved {gib['weak']:.3g} GiB"
+        if left := found["capped_left"] + found[f"{under}_left"]:
+            spread += f"; {left} graphs of both sides were left to the CPU"
+        return bench.row(id_, f"{what}, {title}", statistics.median(ratios), "ratio", bound, spread)
 
-def _row_of(bench: Bench, id_: str, what: str, found: Mapping[str, Any], under: str, weak_gib: float, bound: str) -> Row:
-    over_ms, under_ms = found["capped_ms"], found[f"{under}_ms"]
-    ratios = [a / b for a, b in zip(over_ms, under_ms, strict=True)]
-    spread = (
-        f"{min(ratios):.3f} to {max(ratios):.3f} of {len(ratios)} blocks; {statistics.median(over_ms):.2f} ms "
-        f"({min(over_ms):.2f} to {max(over_ms):.2f}) over {statistics.median(under_ms):.2f} ms ({min(under_ms):.2f} to "
-        f"{max(under_ms):.2f}); the second rank reserved {weak_gib:.3g} GiB"
-    )
-    if left := found["capped_left"] + found[f"{under}_left"]:
-        spread += f"; {left} graphs of both sides were left to the CPU"
-    return bench.row(id_, what, statistics.median(ratios), "ratio", bound, spread)
+    measured = [name for name in OVER if f"{name}_ms" in found]
+    for name in measured:
+        yield row(f"L5-{name}", OVER[name], name, "reported")
+    if len(measured) == len(OVER):
+        faster = min(measured, key=lambda name: statistics.median(found[f"{name}_ms"]))
+        yield row("L5", f"the faster of two: {OVER[faster]}", faster, "≤ 1.05")

@@ -28,7 +28,7 @@ from .jobs import (
     low_settings,
     ratio,
 )
-from .roofline import host_lines, lines
+from .roofline import host_lines, lines, recorded
 
 GRAPH, COMPILED, EAGER = Mode.GRAPH, Mode.COMPILED_GRAPH, Mode.EAGER
 CONTENDERS = {
@@ -137,9 +137,10 @@ def explain(bench: Bench, id_: str, steps: Steps, contenders: Sequence[Contender
         model = steps.open(contender)
         for _ in range(3):
             model.step()
-        text += lines(contender.name, model.step, steps.kernels.dag, contender.setting, bench.device, rate)
+        events = recorded(model.step, bench.device)
+        text += lines(contender.name, events, steps.kernels.dag, contender.setting, bench.device, rate)
         if contender.mode is EAGER:
-            text += host_lines(contender.name, model.step, bench.device)
+            text += host_lines(contender.name, events)
         del model
         release()
     for line in text:

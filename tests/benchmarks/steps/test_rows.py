@@ -14,7 +14,7 @@ from qsync_torch.load_job import load_job
 from qsync_torch.tracing.trace import trace
 from steps import jobs, rows_capped, rows_learning, rows_memory, rows_rounding, rows_time
 from steps.jobs import AMP, FLOAT8, FUSED16, INT8, TINY, Contender, Steps, best, eight_bit, low_settings, ratio
-from steps.roofline import LONGEST, REST, floor_bytes, host_lines, part_of
+from steps.roofline import LONGEST, REST, floor_bytes, host_lines, part_of, recorded
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_the_cpu_is_seen_in_backward_too():
             return 2 * grad
 
     x = torch.ones(3, requires_grad=True)
-    head, *functions = host_lines("doubled", lambda: Doubled.apply(x).sum().backward(), CPU)
+    head, *functions = host_lines("doubled", recorded(lambda: Doubled.apply(x).sum().backward(), CPU))
     assert re.fullmatch(r"doubled: \d+\.\d\d ms of the CPU to issue a step, under the profiler", head)
     assert any(re.search(r"  \d+\.\d\d ms +1 calls DoubledBackward$", line) for line in functions)
     assert len(functions) <= LONGEST

@@ -139,11 +139,6 @@ def changed_by(node: Node) -> Iterator[Node]:
         yield out
 
 
-def is_channels_last(value: torch.Tensor) -> bool:
-    """Whether it is images that lie in memory by position, and not by channel as well."""
-    return value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
-
-
 def storage_of(node: object) -> int | None:
     """What tensors that share memory have in common."""
     value = value_of(node)

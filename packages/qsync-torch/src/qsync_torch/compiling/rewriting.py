@@ -22,6 +22,7 @@ from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.compiling.finding import FoundChain, described, find_chains, norms_behind_products, planned_chains
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, OperatorBinding
+from qsync_torch.kernels.library_ops import is_channels_last
 from qsync_torch.kernels.producers import ProducerBinding, producer_binding, producer_choice
 from qsync_torch.kernels.selection import find_backends
 from qsync_torch.operators.chains import CHAINS
@@ -292,7 +293,7 @@ def _other_layout(chain: FoundChain) -> list[int] | None:
     if chain.norm is not None and chain.residual is None:
         return None
     by_position = chain.producer is Producer.BATCH_NORM or (chain.norm is None and _is_of_images(chain))
-    given = torch.channels_last if by_position and nodes.is_channels_last(x) else torch.contiguous_format
+    given = torch.channels_last if by_position and is_channels_last(x) else torch.contiguous_format
     return None if value.is_contiguous(memory_format=given) else sorted(range(value.ndim), key=value.stride, reverse=True)
 
 
@@ -321,4 +322,4 @@ def _is_of_images(chain: FoundChain) -> bool:
     if chain.consumers:
         return chain.consumers[0].target is LOWERED_CONV2D
     x = nodes.value_of(chain.x)
-    return x is not None and nodes.is_channels_last(x)
+    return x is not None and is_channels_last(x)

@@ -182,10 +182,15 @@ def _images(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.
     return torch.empty(*shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
 
 
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Whether it is images that lie in memory by position, and not by channel as well."""
+    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
 def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
     """Channels-last ``y`` in the layout that ``F.conv2d`` would give: channels-last where an operand is, else contiguous."""
     for x in operands:
-        if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        if is_channels_last(x):
             return y
     return y.contiguous()
 

@@ -17,7 +17,7 @@ import torch
 from qsync_core.ir.chain import Producer
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import BOUND
-from qsync_torch.kernels.library_ops import rows
+from qsync_torch.kernels.library_ops import is_channels_last, rows
 from qsync_torch.kernels.producers import Produced, ProducerBinding
 from qsync_torch.operators.casts import apply_of, first_derivative
 
@@ -158,13 +158,9 @@ def _binding(key: str) -> ProducerBinding:
     return cast(ProducerBinding, BOUND[key])
 
 
-def _is_channels_last(x: torch.Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
-
 def _as_images(results: list[torch.Tensor], x: torch.Tensor, binding: ProducerBinding) -> list[torch.Tensor]:
     """Result and copy in the layout that the operators of the chain would give: that of their input."""
-    if _is_channels_last(x):
+    if is_channels_last(x):
         return results
     whole = 2 if binding.writes_copy else 1
     if not binding.chain.float_result:  # nothing lies in memory whose layout could matter
