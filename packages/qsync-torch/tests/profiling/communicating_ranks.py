@@ -24,7 +24,7 @@ from torch import nn
 from qsync_core.artifacts.codec import to_plain
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import contention
-from qsync_torch.profiling.communication import measure_communication
+from qsync_torch.profiling.communication import MAX_CTAS, ProcessGroups, measure_communication
 from qsync_torch.profiling.contention import measure_beside_compute, measure_slowdown
 from qsync_torch.tracing.trace import trace
 
@@ -56,8 +56,32 @@ def measure(rank: int, *, buffers: bool = True, **changed: Any) -> Any:
 
 
 def measure_pair(rank: int) -> Any:
-    pair = dist.new_group([1, 2])
-    return measure(rank, counts={"infer": 2}, among=pair) if rank else None
+    with ProcessGroups.of([1, 2]) as pair:
+        return measure(rank, counts={"infer": 2}, among=pair) if rank else None
+
+
+def groups_again_and_again(rank: int) -> Any:
+    """What each group finds in its store of what the ranks of an earlier one left there, as NCCL leaves its identifier."""
+    new_group, found = dist.new_group, []
+
+    def of_gloo(ranks: Any, backend: Any = None, pg_options: Any = None, **more: Any) -> Any:
+        return new_group(ranks, **more)
+
+    with (
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(dist, "new_group", of_gloo),
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch("qsync_torch.profiling.communication.nccl_options"),
+    ):
+        for ranks in ([1, 2], [1, 2], [0, 1], [1, 2]):
+            with ProcessGroups.of(ranks) as made:
+                for max_ctas in MAX_CTAS if rank in ranks else ():
+                    with made.communicator(max_ctas, torch.device("cpu")) as group:
+                        store = group.get_group_store()
+                        found.append(store.check(["identifier"]))
+                        dist.barrier(group)
+                        store.set("identifier", "of a listener that is closed")
+    return found
 
 
 class ScriptedBackward:
@@ -159,6 +183,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     "with_buffers": lambda rank: measure(rank),
     "without_buffers": lambda rank: measure(rank, buffers=False),
     "pair": measure_pair,
+    "groups_again_and_again": groups_again_and_again,
     "other_graph": lambda rank: measure(rank, buffers=rank != 1),
     "other_counts": lambda rank: measure(rank, counts={"train": 2, "infer": 1}),
     "no_such_group_here": lambda rank: measure(rank, counts={"train": 1, "infer": 2, "more": 1}),

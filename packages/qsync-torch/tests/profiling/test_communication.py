@@ -180,6 +180,11 @@ def test_all_reduces_beside_compute(ranks, case, factor, repeats):
 
 
 @pytest.mark.distributed
+def test_no_group_of_the_same_ranks_reads_what_an_earlier_one_left_in_the_store(ranks):
+    assert ranks["groups_again_and_again"] == [[False] * 5 * groups for groups in (1, 4, 3)]
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("case", ["fails_alone", "fails_while_open", "no_memory_to_prepare"])
 def test_a_rank_that_fails_ends_the_others_and_leaves_the_process_group_in_step(ranks, case):
     heard = ["RankError", "rank 1 fails with RuntimeError in communicate: no memory is left"]

@@ -46,7 +46,7 @@ from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, colle
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
 from qsync_torch.prepare.roles import contradiction, described_groups, otherwise, renamed
 from qsync_torch.prepare.starting import Start, how_to_start
-from qsync_torch.profiling.communication import measure_communication
+from qsync_torch.profiling.communication import ProcessGroups, measure_communication
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S
 
@@ -304,11 +304,9 @@ class _Flow:
                 continue
             if self.folder.rank == 0 and (why := self.folder.why_anew(name, inputs)):
                 self.board.note(why)
-            everyone = len(ranks) == dist.get_world_size()
-            among = None if everyone else dist.new_group(ranks)
             made: dict[str, Made] = {}
 
-            def measure(among: dist.ProcessGroup | None = among) -> CollectiveCosts:
+            def measure(among: ProcessGroups | None = None) -> CollectiveCosts:
                 return measure_communication(
                     bench.job,
                     bench.dag,
@@ -320,12 +318,11 @@ class _Flow:
                     note=lambda text: self.board.note(text) if self.folder.rank == ranks[0] else None,  # noqa: B023
                 )
 
-            if everyone:  # which speak to each other all the time
+            if len(ranks) == dist.get_world_size():  # which speak to each other all the time
                 costs: CollectiveCosts | None = measure()
             else:
-                with self.folder.together(slow=True):
-                    costs = measure() if self.folder.rank in ranks else None
-                dist.destroy_process_group(among) if self.folder.rank in ranks else None
+                with ProcessGroups.of(ranks) as among, self.folder.together(slow=True):
+                    costs = measure(among) if self.folder.rank in ranks else None
             if costs is not None and self.folder.rank == ranks[0]:
                 file = run.relative(run.communication(names))
                 made[name] = Made(inputs, file, to_bytes(costs))

@@ -65,6 +65,51 @@ class _Member:
         return cls(group, kind, software, str(getattr(properties, "uuid", "")), properties.multi_processor_count)
 
 
+@attrs.frozen(eq=False)
+class ProcessGroups:
+    """Process groups of one set of ranks, all that a measurement takes; every rank of the job makes them, also one outside the set.
+
+    PyTorch names a group that only its own ranks make after their numbers, and one that all ranks make after a count.  A second
+    group of the same name reads from the store what the first one's ranks left there: NCCL's identifier, whose listener is closed.
+    A group costs little until its communicator is initialised, which its first collective does.
+
+    Attributes:
+        group: of the job's backend; None is that of all ranks.
+        under_ctas: with NCCL, one for each number of CTAs in :data:`MAX_CTAS`, until it is destroyed.
+    """
+
+    group: dist.ProcessGroup | None
+    under_ctas: dict[int, dist.ProcessGroup]
+
+    @classmethod
+    @contextmanager
+    def of(cls, ranks: Sequence[int] | None = None) -> Iterator[ProcessGroups]:
+        """Those of some ranks, by default of all; destroyed at the end of the block."""
+        made = cls(None if ranks is None else dist.new_group(ranks), {})
+        if "nccl" in str(dist.get_backend()):
+            for max_ctas in MAX_CTAS:
+                made.under_ctas[max_ctas] = dist.new_group(ranks, backend="nccl", pg_options=nccl_options(max_ctas))
+        try:
+            yield made
+        finally:
+            if ranks is None or dist.get_rank() in ranks:
+                for group in (*made.under_ctas.values(), *filter(None, [made.group])):
+                    dist.destroy_process_group(group)
+
+    @contextmanager
+    def communicator(self, max_ctas: int, device: torch.device) -> Iterator[dist.ProcessGroup]:
+        """The group of a number of CTAs, its communicator initialised; destroyed at the end of the block."""
+        with together(WHAT, group=self.group):  # so that no rank enters a communicator's initialisation alone
+            group = self.under_ctas[max_ctas]
+        try:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            torch.cuda.synchronize(device)
+            yield group
+        finally:
+            del self.under_ctas[max_ctas]
+            dist.destroy_process_group(group)
+
+
 def measure_communication(
     job: Job,
     dag: PrecisionDag,
@@ -73,7 +118,7 @@ def measure_communication(
     device: str | torch.device = "cpu",
     share: float = 1.0,
     counts: Mapping[str, int] | None = None,
-    among: dist.ProcessGroup | None = None,
+    among: ProcessGroups | None = None,
     progress: ProgressCallback = silent,
     note: Callable[[str], None] = lambda text: None,
 ) -> CollectiveCosts:
@@ -90,7 +135,7 @@ def measure_communication(
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         share: share of the device that the job gets; recorded.
         counts: how many ranks each group must have, where that is known.
-        among: the job's ranks where they are not all that there are; what a job of them alone would pay.
+        among: of the job's ranks where they are not all that there are; what a job of them alone would pay.
         progress: receives how far it is.
         note: receives sentences for people; on every rank.
 
@@ -102,16 +147,17 @@ def measure_communication(
         QSyncError: when the graph is of another model or has no gradients; when groups are not as ``counts`` says, or one has
             devices of two types; when two ranks have one GPU.  On every rank.
     """
-    check_not_alone(among)
+    job_group = None if among is None else among.group
+    check_not_alone(job_group)
     variables = " ".join(f"{name}={os.environ[name]}" for name in CHANNEL_VARIABLES if os.environ.get(name))
-    with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}, group=among) as facts:
+    with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}, group=job_group) as facts:
         target = parse_device(str(device))
         facts[KIND_OF_DEVICE] = target.type
         check_same_model(job, dag)
         sizes = bucket_sizes(dag)
         mine = _Member.here(group, target, share)
-    members = _heard(mine, counts, among)
-    with_nccl = target.type == "cuda" and "nccl" in str(dist.get_backend(among))
+    members = _heard(mine, counts, job_group)
+    with_nccl = target.type == "cuda" and "nccl" in str(dist.get_backend(job_group))
     tried = MAX_CTAS if with_nccl and not variables else (0,)
     if with_nccl and variables:
         note(f"{variables} in the environment stands above what a process group asks of NCCL, so only that is measured")
@@ -125,31 +171,34 @@ def measure_communication(
         done += 1
 
     measured = []
-    with torch.cuda.device(target) if target.type == "cuda" else nullcontext():
-        with together(WHAT, slow=True, group=among):
+    with (
+        torch.cuda.device(target) if target.type == "cuda" else nullcontext(),
+        ProcessGroups.of() if among is None else nullcontext(among) as process_groups,
+    ):
+        with together(WHAT, slow=True, group=job_group):
             runner = StepRunner.start(job, target, batches=1)
             advance("copies of gradients")
             copied = _copy_ns_per_byte(runner.model, dag, target, len(members))
-        copies = {rank: float(said["copy"]) for rank, said in told_by_all(WHAT, {"copy": repr(copied)}, among).items()}
+        copies = {rank: float(said["copy"]) for rank, said in told_by_all(WHAT, {"copy": repr(copied)}, job_group).items()}
         advance("broadcast of buffers")
-        broadcast_ns = _broadcast_ns(runner.model, target, among)
-        with together(WHAT, slow=True, group=among):
+        broadcast_ns = _broadcast_ns(runner.model, target, job_group)
+        with together(WHAT, slow=True, group=job_group):
             backward = Backward(runner, target) if with_nccl else None
             compute_ns = 0 if backward is None else backward.alone_ns()
             waiting = torch.zeros(max(bucket.nbytes for bucket in dag.buckets) // 4, device=target)
         for max_ctas in tried:
             label = f"{max_ctas} CTAs" if max_ctas else "its own CTAs"
-            with _process_group(max_ctas, target, among) if with_nccl else nullcontext(among) as process_group:
+            with process_groups.communicator(max_ctas, target) if with_nccl else nullcontext(job_group) as process_group:
                 advance(f"all-reduces, {label}")
                 model = measure_collective(sizes, target, repeats=_REPEATS, group=process_group)
                 assert model is not None  # there are ranks and buckets
-                model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target, among))
+                model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target, job_group))
                 lost: dict[str, float] = {}
                 if backward is not None and process_group is not None:
                     largest_ns = model.cost_ns(waiting.nbytes)
                     beside = measure_beside_compute(backward, process_group, waiting, largest_ns, compute_ns, WHAT)
                     model = longer(model, beside.factor)
-                    lost = {name: maximum_over_ranks(beside.lost if name == group else 0.0, target, among) for name in groups}
+                    lost = {name: maximum_over_ranks(beside.lost if name == group else 0.0, target, job_group) for name in groups}
                     taken = ", ".join(f"{share:.0%} ({name})" for name, share in lost.items())
                     note(
                         f"beside compute, a collective of {label} takes {beside.factor:.2f} times as long, and lengthens "
@@ -244,21 +293,6 @@ def _heard(mine: _Member, counts: Mapping[str, int] | None, among: dist.ProcessG
             "CUDA_VISIBLE_DEVICES"
         )
     return members
-
-
-@contextmanager
-def _process_group(max_ctas: int, device: torch.device, among: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup]:
-    """A process group of the same ranks under a number of CTAs, its communicator initialised."""
-    with together(WHAT, group=among):  # so that no rank enters a communicator's initialisation alone
-        options = nccl_options(max_ctas)
-    ranks = None if among is None else dist.get_process_group_ranks(among)
-    group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=among is not None)
-    try:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        torch.cuda.synchronize(device)
-        yield group
-    finally:
-        dist.destroy_process_group(group)
 
 
 def _sentence(name: str, label: str, found: Slowdown, max_ctas: int, sms: int) -> str:
