@@ -6,12 +6,14 @@ import random
 
 import attrs
 import pytest
-from planning_cases import LADDERS, Case, random_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import LADDERS, Case, random_case, random_costs
 from synthetic import BFLOAT16, INT8, GraphBuilder
 
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.plan import Role
-from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.profile import AlternatingDispatch, DeviceKind, StepMeasurement
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
@@ -76,3 +78,56 @@ def test_at_the_base_only_weights_and_what_arrives_in_float32_are_cast() -> None
 
     assert inputs_cast(BASE) == {"q": 1, "k": 1, "v": 1, "head": 0}
     assert inputs_cast(INT8_UNDER) == {"q": 1, "k": 0, "v": 0, "head": 1}
+
+
+def slow_int8(seed: int) -> Case:
+    """A job whose base is the fastest rung of all, on a device whose CPU takes longer where some operators are lowered."""
+    case = amp_case(seed)
+    profiles = {}
+    for name, profile in case.profiles.items():
+        base = StepMeasurement(BASE, 0, 400_000, 90_000, 700_000, 180_000, 40_000, 9_000, 0)
+        low = StepMeasurement(INT8_UNDER, 0, 900_000, 200_000, 1_500_000, 400_000, 40_000, 9_000, 0)
+        told = AlternatingDispatch(INT8_UNDER, 800_000, 750_000)
+        profiles[name] = attrs.evolve(profile, steps=(base, low), alternating=told)
+    return attrs.evolve(case, profiles=profiles)
+
+
+@pytest.mark.parametrize("solver", ["auto", "exact", "greedy", "greedy-paper"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_where_nothing_pays_all_run_at_the_base(solver: str, measured: bool) -> None:
+    """The time limit is that of a step without a plan, which the plan then is; with every way to communicate, and with one."""
+    for seed in range(4):
+        case = slow_int8(seed)
+        costs = random_costs(case, random.Random(seed)) if measured else None
+        for arguments in ({}, {"tolerance": 0.1}, {"batch": "free"}):
+            plan = allocate(*case.arguments, solver=solver, communication=costs, **arguments)
+            assert {a.variant for group in plan.groups for a in group.assignments.values()} == {BASE}
+            assert plan.objective == plan.bound == 0
+            assert plan.predicted_iteration_ns == plan.baselines["full"] == plan.baselines["uniform"] <= plan.time_limit_ns
+
+
+@given(st.integers(0, 10_000), st.integers(0, 2_000_000), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_there_is_always_a_plan_and_trials_know_a_step_without_one(seed: int, longer_ns: int, measured: bool) -> None:
+    """Whatever the CPU takes beside lowered operators: the plan of the least Σ Ω of all that keep the limit when replayed."""
+    case = amp_case(seed)
+    draw = random.Random(seed)
+    profiles = {}
+    for name, profile in case.profiles.items():
+        steps = tuple(
+            StepMeasurement(v, 10, *(draw.randrange(10_000, 900_000) for _ in range(4)), 40_000, 9_000, 0)
+            for v in (BASE, INT8_UNDER)
+        )
+        profiles[name] = attrs.evolve(profile, steps=steps, alternating=AlternatingDispatch(INT8_UNDER, longer_ns, longer_ns))
+    case = attrs.evolve(case, profiles=profiles)
+    plan = allocate(*case.arguments, communication=random_costs(case, draw) if measured else None)
+    assert plan.predicted_iteration_ns <= plan.time_limit_ns
+    if measured:
+        return
+    cluster, _ = under_base(case.cluster, case.dag)
+    replayer, best = Replayer(case.dag, cluster, case.profiles), []
+    for variants in attrs.evolve(case, cluster=cluster).assignments("infer0"):
+        if replayer.replay({"infer0": variants}).iteration_ns <= plan.time_limit_ns:
+            omegas = (case.sensitivity.omega[op_id].get(variant, 0.0) for op_id, variant in variants.items())
+            best.append(cluster.group("infer0").count * sum(omegas))
+    assert plan.objective == pytest.approx(min(best), rel=1e-6, abs=1e-12)

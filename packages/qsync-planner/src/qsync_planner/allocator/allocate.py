@@ -19,6 +19,7 @@ from qsync_planner.allocator.baselines import (
     UniformStart,
     check_training_memory,
     move_to_uniform,
+    raised_to_base,
     solve_full,
     solve_uniform,
     time_limit_ns,
@@ -263,6 +264,8 @@ def _planned(
     progress: Progress,
 ) -> Solution:
     """The plan of one of :data:`PLANNERS`; ``auto`` is greedy, without a proof, where there is no HiGHS or no program."""
+    if solver != "greedy-paper":
+        starts = raised_to_base(state, starts, limit_ns)
     if solver == "exact":
         return solve_exactly(state, starts, limit_ns, EXACT, programs, seconds=seconds, progress=progress)
     if solver == "greedy":

@@ -146,6 +146,29 @@ def _move_to_leanest(state: SearchState, group: str, programs: Programs) -> int:
     return move_to_least_memory(state, group)
 
 
+def raised_to_base(state: SearchState, starts: Mapping[str, UniformStart], limit_ns: int) -> dict[str, UniformStart]:
+    """Begin at the base precision with every group whose limits it keeps: no plan has a smaller Σ Ω.
+
+    A step without a plan takes the CPU less than the sum of its operators beside lowered ones says, so that a search from below
+    may not get there.
+
+    Args:
+        state: at the plan of ``starts``; left at that of the result.
+    """
+    found = dict(starts)
+    for group in state.problem.groups:
+        top = tuple(unit.top for unit in group.units)
+        if state.rungs(group.name) == top:
+            continue
+        prediction = state.try_moves(group.name, dict(enumerate(top)))
+        if prediction.iteration_ns <= limit_ns and group.fits(prediction.groups[group.name].peak_bytes):
+            state.accept()
+            found[group.name] = attrs.evolve(starts[group.name], rungs=top)
+        else:
+            state.reject()
+    return found
+
+
 def time_limit_ns(period_ns: int, tolerance: float) -> int:
     """T = period × (1 + tolerance), rounded down to a nanosecond."""
     return period_ns + int(period_ns * tolerance)

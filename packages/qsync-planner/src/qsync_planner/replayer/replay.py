@@ -7,7 +7,8 @@ scratch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -42,6 +43,11 @@ def base_rung(group: DeviceGroup) -> Variant:
     return group.ladder[-1] if group.ladder else Variant.of(group.base)
 
 
+def is_lowered(chosen: Chosen, base: Variant) -> bool:
+    """Whether an operator runs in another variant than its group's base, or a chain is fused."""
+    return chosen not in (base, UNFUSED)
+
+
 def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId, Chosen]]:
     """What a plan says of operators and chains, per group of the cluster.
 
@@ -66,30 +72,50 @@ def group_variants(group: GroupPlan) -> dict[OpId, Chosen]:
 class GroupState:
     """One group's mapper, times and memory, changed together; its step has the replayer's shape unless another one is given.
 
-    ``stays``: it is read and not changed, so that one with nothing lowered is a step without a plan.
+    With nothing lowered its times are those of a step without a plan, as in every replay from scratch: a search that took them for
+    those of operators beside lowered ones would not find again the very step that its time limit comes from.
+
+    ``stays``: it is read and not changed.
     """
 
     def __init__(
         self, replayer: Replayer, group: DeviceGroup, variants: Variants, shape: StepShape | None = None, *, stays: bool = False
     ) -> None:
         model = replayer.model_of(group.name, variants) if stays else replayer.model(group.name)
+        shape = shape or replayer.shape(group.name)
         self.mapper = CostMapper(replayer.dag, model, variants)
-        self.timing = StepTiming(self.mapper, shape or replayer.shape(group.name), synchronises=group.sync_per_step)
+        self.timing = StepTiming(self.mapper, shape, synchronises=group.sync_per_step)
         self.memory = replayer.ledger(self.mapper)
-        self.times: StepTimes = self.timing.times()
+        self._base = base_rung(group)
+        self._lowered = {name for name, variant in variants.items() if is_lowered(variant, self._base)}
+        self._alone: Callable[[], StepTimes] | None = None
+        if model is not replayer.model(group.name, lowers=False):
+            self._alone = lambda: GroupState(replayer, group, replayer.base_variants(group.name), shape, stays=True).times
+        self.times: StepTimes = self._present_times()
         self.peak_bytes = self.memory.peak_bytes()
-        self._before: tuple[Node, MemoryBefore, StepTimes, int] | None = None
+        self._before: tuple[Node, MemoryBefore, StepTimes, int, set[OpId]] | None = None
+
+    @cached_property
+    def _times_without_plan(self) -> StepTimes | None:
+        """Of a step with nothing lowered, where that is another model's; None where it is this one's."""
+        return None if self._alone is None else self._alone()
+
+    def _present_times(self) -> StepTimes:
+        return (None if self._lowered else self._times_without_plan) or self.timing.times()
 
     def update(self, variants: Variants) -> None:
         """Change some operators, until ``commit`` or ``rollback``."""
         change = self.mapper.update(variants)
+        flipped = {name for name, variant in variants.items() if is_lowered(variant, self._base) != (name in self._lowered)}
         self._before = (
             self.timing.refresh(change.recosted),
             self.memory.refresh(change.evaluated, change.producers),
             self.times,
             self.peak_bytes,
+            flipped,
         )
-        self.times, self.peak_bytes = self.timing.times(), self.memory.peak_bytes()
+        self._lowered ^= flipped
+        self.times, self.peak_bytes = self._present_times(), self.memory.peak_bytes()
 
     def commit(self) -> None:
         """Keep the update."""
@@ -100,7 +126,8 @@ class GroupState:
         """Undo the update."""
         self.mapper.rollback()
         if self._before is not None:
-            timing, memory, self.times, self.peak_bytes = self._before
+            timing, memory, self.times, self.peak_bytes, flipped = self._before
+            self._lowered ^= flipped
             self.timing.restore(timing)
             self.memory.restore(memory)
             self._before = None
@@ -217,7 +244,7 @@ class Replayer:
     def model_of(self, group: str, variants: Variants) -> CostModel:
         """The calibrated cost model of a group under these variants."""
         base = base_rung(self.cluster.group(group))
-        return self.model(group, lowers=any(variant not in (base, UNFUSED) for variant in variants.values()))
+        return self.model(group, lowers=any(is_lowered(variant, base) for variant in variants.values()))
 
     def shape(self, group: str) -> StepShape:
         """The part of a group's step that no plan changes."""

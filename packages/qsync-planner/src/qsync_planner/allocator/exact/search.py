@@ -58,11 +58,11 @@ class Answer:
     """The best plan found for one group, and how good any plan can be.
 
     Attributes:
-        plan: replayed; None where none was found.
-        bound: Σ Ω of one device that no plan is below; infinite where there is no plan.
+        plan: replayed; where nothing was found within the limits, the one that the search began at.
+        bound: Σ Ω of one device that no plan is below; minus infinity where nothing is known.
     """
 
-    plan: Replayed | None
+    plan: Replayed
     bound: float
 
 
@@ -87,7 +87,7 @@ class Search:
         program.limit(limit_ns, budget_bytes)
 
     def run(self, start: Sequence[int]) -> Answer:
-        """Search from a plan that may or may not keep the limits."""
+        """Search from a plan, which is the answer where nothing is found that keeps the limits."""
         first = self._program.replay(start)
         if self._budget and not self._program.memory.moments:
             # A first row of memory costs much in a program that is solved already, further ones do not.
@@ -103,7 +103,7 @@ class Search:
             # One from before is of a scale at which such plans hardly differ: the new one is better, if there is one.
             earlier, self._bound = self._bound, float("-inf")
             if not self._approach() and self._best is None:
-                return Answer(None, float("inf"))
+                return Answer(first, float("-inf"))
             if self._bound == float("-inf"):
                 self._bound = earlier
             small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
@@ -112,7 +112,7 @@ class Search:
             left = self._left()  # of this group's own time: the others need a bound as well
             if self._is_well_scaled() or (left is not None and left < time.monotonic() - began):
                 break
-        return Answer(self._best, self._bound)
+        return Answer(self._best or first, self._bound)
 
     def _is_well_scaled(self) -> bool:
         """Whether the best plan costs about what the program is scaled for, or there is none."""
@@ -253,8 +253,7 @@ class KnownPlans:
         search = Search(self._group, self.program, limit_ns, budget_bytes, self._effort)
         answer = search.run(start.rungs)
         self._bounds[limit_ns, budget_bytes] = answer.bound
-        if answer.plan is not None:
-            self.add(answer.plan.rungs)
+        self.add(answer.plan.rungs)
 
     def best(self, limit_ns: int, budget_bytes: int) -> Replayed:
         """The plan of least Σ Ω within the limits; of equal ones the faster, then the leaner."""

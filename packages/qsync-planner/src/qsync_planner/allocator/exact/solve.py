@@ -86,7 +86,6 @@ def solve_exactly(
 
     Raises:
         PlanError: when HiGHS is not installed.
-        InfeasibleError: when a group has no plan within the limits.
     """
     require_solver("the exact solver", ", or use --solver greedy")
     check_deadline_form(state.problem.dag)
@@ -170,7 +169,7 @@ def solve_jointly(
             found = Search(first, program, limit_ns, budgets[first.name], effort, progress).run(present)
             if len(groups) == 1:
                 bound = first.group.count * found.bound
-            if found.plan is not None and first.omega(found.plan.rungs) < first.omega(present):
+            if first.omega(found.plan.rungs) < first.omega(present):
                 for name in names:
                     state.move_to(name, found.plan.rungs)
                 better = len(blocks) > 1
@@ -188,11 +187,7 @@ def answer(
     seconds: float | None = None,
     progress: Progress = lambda text: None,
 ) -> dict[str, Answer]:
-    """The search of every group from its plan in ``starts``; other memory budgets than the groups' own by name.
-
-    Raises:
-        InfeasibleError: when a group has no plan within the limits.
-    """
+    """The search of every group from its plan in ``starts``; other memory budgets than the groups' own by name."""
     begin, groups = time.monotonic(), state.problem.groups
     found: dict[str, Answer] = {}
     known: dict[int, list[Answer]] = {}
@@ -204,25 +199,18 @@ def answer(
         budget = 0 if sizes[group.name] == _NO_BUDGET else sizes[group.name]
         share = attrs.evolve(effort, seconds=own, bound_seconds=left)
         alike = known.setdefault(programs.kind(group), [])
-        fitting = [entry for entry in alike if entry.plan is not None and entry.plan.peak_bytes <= sizes[group.name]]
+        fitting = [entry for entry in alike if entry.plan.peak_bytes <= sizes[group.name]]
         if not fitting:
             alike.append(Search(group, programs.of(group), limit_ns, budget, share, progress).run(starts[group.name]))
             fitting = alike[-1:]
-        found[group.name] = min(fitting, key=lambda entry: math.inf if entry.plan is None else group.omega(entry.plan.rungs))
-        if found[group.name].plan is None:
-            raise InfeasibleError(
-                f"no precision plan of group {group.name!r} keeps both a step time of {format_ns(limit_ns)} and a memory budget "
-                f"of {format_bytes(budget)}; raise --tolerance or the group's 'memory'"
-            )
+        found[group.name] = min(fitting, key=lambda entry: group.omega(entry.plan.rungs))
     return found
 
 
 def adopt(state: SearchState, answers: Mapping[str, Answer]) -> float:
     """Leave the state at the plans found; returns Σ Ω over all inference devices that no plan is below."""
     for group in state.problem.groups:
-        found = answers[group.name].plan
-        assert found is not None
-        state.move_to(group.name, found.rungs)
+        state.move_to(group.name, answers[group.name].plan.rungs)
     return _bound(state.problem, answers)
 
 
@@ -353,7 +341,7 @@ def least_time_plan(
     def least_omega(limit_ns: int) -> tuple[dict[str, Answer], float]:
         for gap in (effort.gap, 0.0):
             found = answer(state, programs, starts, limit_ns, attrs.evolve(effort, gap=gap))
-            omega = problem.objective({name: entry.plan.rungs for name, entry in found.items() if entry.plan is not None})
+            omega = problem.objective({name: entry.plan.rungs for name, entry in found.items()})
             if omega <= most or _bound(problem, found) > most:
                 break
         return found, omega
@@ -362,7 +350,7 @@ def least_time_plan(
     answers, omega = least_omega(shortest)
     if omega_limit is not None and omega > most:
         answers, omega = least_omega(ANY_TIME_NS)
-        high = max(shortest, *(entry.plan.period_ns for entry in answers.values() if entry.plan is not None))
+        high = max(shortest, *(entry.plan.period_ns for entry in answers.values()))
         if omega > most:
             raise InfeasibleError(
                 f"no precision plan within the memory budgets has a Σ Ω of at most {omega_limit:g}; the least is "
