@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -30,8 +30,8 @@ from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Progress
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
-from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, fastest_rungs
-from qsync_planner.allocator.free_batch import free_batches
+from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
+from qsync_planner.allocator.free_batch import fastest_batches, free_batches
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.jobs import Jobs
@@ -170,15 +170,43 @@ def allocate(
             objective,
         )[0]
 
+    def search_fastest(problem: Problem, ways: Ways, rungs: Mapping[str, Rungs]) -> Iterator[Solution]:
+        state = SearchState(problem, ways.at(ways.settings[0]))
+        for name, own in rungs.items():
+            state.move_to(name, own)
+        first = _under_the_best(Solution.of(state), ways, problem.variants(rungs))
+        yield first.with_one_reason(problem, "the fastest with these local batches")
+        wanted, own_starts = fastest_by_ctas(first.periods_ns, ANY_TIME_NS), {n: UniformStart(r, None) for n, r in rungs.items()}
+        try:
+            yield _under_ways(
+                state,
+                Programs(state.replayer),
+                ways,
+                wanted,
+                own_starts,
+                lambda s, u, p: least_time_plan(s, u, omega_limit, effort, p),
+                objective,
+            )[0]
+        except InfeasibleError:
+            return  # no plan of these batches has so small a Σ Ω
+
     rated = problem
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
     elif solution is None:
         solution, limit_ns = _under_ways(state, programs, ways, wanted, starts, solve, objective)
-        if batch == "free":
+        if batch == "free" and objective == "omega":
             rungs = {name: start.rungs for name, start in starts.items()}
-            freed = free_batches(problem, ways, solution, rungs, limit_ns, batch_profiles or {}, solve_at)
+            freed = free_batches(problem, ways, solution, balanced, rungs, limit_ns, batch_profiles or {}, solve_at)
             rated, solution = freed.problem, freed.solution
+    known = fastest_rungs(problem, programs, {name: start.rungs for name, start in starts.items()})
+    for name, found in solution.rungs.items():
+        known.setdefault(name, []).append(found)
+    fastest = FastestJobs(GroupChoices(problem, Jobs(ways, problem.variants(solution.rungs)), batch_profiles or {}, known))
+    if batch == "free" and objective == "time":
+        freed = fastest_batches(problem, ways, solution, fastest, omega_limit, batch_profiles or {}, search_fastest)
+        rated, solution = freed.problem, freed.solution
+        limit_ns = solution.prediction.iteration_ns
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
         "full": full.prediction.iteration_ns,
@@ -189,11 +217,6 @@ def allocate(
     notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem, peaks))
     notes = (*notes, *contention_notes(problem, communication))
     omega = rated.objective(solution.rungs)
-    variants = problem.variants(solution.rungs)
-    known = fastest_rungs(problem, programs, {name: start.rungs for name, start in starts.items()})
-    for name, rungs in solution.rungs.items():
-        known.setdefault(name, []).append(rungs)
-    fastest = FastestJobs(GroupChoices(problem, Jobs(ways, variants), batch_profiles or {}, known))
     return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described, fastest)
 
 
@@ -334,9 +357,9 @@ def _check_batch(batch: str, objective: str, solver: str, seconds: float | None)
         return
     if solver not in PLANNERS:
         raise PlanError(f"only the solvers {', '.join(PLANNERS)} can choose local batches too, not {solver}")
-    if objective != "omega" or seconds is not None:
-        what = "the objective omega" if seconds is None else "no time for solving"
-        raise PlanError(f"free local batches go with {what}: a plan of least Σ Ω is looked for under several splits of the batch")
+    if objective == "memory" or seconds is not None:
+        what = "the objectives omega and time" if seconds is None else "no time for solving"
+        raise PlanError(f"free local batches go with {what}: plans are looked for under several splits of the batch")
 
 
 def _plan(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from qsync_core.ir.chain import ChainVariant
+from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_planner.allocator.dynamic_batch import BatchProfile, BatchScaling, balance, largest_batch
 from qsync_planner.allocator.exact.group_program import Programs, Quantity, least
@@ -27,6 +28,8 @@ from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed, StepTiming
 
+WORTH_IT = 1.005
+"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
 _FIRST_MOVE = 16
 """Where ranks slow each other down, samples are moved from group to group, first this part of a batch, in the end single ones."""
 
@@ -73,12 +76,16 @@ class GroupChoices:
         self._base = {group.name: self._choice(group.name, ()) for group in groups}
         self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}
         self._work: dict[tuple[int, int], Condensed] = {}
-        self._scaled: dict[tuple[str, int], Replayer] = {}
+        self._scaled: dict[tuple[object, ...], tuple[str, Replayer]] = {}
         shapes = [jobs.ways.at(way).shape(groups[0].name) for way in jobs.ways.settings]
         self._cuts = {cut for shape in shapes for cut in shape.cuts}
         for group in problem.groups:
             for rungs in (*(group.uniform(index) for index in range(len(group.group.ladder))), *known.get(group.name, ())):
                 self.add(group.name, rungs)
+
+    def rungs(self, group: str, variants: Variants) -> Rungs:
+        """The rungs of an inference group's choice of these variants."""
+        return next(choice.rungs for choice in (self._base[group], *self._lowered[group]) if choice.variants is variants)
 
     def add(self, group: str, rungs: Rungs) -> None:
         """One more choice of an inference group; of a plan that fuses chains also the plan that does not."""
@@ -110,18 +117,21 @@ class GroupChoices:
         """What a rank has to do in a step."""
         key = (id(choice), batch)
         if key not in self._work:
-            replayer = self.jobs.whole if batch == self.traced else self._at(group, batch)
-            self._work[key] = Condensed.of(replayer.mapper(group, choice.variants), self._cuts)
+            whole = self.jobs.whole
+            name, replayer = (group, whole) if batch == self.traced else self._at(whole.cluster.group(group), batch)
+            self._work[key] = Condensed.of(replayer.mapper(name, choice.variants), self._cuts)
         return self._work[key]
 
-    def _at(self, group: str, batch: int) -> Replayer:
-        """A replayer of one rank of a group with another batch, for what its operators cost."""
-        if (group, batch) not in self._scaled:
-            whole = self.jobs.whole.cluster
-            one = attrs.evolve(whole, groups=(attrs.evolve(whole.group(group), count=1),), links=())
-            profile = self.scalings[group].profile_at(batch)
-            self._scaled[group, batch] = Replayer(self.problem.dag, one, {group: profile})
-        return self._scaled[group, batch]
+    def _at(self, group: DeviceGroup, batch: int) -> tuple[str, Replayer]:
+        """A replayer of one rank with another batch, and its group's name there; groups of one device type share it."""
+        key = (id(self.jobs.whole.profiles[group.name]), group.base, group.ladder, batch)
+        if key not in self._scaled:
+            profile = self.scalings[group.name].profile_at(batch)
+            # Times alone are asked for, and bringing memory to measured peaks takes as long as all else.
+            profile = attrs.evolve(profile, steps=tuple(attrs.evolve(step, peak_bytes=0) for step in profile.steps))
+            one = attrs.evolve(self.jobs.whole.cluster, groups=(attrs.evolve(group, count=1),), links=())
+            self._scaled[key] = group.name, Replayer(self.problem.dag, one, {group.name: profile})
+        return self._scaled[key]
 
 
 class FastestJobs:
@@ -134,16 +144,24 @@ class FastestJobs:
     def __init__(self, choices: GroupChoices) -> None:
         self.choices, self.jobs = choices, choices.jobs
 
-    def find(self, names: tuple[str, ...], *, lower: bool, uneven: bool) -> JobOfGroups | None:
+    def find(
+        self, names: tuple[str, ...], *, lower: bool, uneven: bool, only: Mapping[str, Sequence[int]] | None = None
+    ) -> JobOfGroups | None:
         """The fastest job of some groups; None where the memory takes none.
 
         Args:
             names: of the groups; where none of them trains, one stays in its base precision (:meth:`Jobs.stays_in_base`).
             lower: whether inference groups may be lowered; else all stay in their base precisions.
             uneven: whether the samples may be split otherwise than equally.  The global batch is the traced batch times the ranks.
+            only: the rungs that inference groups may be lowered to; None for all that are known.
         """
         stays = self.jobs.stays_in_base(names)
         wanted = {name: self.choices.of(name, lower=lower and name != stays, uneven=uneven) for name in names}
+        if only is not None:
+            wanted = {
+                name: [choice for choice in choices if choice is choices[0] or choice.rungs == tuple(only[name])]
+                for name, choices in wanted.items()
+            }
         way, best = self.jobs.ways.settings[0], None
         for _ in range(2):  # once more where another way is faster for what was found
             found = self._under(way, names, wanted, uneven=uneven)

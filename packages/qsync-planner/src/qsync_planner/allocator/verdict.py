@@ -22,13 +22,11 @@ from qsync_core.ir.plan import GroupPlan, RecommendedWay, Role, Verdict
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
-from qsync_planner.allocator.fastest import FastestJobs
+from qsync_planner.allocator.fastest import WORTH_IT, FastestJobs
 from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_per_second
 
 MAX_SUBSET_GROUPS = 5
 """Groups up to which every subset is tried, under every way to communicate; beyond, only single groups and leaving out one."""
-WORTH_IT = 1.005
-"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
 FLIP_EXPONENT = 1.5
 """Between 1, no shared masks, and 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
 
@@ -60,6 +58,17 @@ _OPTIONS = {
     Means.LOWERED: "--minimise time",
     Means.BOTH: "--batch free --minimise time",
 }
+
+
+_HOW = {
+    Means.PLAIN: "without QSync",
+    Means.PLAN: "as planned",
+    Means.PLAN_OF_SOME: "as planned",
+    Means.UNEVEN: "with uneven batches",
+    Means.LOWERED: "at the fastest precisions",
+    Means.BOTH: "with uneven batches and the fastest precisions",
+}
+_NOTHING = "nothing to gain from lower precision"
 
 
 @attrs.frozen(eq=False)
@@ -186,24 +195,20 @@ def _as_planned(
 
 def _sentence(best: Way, told: str, groups: tuple[str, ...], hybrid: JobOfGroups, alone: JobOfGroups, speedup: float) -> str:
     """The verdict in words, which names the command that plans the best way where that is not the plan's own."""
-    job = best.job
-    if best.means is Means.PLAIN and job.groups == groups:
-        return f"{told}; nothing to gain from lower precision: train without QSync"
-    if best.means in (Means.PLAN, Means.PLAN_OF_SOME) and job.groups == groups:
-        return told
-    what = {
-        Means.PLAIN: "nothing to gain from lower precision: train without QSync",
-        Means.UNEVEN: "nothing to gain from lower precision: train with uneven batches",
-        Means.LOWERED: "train at the fastest precisions",
-        Means.BOTH: "train with uneven batches and the fastest precisions",
-    }.get(best.means, "train as planned")
-    if without := _without(job, hybrid):
-        what = f"leave {without} out; {what}" if best.means in (Means.PLAIN, Means.UNEVEN) else f"leave {without} out and {what}"
-    command = f" (qsync plan … {best.means.options})" if best.means.options else ""
-    if groups == hybrid.groups and speedup >= WORTH_IT and job.groups == hybrid.groups:
-        return f"{told}; faster still, {what}{command}: {_rate(job)}"
+    job, without = best.job, _without(best.job, hybrid)
+    plain = f"{_NOTHING}: train without QSync"
+    if best.means in (Means.PLAIN, Means.PLAN, Means.PLAN_OF_SOME) and job.groups == groups:
+        return f"{told}; {plain}" if best.means is Means.PLAIN else told
+    options = f" (qsync plan … {best.means.options})" if best.means.options else ""
+    how = _HOW[best.means] + options
+    if groups == hybrid.groups and speedup >= WORTH_IT and not without:
+        nothing = f", and {_NOTHING}" if best.means in (Means.PLAIN, Means.UNEVEN) else ""
+        return f"{told}; {how} even {_rate(job)}{nothing}"
+    start = f"leave {without} out, and train {how}" if without else f"train {how}"
+    if best.means in (Means.PLAIN, Means.UNEVEN):
+        start = f"{_NOTHING}: {start}"
     gain = 100 * (job.samples_per_second / alone.samples_per_second - 1) if alone.samples_per_second else 0.0
-    return f"{what}{command}: {gain:.1f}% more throughput, {_rate(job)} against {_against(alone)}; this plan makes {_rate(hybrid)}"
+    return f"{start}: {gain:.1f}% more throughput, {_rate(job)} against {_against(alone)}; this plan makes {_rate(hybrid)}"
 
 
 def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> float:
