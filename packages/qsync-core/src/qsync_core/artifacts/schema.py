@@ -38,7 +38,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 3,
     "PrecisionDag": 2,
-    "PrecisionPlan": 4,
+    "PrecisionPlan": 5,
     "Profile": 6,
     "Timeline": 2,
 }
@@ -58,6 +58,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     },
     ("PrecisionPlan", 3): {},
     ("PrecisionPlan", 4): {},
+    ("PrecisionPlan", 5): {"recommended_way": None},
     ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},

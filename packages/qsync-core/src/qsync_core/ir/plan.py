@@ -95,6 +95,24 @@ class Verdict:
 
 
 @attrs.frozen
+class RecommendedWay:
+    """The way to run a job that makes most samples a second, of all that there are; of ways that are alike the simplest.
+
+    Attributes:
+        groups: which train; the others are left out.
+        local_batches: samples of one rank in a step, of each of them.
+        iteration_ns, samples_per_second: its predicted step and throughput.
+        options: of ``qsync plan``, which plans it; empty where it is this plan, or this plan without some groups, or no plan at all.
+    """
+
+    groups: tuple[str, ...]
+    local_batches: Mapping[str, int] = attrs.field(validator=checks.each(checks.non_negative_int))
+    iteration_ns: int = attrs.field(validator=checks.non_negative_int)
+    samples_per_second: float = attrs.field(validator=checks.finite)
+    options: str = ""
+
+
+@attrs.frozen
 class PrecisionPlan:
     """Which precision every operator runs in, per device group (docs/artifacts.md).
 
@@ -123,8 +141,9 @@ class PrecisionPlan:
         communication: how the job is to communicate; None where nothing was measured of it, and PyTorch's defaults stand.
         estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
         batch_axes: where the model's arguments say how large a local batch is (:attr:`~qsync_core.ir.dag.PrecisionDag.batch_axes`).
-        recommended_groups: with which of its groups the verdict says to train: all of them, or without those that are better left
-            out; empty where there is no verdict.
+        recommended_groups: with which of its groups to train as planned: all of them, or without those that are better left out;
+            empty where there is no verdict.
+        recommended_way: the best way of all, which may be another plan; None where there is no verdict.
     """
 
     model: str
@@ -152,6 +171,7 @@ class PrecisionPlan:
     memory: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
     batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
     recommended_groups: tuple[str, ...] = ()
+    recommended_way: RecommendedWay | None = None
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
@@ -166,6 +186,8 @@ class PrecisionPlan:
                 raise ValueError(f"{what} has an entry for group {stray[0]!r}, but the plan's groups are {names}")
         if stray := sorted(set(self.recommended_groups) - set(names)):
             raise ValueError(f"group {stray[0]!r} is recommended, but the plan's groups are {names}")
+        if self.recommended_way and (stray := sorted(set(self.recommended_way.groups) - set(names))):
+            raise ValueError(f"a way with group {stray[0]!r} is recommended, but the plan's groups are {names}")
         if twice := checks.first_repeated((*self.operator_ids, *self.unaddressed_ids)):
             raise ValueError(f"operator {twice} stands twice in operator_ids and unaddressed_ids")
         operators = set(self.operator_ids)

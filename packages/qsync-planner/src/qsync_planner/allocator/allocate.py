@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -24,15 +24,18 @@ from qsync_planner.allocator.baselines import (
     solve_uniform,
     time_limit_ns,
 )
-from qsync_planner.allocator.communication import NEEDS_COSTS, Fixed, Ways, fastest, fastest_by_ctas
+from qsync_planner.allocator.communication import NEEDS_COSTS, Fixed, Ways, fastest_by_ctas
+from qsync_planner.allocator.communication import fastest as fastest_way
 from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Progress
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
-from qsync_planner.allocator.free_batch import free_batches
+from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
+from qsync_planner.allocator.free_batch import fastest_batches, free_batches
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
+from qsync_planner.allocator.jobs import Jobs
 from qsync_planner.allocator.notes import baseline_notes, contention_notes, uniform_notes, waiting_notes
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
@@ -168,15 +171,43 @@ def allocate(
             objective,
         )[0]
 
+    def search_fastest(problem: Problem, ways: Ways, rungs: Mapping[str, Rungs]) -> Iterator[Solution]:
+        state = SearchState(problem, ways.at(ways.settings[0]))
+        for name, own in rungs.items():
+            state.move_to(name, own)
+        first = _under_the_best(Solution.of(state), ways, problem.variants(rungs))
+        yield first.with_one_reason(problem, "the fastest with these local batches")
+        wanted, own_starts = fastest_by_ctas(first.periods_ns, ANY_TIME_NS), {n: UniformStart(r, None) for n, r in rungs.items()}
+        try:
+            yield _under_ways(
+                state,
+                Programs(state.replayer),
+                ways,
+                wanted,
+                own_starts,
+                lambda s, u, p: least_time_plan(s, u, omega_limit, effort, p),
+                objective,
+            )[0]
+        except InfeasibleError:
+            return  # no plan of these batches has so small a Σ Ω
+
     rated = problem
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
     elif solution is None:
         solution, limit_ns = _under_ways(state, programs, ways, wanted, starts, solve, objective)
-        if batch == "free":
+        if batch == "free" and objective == "omega":
             rungs = {name: start.rungs for name, start in starts.items()}
-            freed = free_batches(problem, ways, solution, rungs, limit_ns, batch_profiles or {}, solve_at)
+            freed = free_batches(problem, ways, solution, balanced, rungs, limit_ns, batch_profiles or {}, solve_at)
             rated, solution = freed.problem, freed.solution
+    known = fastest_rungs(problem, programs, {name: start.rungs for name, start in starts.items()})
+    for name, found in solution.rungs.items():
+        known.setdefault(name, []).append(found)
+    fastest = FastestJobs(GroupChoices(problem, Jobs(ways, problem.variants(solution.rungs)), batch_profiles or {}, known))
+    if batch == "free" and objective == "time":
+        freed = fastest_batches(problem, ways, solution, fastest, omega_limit, batch_profiles or {}, search_fastest)
+        rated, solution = freed.problem, freed.solution
+        limit_ns = solution.prediction.iteration_ns
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
         "full": full.prediction.iteration_ns,
@@ -187,7 +218,7 @@ def allocate(
     notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem, peaks))
     notes = (*notes, *contention_notes(problem, communication))
     omega = rated.objective(solution.rungs)
-    return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described)
+    return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described, fastest)
 
 
 def _under_the_best(solution: Solution, ways: Ways, variants: Mapping[str, Variants]) -> Solution:
@@ -196,7 +227,7 @@ def _under_the_best(solution: Solution, ways: Ways, variants: Mapping[str, Varia
         way = ways.settings[0]
         return attrs.evolve(solution, way=way, periods_ns={way: solution.prediction.iteration_ns})
     periods = ways.periods_ns(variants)
-    way = fastest(periods)
+    way = fastest_way(periods)
     return attrs.evolve(solution, prediction=ways.at(way).replay(variants), way=way, periods_ns=periods)
 
 
@@ -247,7 +278,7 @@ def _under_ways(
             periods = ways.periods_ns(problem.variants(solution.rungs))
         found.append((attrs.evolve(solution, way=way, periods_ns=periods), limit_ns))
         best = min(found, key=rank)
-        if not left and len(found) == len(wanted) and (faster := fastest(best[0].periods_ns)) not in wanted:
+        if not left and len(found) == len(wanted) and (faster := fastest_way(best[0].periods_ns)) not in wanted:
             # Uniform precision may be too slow there; this plan is faster than where it kept the limit.
             left = [faster]
             starts = {name: attrs.evolve(start, rungs=best[0].rungs[name]) for name, start in starts.items()}
@@ -329,9 +360,9 @@ def _check_batch(batch: str, objective: str, solver: str, seconds: float | None)
         return
     if solver not in PLANNERS:
         raise PlanError(f"only the solvers {', '.join(PLANNERS)} can choose local batches too, not {solver}")
-    if objective != "omega" or seconds is not None:
-        what = "the objective omega" if seconds is None else "no time for solving"
-        raise PlanError(f"free local batches go with {what}: a plan of least Σ Ω is looked for under several splits of the batch")
+    if objective == "memory" or seconds is not None:
+        what = "the objectives omega and time" if seconds is None else "no time for solving"
+        raise PlanError(f"free local batches go with {what}: plans are looked for under several splits of the batch")
 
 
 def _plan(
@@ -345,8 +376,9 @@ def _plan(
     baselines: Mapping[str, int],
     notes: tuple[str, ...],
     described: Cluster,
+    fastest: FastestJobs,
 ) -> PrecisionPlan:
-    """The plan as an artifact; ``described`` is the cluster as it was given."""
+    """The plan as an artifact; ``described`` is the cluster as it was given, ``fastest`` finds the other ways to run it."""
     dag, cluster = problem.dag, problem.cluster
     assert solution.way is not None
     groups = tuple(group_plan(problem, group, solution) for group in cluster.groups)
@@ -355,7 +387,7 @@ def _plan(
     local_batches = dict(solution.local_batches) or {group.name: dag.batch_size for group in cluster.groups}
     training = [group.name for group in cluster.groups if group.role is Role.TRAIN]
     notes = (*notes, *error_notes(sensitivity, groups))
-    judged = judge(ways, solution.way, variants, period, local_batches)
+    judged = judge(fastest, solution.way, period, local_batches)
     scaling = any(group.needs_loss_scaling for group in groups)
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
@@ -397,5 +429,6 @@ def _plan(
         weight_shapes={operator.op_id.fqn: operator.parameter_shape for operator in dag.adjustable},
         communication=ways.planned(solution.way, solution.periods_ns),
         batch_axes=dag.batch_axes,
-        recommended_groups=judged.recommended if judged else (),
+        recommended_groups=judged.groups if judged else (),
+        recommended_way=judged.best if judged else None,
     )

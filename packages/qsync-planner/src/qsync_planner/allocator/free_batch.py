@@ -1,14 +1,14 @@
-"""``--batch free``: local batches and precisions together, under the limits of equal batches (docs/decisions/free-batches.md).
+"""``--batch free``: local batches and precisions together (docs/decisions/free-batches.md).
 
-Samples move from inference ranks to training ranks, and the global batch stays.  A rank with fewer samples needs less time, so that
-more of it may stay precise, and it counts less in the gradient: with a share r of the traced batch its Ω counts r times.  (Rounding
-that differs from sample to sample averages out over them and leaves r; rounding that all samples share, as of weights, leaves r²,
-which is less.)
+For the shortest time, samples go wherever that is.  For the least Σ Ω under the limits of equal batches they move from inference
+ranks to training ranks, and the global batch stays.  A rank with fewer samples needs less time, so that more of it may stay precise,
+and it counts less in the gradient: with a share r of the traced batch its Ω counts r times.  (Rounding that differs from sample to
+sample averages out over them and leaves r; rounding that all samples share, as of weights, leaves r², which is less.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -17,6 +17,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.units import format_ns
 from qsync_planner.allocator.communication import Ways
 from qsync_planner.allocator.dynamic_batch import (
+    Balanced,
     BatchProfile,
     BatchScaling,
     balance,
@@ -26,7 +27,9 @@ from qsync_planner.allocator.dynamic_batch import (
     scaled_profiles,
     with_peaks,
 )
-from qsync_planner.allocator.problem import Problem
+from qsync_planner.allocator.fastest import WORTH_IT, FastestJobs, Rungs
+from qsync_planner.allocator.jobs import JobOfGroups
+from qsync_planner.allocator.problem import GroupProblem, Problem
 from qsync_planner.allocator.solution import Solution
 
 PREDICTION_ERROR = 0.032
@@ -35,8 +38,14 @@ PREDICTION_ERROR = 0.032
 MOST_SPLITS = 64
 """Larger batches are split in steps of several samples."""
 
+HONOUR = "the script must honour them, see docs/uneven-batches.md"
+_ROUNDING = 1e-9
+"""Part of a Σ Ω that depends on the order in which it is added up."""
+
 Search = Callable[[Problem, Ways, int], Solution]
 """The best plan of a problem that keeps a time limit, which uniform precision keeps."""
+FastestSearch = Callable[[Problem, Ways, Mapping[str, Rungs]], Iterable[Solution]]
+"""Fast plans of a problem, given rungs that keep its memory budgets: these themselves, and the fastest that are found."""
 
 
 @attrs.frozen
@@ -51,11 +60,16 @@ class Freed:
     problem: Problem
     solution: Solution
 
+    def speed(self) -> tuple[int, float]:
+        """What "faster" compares, lower being better: the period, then Σ Ω."""
+        return self.solution.prediction.iteration_ns, self.problem.objective(self.solution.rungs)
+
 
 def free_batches(
     problem: Problem,
     ways: Ways,
     equal: Solution,
+    balanced: Balanced,
     uniform: Mapping[str, Sequence[int]],
     limit_ns: int,
     further: Mapping[str, BatchProfile],
@@ -63,12 +77,15 @@ def free_batches(
 ) -> Freed:
     """Look for local batches under which more precision fits than under equal ones.
 
+    Where balanced batches keep the limit with nothing lowered, there is no better plan.  Else samples go from inference ranks to
+    training ranks.
     With fewer samples on inference ranks their plans can only get better, until training ranks no longer keep the limit.  So the
     plan of the furthest split that keeps it is looked for first, and then the split nearest to equal batches whose Σ Ω is alike.
     Several groups of one role share their samples so that they are ready together.
 
     Args:
         problem, ways, equal: with equal batches, and their best plan.
+        balanced: batches that make full precision the fastest.
         uniform: the rungs of uniform precision, by inference group.
         limit_ns: of the step, for both.
         further: per group a second profile, at another batch size.
@@ -86,6 +103,16 @@ def free_batches(
     def kept(why: str) -> Freed:
         return Freed(problem, attrs.evolve(equal, notes=(*equal.notes, f"local batches stay equal: {why}")))
 
+    full_ns = balanced.solution.prediction.iteration_ns
+    faster = omega > 0 or full_ns < equal.prediction.iteration_ns * (1 - PREDICTION_ERROR)
+    if not balanced.does_not_fit and full_ns <= margin_ns and faster and not problem.objective(balanced.solution.rungs):
+        solution = balanced.solution.with_one_reason(problem, "with these local batches nothing need be lowered")
+        before = f"{format_ns(equal.prediction.iteration_ns)} and a Σ Ω of {omega:.4g}" if omega else format_ns(limit_ns)
+        note = (
+            f"local batches differ: nothing is lowered, and a step takes {format_ns(full_ns)} instead of {before} with equal batches; "
+            f"{HONOUR}"
+        )
+        return Freed(problem, attrs.evolve(solution, notes=(note, *solution.notes)))
     if omega == 0:
         return kept("nothing is lowered")
     splits = _Splits(problem, ways, equal, further)
@@ -114,15 +141,75 @@ def free_batches(
     chosen, split = found[high], keeping[high]
     note = (
         f"local batches differ: Σ Ω is {omega_at(high):.4g} instead of {omega:.4g} with equal batches, in {format_ns(margin_ns)} "
-        "(the time limit less the error of predicted steps); the script must honour them, see docs/uneven-batches.md"
+        f"(the time limit less the error of predicted steps); {HONOUR}"
     )
-    solution = attrs.evolve(
-        chosen.solution,
-        local_batches=split,
-        prediction=with_peaks(chosen.solution.prediction, splits.peaks(split, chosen.solution)),
-        notes=(*chosen.solution.notes, note, *splits.notes(split)),
-    )
-    return Freed(chosen.problem, solution)
+    return Freed(chosen.problem, splits.applied(split, chosen.solution, note))
+
+
+def fastest_batches(
+    problem: Problem,
+    ways: Ways,
+    equal: Solution,
+    fastest: FastestJobs,
+    omega_limit: float | None,
+    further: Mapping[str, BatchProfile],
+    search: FastestSearch,
+) -> Freed:
+    """Look for local batches under which the job is faster than under equal ones, with the precisions that make it so.
+
+    The split of the fastest job with all precisions is tried, and that in full precision.  At each the fastest plan is searched;
+    then the batches are balanced for the precisions of the best one, as long as that helps.
+
+    Args:
+        problem, ways, equal: with equal batches, and their fastest plan.
+        fastest: jobs of these groups.
+        omega_limit: the largest Σ Ω; None for any.
+        further: per group a second profile, at another batch size.
+        search: finds the fastest plan of a split.
+
+    Returns:
+        The fastest plan, with a note that says what the split gives or why batches stay equal.
+
+    Raises:
+        PlanError: when a second profile does not go with the first.
+    """
+    names = fastest.jobs.names
+    splits = _Splits(problem, ways, equal, further)
+    before = equal.prediction.iteration_ns
+    best = Freed(problem, equal)
+    seen = [dict.fromkeys(names, max(1, problem.dag.batch_size))]
+
+    def try_job(job: JobOfGroups | None) -> None:
+        nonlocal best
+        if job is None or dict(job.local_batches) in seen:
+            return
+        seen.append(dict(job.local_batches))
+        at = splits.ways(job.local_batches)
+        rungs = {group.name: fastest.choices.rungs(group.name, job.variants[group.name]) for group in problem.groups}
+        weighted = splits.problem(job.local_batches, at, rungs)
+        for solution in search(weighted, at, rungs):
+            over = omega_limit is not None and weighted.objective(solution.rungs) > omega_limit * (1 + _ROUNDING)
+            if over or not splits.fit(job.local_batches, solution):
+                continue
+            found = Freed(weighted, attrs.evolve(solution, local_batches=dict(job.local_batches)))
+            best = min(best, found, key=Freed.speed)
+
+    for lower in (True, False):
+        try_job(fastest.find(names, lower=lower, uneven=True))
+    while True:
+        present = best.solution.prediction.iteration_ns
+        for group in best.problem.groups:
+            fastest.choices.add(group.name, best.solution.rungs[group.name])
+        only = None if omega_limit is None else best.solution.rungs  # others may be above the limit
+        try_job(fastest.find(names, lower=True, uneven=True, only=only))
+        if best.solution.prediction.iteration_ns >= present:
+            break
+    after, split = best.solution.prediction.iteration_ns, dict(best.solution.local_batches)
+    if after * WORTH_IT >= before or not split:
+        why = f"no other split is faster than {format_ns(before)} by more than half a percent"
+        return Freed(problem, attrs.evolve(equal, notes=(*equal.notes, f"local batches stay equal: {why}")))
+    note = f"local batches differ: {format_ns(after)} a step instead of {format_ns(before)} with equal batches; {HONOUR}"
+    return Freed(best.problem, splits.applied(split, best.solution, note))
 
 
 class _Splits:
@@ -166,11 +253,16 @@ class _Splits:
         """The job's replayers at these batches."""
         return self._equal_ways.with_profiles(scaled_profiles(self._problem, self._scalings, split, self._further))
 
-    def problem(self, split: Mapping[str, int], ways: Ways) -> Problem:
-        """The decisions at these batches: each rank's Ω counts its share of the traced batch."""
+    def problem(self, split: Mapping[str, int], ways: Ways, rungs: Mapping[str, Sequence[int]] | None = None) -> Problem:
+        """The decisions at these batches: each rank's Ω counts its share of the traced batch.
+
+        Programs know the memory of the traced batch alone.  Where an inference rank takes more samples, its budget is made smaller
+        as full precision's peak would grow, but not below what ``rungs`` take, which are known to fit.
+        """
         groups = tuple(
             attrs.evolve(
                 group,
+                group=attrs.evolve(group.group, memory_bytes=self._budget(group, split[group.name], rungs)),
                 units=tuple(
                     attrs.evolve(unit, omega=tuple(value * split[group.name] / self._traced for value in unit.omega))
                     for unit in group.units
@@ -179,6 +271,30 @@ class _Splits:
             for group in self._problem.groups
         )
         return attrs.evolve(self._problem, profiles=ways.at(ways.settings[0]).profiles, groups=groups)
+
+    def _budget(self, group: GroupProblem, batch: int, rungs: Mapping[str, Sequence[int]] | None) -> int:
+        budget, base = group.group.memory_bytes, self._memory[group.name]
+        if not budget or batch <= self._traced:
+            return budget
+        smaller = budget * base.peak_bytes // max(1, base.at_batch(batch).peak_bytes)
+        replayer = self._equal_ways.at(self._equal_ways.settings[0])
+        taken = 0 if rungs is None else replayer.memory(group.name, group.variants(rungs[group.name])).peak_bytes
+        return max(1, smaller, taken)
+
+    def applied(self, split: Mapping[str, int], solution: Solution, note: str) -> Solution:
+        """A solution at these batches, with its peaks there and the notes on them."""
+        return attrs.evolve(
+            solution,
+            local_batches=split,
+            prediction=with_peaks(solution.prediction, self.peaks(split, solution)),
+            notes=(*solution.notes, note, *self.notes(split)),
+        )
+
+    def fit(self, split: Mapping[str, int], solution: Solution) -> bool:
+        """Whether every group has the memory for a solution at these batches."""
+        peaks = self.peaks(split, solution)
+        budgets = {group.name: group.memory_bytes for group in self._problem.cluster.groups}
+        return all(not budgets[name] or peak <= budgets[name] for name, peak in peaks.items())
 
     def peaks(self, split: Mapping[str, int], solution: Solution) -> dict[str, int]:
         """Predicted peaks at these batches."""

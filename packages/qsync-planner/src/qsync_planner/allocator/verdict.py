@@ -1,4 +1,4 @@
-"""The verdict on a whole plan: does the hybrid job beat the best groups alone, and what does the plan do to the gradients?
+"""The verdict on a whole plan: which way to run the job makes most samples a second, and what does the plan do to the gradients?
 
 See docs/design/allocator.md#the-verdict.
 
@@ -10,213 +10,205 @@ masks, their parts would add in squares too; if no two reached the same one, the
 
 from __future__ import annotations
 
-import functools
+import enum
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from qsync_core.ir.cluster import Cluster, Link
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import GroupPlan, Role, Verdict
-from qsync_core.ir.profile import Profile
+from qsync_core.ir.plan import GroupPlan, RecommendedWay, Role, Verdict
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
-from qsync_planner.allocator.communication import Ways
-from qsync_planner.allocator.communication import fastest as fastest_way
-from qsync_planner.replayer.chains import Variants
-from qsync_planner.replayer.replay import Replayer
-from qsync_planner.replayer.step_timing import Condensed
+from qsync_planner.allocator.fastest import WORTH_IT, FastestJobs
+from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_per_second
 
 MAX_SUBSET_GROUPS = 5
-"""Groups up to which every subset is replayed, under every way to communicate; beyond, only single groups and leaving out one."""
-WORTH_IT = 1.005
-"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
+"""Groups up to which every subset is tried, under every way to communicate; beyond, only single groups and leaving out one."""
 FLIP_EXPONENT = 1.5
 """Between 1, no shared masks, and 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
 
 
+class Means(enum.IntEnum):
+    """What a way to run a job takes, those that take less first: of ways that are alike the first is recommended."""
+
+    PLAIN = 0
+    """Nothing: every group in its base precision, with equal batches."""
+    PLAN = 1
+    """The plan at hand."""
+    PLAN_OF_SOME = 2
+    """The same, without some of the groups."""
+    UNEVEN = 3
+    """Base precisions, and other batches."""
+    LOWERED = 4
+    """Equal batches, and the fastest precisions."""
+    BOTH = 5
+    """Other batches, and the fastest precisions."""
+
+    @property
+    def options(self) -> str:
+        """Of ``qsync plan``, which makes the plan; empty where there is nothing to make."""
+        return _OPTIONS.get(self, "")
+
+
+_OPTIONS = {
+    Means.UNEVEN: "--solver dynamic-batch",
+    Means.LOWERED: "--minimise time",
+    Means.BOTH: "--batch free --minimise time",
+}
+
+
+_HOW = {
+    Means.PLAIN: "without QSync",
+    Means.PLAN: "as planned",
+    Means.PLAN_OF_SOME: "as planned",
+    Means.UNEVEN: "with uneven batches",
+    Means.LOWERED: "at the fastest precisions",
+    Means.BOTH: "with uneven batches and the fastest precisions",
+}
+_NOTHING = "nothing to gain from lower precision"
+
+
 @attrs.frozen(eq=False)
-class JobOfGroups:
-    """A job of some of the groups, with the same batch on every rank.
+class Way:
+    """A way to run the job: what it takes, and the job."""
 
-    Attributes:
-        groups: their names, in the cluster's order.
-        way: the fastest one to communicate; iteration_ns: the period under it.
-        samples_per_second: of the job.
-        variants: what its groups run, by name.
-    """
+    means: Means
+    job: JobOfGroups
 
-    groups: tuple[str, ...]
-    way: CommunicationSettings
-    iteration_ns: int
-    samples_per_second: float
-    variants: Mapping[str, Variants] = {}
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.job.samples_per_second
 
 
 @attrs.frozen
 class Judged:
-    """A verdict, and the groups that it says to train with."""
+    """A verdict, the groups that are better to train with under plans like this one, and the best way of all."""
 
     verdict: Verdict
-    recommended: tuple[str, ...]
+    groups: tuple[str, ...]
+    best: RecommendedWay
 
 
 def judge(
-    ways: Ways,
+    fastest: FastestJobs,
     chosen: CommunicationSettings,
-    variants: Mapping[str, Variants],
     hybrid_ns: int,
     local_batches: Mapping[str, int],
 ) -> Judged | None:
-    """Compare the whole job with jobs of some of its groups, at the same batch per rank, each under its best way to communicate.
+    """Compare the whole job under the plan with every other way to run it, each under its best way to communicate.
 
     Args:
-        ways: in which the jobs may communicate.
-        chosen: the one of the whole job.
-        variants: the plan, by group.
+        fastest: jobs of the plan's groups.
+        chosen: how the whole job communicates under the plan.
         hybrid_ns: the plan's predicted period.
         local_batches: by group, where they differ from the traced batch size.
 
     Returns:
         None where there is no training group, or no other one.
     """
-    jobs = Jobs(ways, variants)
+    jobs = fastest.jobs
     if not jobs.training or len(jobs.names) < 2:
         return None
-    dag, cluster, profiles = jobs.whole.dag, jobs.whole.cluster, jobs.whole.profiles
-    samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
-    hybrid = JobOfGroups(jobs.names, chosen, hybrid_ns, _rate(samples, hybrid_ns))
+    cluster, traced = jobs.whole.cluster, jobs.whole.dag.batch_size
+    batches = {name: local_batches.get(name, traced) for name in jobs.names}
+    samples = sum(cluster.group(name).count * batch for name, batch in batches.items())
+    rate = samples_per_second(samples, hybrid_ns)
+    hybrid = JobOfGroups(jobs.names, chosen, hybrid_ns, rate, jobs.variants, batches)
     alone = jobs.best_alone()
-    if len(jobs.names) <= MAX_SUBSET_GROUPS:
-        sizes = range(1, len(jobs.names))
-        others = [jobs.of(subset) for size in sizes for subset in itertools.combinations(jobs.names, size)]
-    else:
-        others = [alone, *(jobs.of(tuple(name for name in jobs.names if name != left_out), [chosen]) for left_out in jobs.names)]
+    some = [jobs.of(names, considered) for names, considered in _sets(jobs, alone, chosen)]
     speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
-    sentence, recommended = _sentence(hybrid, alone, others, jobs.training, speedup)
-    estimated = "estimated: " if any(profile.estimated_from for profile in profiles.values()) else ""
-    training_only_ns = jobs.of(jobs.training).iteration_ns
-    return Judged(Verdict(hybrid.iteration_ns, training_only_ns, speedup, estimated + sentence), recommended)
+    best = _best([Way(Means.PLAN, hybrid), *(Way(Means.PLAN_OF_SOME, job) for job in some), *_others(fastest, some)])
+    told, groups = _as_planned(hybrid, alone, some, jobs.training, speedup)
+    sentence = _sentence(best, told, groups, hybrid, alone, speedup)
+    estimated = "estimated: " if any(profile.estimated_from for profile in jobs.whole.profiles.values()) else ""
+    verdict = Verdict(hybrid.iteration_ns, jobs.of(jobs.training).iteration_ns, speedup, estimated + sentence)
+    return Judged(verdict, groups, _recommended(best))
 
 
-def _rate(samples: int, period_ns: int) -> float:
-    return samples * 1e9 / period_ns if period_ns else 0.0
+def _sets(
+    jobs: Jobs, alone: JobOfGroups, chosen: CommunicationSettings
+) -> Iterator[tuple[tuple[str, ...], Sequence[CommunicationSettings]]]:
+    """The sets of groups that may train without the others, with the ways to communicate that are tried."""
+    if len(jobs.names) <= MAX_SUBSET_GROUPS:
+        for size in range(1, len(jobs.names)):
+            yield from ((names, ()) for names in itertools.combinations(jobs.names, size))
+        return
+    yield alone.groups, ()
+    for left_out in jobs.names:
+        yield tuple(name for name in jobs.names if name != left_out), [chosen]
 
 
-@attrs.frozen(eq=False, slots=False)
-class Jobs:
-    """Jobs of some of a plan's groups.
-
-    Attributes:
-        ways: in which they may communicate; variants: the plan, by group.
-    """
-
-    ways: Ways
-    variants: Mapping[str, Variants]
-    _known: dict[tuple[str, ...], JobOfGroups] = attrs.field(factory=dict)
-
-    @property
-    def whole(self) -> Replayer:
-        """Of all groups."""
-        return self.ways.at(self.ways.settings[0])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all groups."""
-        return tuple(group.name for group in self.whole.cluster.groups)
-
-    @property
-    def training(self) -> tuple[str, ...]:
-        """Of the training groups."""
-        return tuple(group.name for group in self.whole.cluster.groups if group.role is Role.TRAIN)
-
-    def best_alone(self) -> JobOfGroups:
-        """What the whole is compared with: of its training groups together and each group by itself the job with most samples/s."""
-        candidates = [subset for subset in (self.training, *((name,) for name in self.names)) if subset and subset != self.names]
-        return max(map(self.of, candidates), key=lambda job: job.samples_per_second)  # of equal ones the first
-
-    def of(self, names: tuple[str, ...], considered: Sequence[CommunicationSettings] = ()) -> JobOfGroups:
-        """The job of some groups under the plan, and under the best of the ways that are considered, all by default.
-
-        Where no training group is among them, the one that is the fastest in its base precision has no faster one to keep up with,
-        and runs in it if it has the memory.
-        """
-        if names in self._known:
-            return self._known[names]
-        run = {name: self.variants.get(name) or self.whole.base_variants(name) for name in names}
-        work = {name: self._work[name] for name in names}
-        if not set(names).intersection(self.training):
-            fastest = min(names, key=lambda name: self.whole.alone(name, self.whole.base_variants(name)).period_ns)
-            base, budget = self.whole.base_variants(fastest), self.whole.cluster.group(fastest).memory_bytes
-            if not budget or self.whole.memory(fastest, base).process_bytes <= budget:
-                run[fastest], work[fastest] = base, self._base_work[fastest]
-        periods = {way: self._replayer(names, way).period_ns(work) for way in considered or self.ways.settings}
-        way = fastest_way(periods)
-        samples = self.whole.dag.batch_size * sum(self.whole.cluster.group(name).count for name in names)
-        found = JobOfGroups(names, way, periods[way], _rate(samples, periods[way]), run)
-        if not considered:
-            self._known[names] = found
-        return found
-
-    def timeline(self, job: JobOfGroups) -> Timeline:
-        """A step of one of them."""
-        return self._replayer(job.groups, job.way).timeline(job.variants)
-
-    @functools.cached_property
-    def _work(self) -> dict[str, Condensed]:
-        return self.ways.condensed(self.variants)
-
-    @functools.cached_property
-    def _base_work(self) -> dict[str, Condensed]:
-        return self.ways.condensed({})
-
-    def _replayer(self, names: tuple[str, ...], way: CommunicationSettings) -> Replayer:
-        cluster, profiles = self.whole.cluster, self.whole.profiles
-        groups = tuple(group for group in cluster.groups if group.name in names)
-        smaller = attrs.evolve(cluster, groups=groups, links=links_among(cluster, profiles, set(names)))
-        kept = {name: profiles[name] for name in names}
-        return Replayer(self.whole.dag, smaller, kept, communication=self.ways.costs, settings=way, like=self.ways.at(way))
+def _others(fastest: FastestJobs, some: Sequence[JobOfGroups]) -> Iterator[Way]:
+    """Every way that is not the plan's, of all groups and of those sets."""
+    for names in (fastest.jobs.names, *(job.groups for job in some)):
+        for means in (Means.PLAIN, Means.UNEVEN, Means.LOWERED, Means.BOTH):
+            lower, uneven = means in (Means.LOWERED, Means.BOTH), means in (Means.UNEVEN, Means.BOTH)
+            job = fastest.find(names, lower=lower, uneven=uneven)
+            if job is not None:
+                yield Way(means, job)
 
 
-def links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str]) -> tuple[Link, ...]:
-    """The links of the groups that remain.
-
-    Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
-    """
-    links = tuple(link for link in cluster.links if kept.issuperset(link.between))
-    measured = any(model is not None and model.world_size > 1 for model in (profiles[name].collective for name in kept))
-    if links or measured:
-        return links
-    touching = [(link, next(iter(kept.intersection(link.between)))) for link in cluster.links if kept.intersection(link.between)]
-    return tuple({name: attrs.evolve(link, between=(name, name)) for link, name in touching}.values())
+def _best(ways: Sequence[Way]) -> Way:
+    """Of the ways that are alike the fastest one that which takes least, and of those the fastest, with most groups."""
+    most = max(way.rate for way in ways)
+    alike = [way for way in ways if way.rate * WORTH_IT >= most]
+    return min(alike, key=lambda way: (way.means, -way.rate, -len(way.job.groups)))
 
 
-def _sentence(
+def _recommended(best: Way) -> RecommendedWay:
+    job = best.job
+    return RecommendedWay(job.groups, job.local_batches, job.iteration_ns, job.samples_per_second, best.means.options)
+
+
+def _rate(job: JobOfGroups) -> str:
+    return f"{job.samples_per_second:,.1f} samples/s ({format_ns(job.iteration_ns)} a step)"
+
+
+def _against(alone: JobOfGroups) -> str:
+    return f"{alone.samples_per_second:,.1f} ({format_ns(alone.iteration_ns)}) with {' and '.join(alone.groups)} alone"
+
+
+def _without(job: JobOfGroups, whole: JobOfGroups) -> str:
+    return " and ".join(name for name in whole.groups if name not in job.groups)
+
+
+def _as_planned(
     hybrid: JobOfGroups, alone: JobOfGroups, others: Sequence[JobOfGroups], training: tuple[str, ...], speedup: float
 ) -> tuple[str, tuple[str, ...]]:
-    """In words, and the groups to train with."""
-    rates = (
-        f"{hybrid.samples_per_second:,.1f} samples/s ({format_ns(hybrid.iteration_ns)} a step) against "
-        f"{alone.samples_per_second:,.1f} ({format_ns(alone.iteration_ns)}) with {' and '.join(alone.groups)} alone"
-    )
+    """What the plan is worth, and the groups to train with where each runs as planned."""
+    rates = f"{_rate(hybrid)} against {_against(alone)}"
     best = max(others, key=lambda job: (job.samples_per_second, len(job.groups)))
     if best.samples_per_second > hybrid.samples_per_second and best.groups != alone.groups:
-        left_out = " and ".join(name for name in hybrid.groups if name not in best.groups)
-        return (
-            f"leave {left_out} out: without it {best.samples_per_second:,.1f} samples/s ({format_ns(best.iteration_ns)} a step); "
-            f"the whole hybrid job makes {rates}",
-            best.groups,
-        )
-    who = " and ".join(name for name in hybrid.groups if name not in alone.groups)
+        left_out = _without(best, hybrid)
+        return f"leave {left_out} out: without it {_rate(best)}; the whole hybrid job makes {rates}", best.groups
+    who = _without(alone, hybrid)
     if speedup >= WORTH_IT:
         used = who if alone.groups == training else "all groups"
         return f"use {used}: {100 * (speedup - 1):.1f}% more throughput, {rates}", hybrid.groups
     loss = f"{100 * (1 - speedup):.1f}% less throughput" if speedup < 1 else "no more throughput"
     return f"leave {who} out: {loss}, {rates}", alone.groups
+
+
+def _sentence(best: Way, told: str, groups: tuple[str, ...], hybrid: JobOfGroups, alone: JobOfGroups, speedup: float) -> str:
+    """The verdict in words, which names the command that plans the best way where that is not the plan's own."""
+    job, without = best.job, _without(best.job, hybrid)
+    plain = f"{_NOTHING}: train without QSync"
+    if best.means in (Means.PLAIN, Means.PLAN, Means.PLAN_OF_SOME) and job.groups == groups:
+        return f"{told}; {plain}" if best.means is Means.PLAIN else told
+    options = f" (qsync plan … {best.means.options})" if best.means.options else ""
+    how = _HOW[best.means] + options
+    if groups == hybrid.groups and speedup >= WORTH_IT and not without:
+        nothing = f", and {_NOTHING}" if best.means in (Means.PLAIN, Means.UNEVEN) else ""
+        return f"{told}; {how} even {_rate(job)}{nothing}"
+    start = f"leave {without} out, and train {how}" if without else f"train {how}"
+    if best.means in (Means.PLAIN, Means.UNEVEN):
+        start = f"{_NOTHING}: {start}"
+    gain = 100 * (job.samples_per_second / alone.samples_per_second - 1) if alone.samples_per_second else 0.0
+    return f"{start}: {gain:.1f}% more throughput, {_rate(job)} against {_against(alone)}; this plan makes {_rate(hybrid)}"
 
 
 def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> float:

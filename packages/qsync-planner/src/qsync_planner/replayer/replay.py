@@ -224,6 +224,11 @@ class Replayer:
         """How long after the last rank's optimizer every forward starts; 0: ranks do not wait for each other there."""
         return self._exchange.start_delay_ns
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether ranks slow each other down, so that the period may be longer than each group alone would make it."""
+        return self._is_joint
+
     def slowdown(self, group: str) -> int:
         """c, what a rank of a group loses of its compute while a collective is open, in parts of ``contention.PARTS``."""
         return self._exchange.slowdown[group]

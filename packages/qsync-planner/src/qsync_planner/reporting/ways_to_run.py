@@ -17,7 +17,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.allocator.communication import Ways
-from qsync_planner.allocator.verdict import Jobs
+from qsync_planner.allocator.jobs import Jobs
 from qsync_planner.matching import under_base
 from qsync_planner.replayer.chains import Chosen
 from qsync_planner.replayer.replay import Replayer, group_variants

@@ -1,0 +1,304 @@
+"""The fastest way to run a job: the precisions and the local batches of its groups, together or one of the two alone.
+
+See docs/design/allocator.md#the-fastest-way.  The period is the longest that one of the groups alone would make it (where open
+collectives slow ranks down: nearly), and none of these depends on another group's precision or batch.  So a group's *pace* at a
+batch is that of its fastest choice of precisions there, and the samples are split so that the slowest pace is the least.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from qsync_core.ir.chain import ChainVariant
+from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.communication import CommunicationSettings
+from qsync_planner.allocator.dynamic_batch import BatchProfile, BatchScaling, balance, largest_batch
+from qsync_planner.allocator.exact.group_program import Programs, Quantity, least
+from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.solve import NO_PROGRAM
+from qsync_planner.allocator.jobs import JobOfGroups, Jobs
+from qsync_planner.allocator.problem import Problem
+from qsync_planner.replayer.chains import Variants
+from qsync_planner.replayer.memory import MemoryEstimate
+from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.step_timing import Condensed, StepTiming
+
+WORTH_IT = 1.005
+"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
+_FIRST_MOVE = 16
+"""Where ranks slow each other down, samples are moved from group to group, first this part of a batch, in the end single ones."""
+
+Rungs = tuple[int, ...]
+
+
+@attrs.frozen(eq=False)
+class Choice:
+    """What a group may run.
+
+    Attributes:
+        variants: of its operators, and of its chains where these are fused.
+        rungs: of its units; empty for a training group.
+        memory: of one rank.
+    """
+
+    variants: Variants
+    rungs: Rungs
+    memory: MemoryEstimate
+
+    @property
+    def fuses(self) -> bool:
+        """Whether chains are fused, which is measured at the traced batch alone."""
+        return any(isinstance(variant, ChainVariant) and variant.fused for variant in self.variants.values())
+
+
+class GroupChoices:
+    """What the groups of a problem may run, and the work of a rank under each at any batch.
+
+    Args:
+        problem: whose groups these are.
+        jobs: of its groups.
+        further: per group a second profile, at another batch size.
+        known: rungs that are tried beside those of the ladder, by inference group.
+    """
+
+    def __init__(
+        self, problem: Problem, jobs: Jobs, further: Mapping[str, BatchProfile], known: Mapping[str, Sequence[Rungs]]
+    ) -> None:
+        self.problem, self.jobs = problem, jobs
+        self.traced = max(1, problem.dag.batch_size)
+        groups = problem.cluster.groups
+        self.scalings = {group.name: BatchScaling(problem, group, 0, further.get(group.name)) for group in groups}
+        self._base = {group.name: self._choice(group.name, ()) for group in groups}
+        self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}
+        self._work: dict[tuple[int, int], Condensed] = {}
+        self._scaled: dict[tuple[object, ...], tuple[str, Replayer]] = {}
+        shapes = [jobs.ways.at(way).shape(groups[0].name) for way in jobs.ways.settings]
+        self._cuts = {cut for shape in shapes for cut in shape.cuts}
+        for group in problem.groups:
+            for rungs in (*(group.uniform(index) for index in range(len(group.group.ladder))), *known.get(group.name, ())):
+                self.add(group.name, rungs)
+
+    def rungs(self, group: str, variants: Variants) -> Rungs:
+        """The rungs of an inference group's choice of these variants."""
+        return next(choice.rungs for choice in (self._base[group], *self._lowered[group]) if choice.variants is variants)
+
+    def add(self, group: str, rungs: Rungs) -> None:
+        """One more choice of an inference group; of a plan that fuses chains also the plan that does not."""
+        units = self.problem.by_name[group].units
+        unfused = tuple(unit.top if unit.is_chain else rung for unit, rung in zip(units, rungs, strict=True))
+        for wanted in dict.fromkeys((rungs, unfused)):
+            if wanted not in [choice.rungs for choice in (self._base[group], *self._lowered[group])]:
+                self._lowered[group].append(self._choice(group, wanted))
+
+    def _choice(self, group: str, rungs: Rungs) -> Choice:
+        replayer, decided = self.jobs.whole, self.problem.by_name.get(group)
+        if decided is None:
+            variants: Variants = replayer.base_variants(group)
+        else:
+            rungs = rungs or tuple(unit.top for unit in decided.units)
+            variants = decided.variants(rungs)
+        return Choice(variants, rungs, replayer.memory(group, variants))
+
+    def of(self, group: str, *, lower: bool, uneven: bool) -> list[Choice]:
+        """The choices of a group, the base precision first; such as keep every batch where ``uneven``."""
+        lowered = self._lowered[group] if lower else ()
+        return [self._base[group], *(choice for choice in lowered if not (uneven and choice.fuses))]
+
+    def largest(self, group: str, choice: Choice, most: int) -> int:
+        """The largest batch up to ``most`` that a rank has the memory for; 0: not even one sample."""
+        return largest_batch(choice.memory, self.problem.cluster.group(group).memory_bytes, most)
+
+    def work(self, group: str, choice: Choice, batch: int) -> Condensed:
+        """What a rank has to do in a step."""
+        key = (id(choice), batch)
+        if key not in self._work:
+            whole = self.jobs.whole
+            name, replayer = (group, whole) if batch == self.traced else self._at(whole.cluster.group(group), batch)
+            self._work[key] = Condensed.of(replayer.mapper(name, choice.variants), self._cuts)
+        return self._work[key]
+
+    def _at(self, group: DeviceGroup, batch: int) -> tuple[str, Replayer]:
+        """A replayer of one rank with another batch, and its group's name there; groups of one device type share it."""
+        key = (id(self.jobs.whole.profiles[group.name]), group.base, group.ladder, batch)
+        if key not in self._scaled:
+            profile = self.scalings[group.name].profile_at(batch)
+            # Times alone are asked for, and bringing memory to measured peaks takes as long as all else.
+            profile = attrs.evolve(profile, steps=tuple(attrs.evolve(step, peak_bytes=0) for step in profile.steps))
+            one = attrs.evolve(self.jobs.whole.cluster, groups=(attrs.evolve(group, count=1),), links=())
+            self._scaled[key] = group.name, Replayer(self.problem.dag, one, {group.name: profile})
+        return self._scaled[key]
+
+
+class FastestJobs:
+    """The fastest jobs of sets of groups.
+
+    Args:
+        choices: what the groups may run.
+    """
+
+    def __init__(self, choices: GroupChoices) -> None:
+        self.choices, self.jobs = choices, choices.jobs
+
+    def find(
+        self, names: tuple[str, ...], *, lower: bool, uneven: bool, only: Mapping[str, Sequence[int]] | None = None
+    ) -> JobOfGroups | None:
+        """The fastest job of some groups; None where the memory takes none.
+
+        Args:
+            names: of the groups; where none of them trains, one stays in its base precision (:meth:`Jobs.stays_in_base`).
+            lower: whether inference groups may be lowered; else all stay in their base precisions.
+            uneven: whether the samples may be split otherwise than equally.  The global batch is the traced batch times the ranks.
+            only: the rungs that inference groups may be lowered to; None for all that are known.
+        """
+        stays = self.jobs.stays_in_base(names)
+        wanted = {name: self.choices.of(name, lower=lower and name != stays, uneven=uneven) for name in names}
+        if only is not None:
+            wanted = {
+                name: [choice for choice in choices if choice is choices[0] or choice.rungs == tuple(only[name])]
+                for name, choices in wanted.items()
+            }
+        way, best = self.jobs.ways.settings[0], None
+        for _ in range(2):  # once more where another way is faster for what was found
+            found = self._under(way, names, wanted, uneven=uneven)
+            if found is None or (best is not None and found.iteration_ns >= best.iteration_ns):
+                break
+            best = found
+            if found.way == way:
+                break
+            way = found.way
+        return best
+
+    def _under(
+        self, way: CommunicationSettings, names: tuple[str, ...], wanted: Mapping[str, Sequence[Choice]], *, uneven: bool
+    ) -> JobOfGroups | None:
+        """The job that is the fastest under one way to communicate, under the best way for it."""
+        replayer, cluster = self.jobs.replayer(names, way), self.choices.problem.cluster
+        counts = [cluster.group(name).count for name in names]
+        total = self.choices.traced * sum(counts)
+        most = [(total - sum(counts)) // count + 1 if uneven else self.choices.traced for count in counts]
+        paces = [_Pace(self.choices, replayer, name, wanted[name], limit) for name, limit in zip(names, most, strict=True)]
+        if not uneven:
+            fits = all(pace.most == self.choices.traced for pace in paces)
+            return self._job(paces, [self.choices.traced] * len(names)) if fits else None
+        batches = _balanced(counts, total, paces, self.choices.traced)
+        if batches is None:
+            return None
+        found = self._job(paces, batches)
+        return self._moved(found, counts, paces) if replayer.is_joint else found
+
+    def _job(self, paces: Sequence[_Pace], batches: Sequence[int]) -> JobOfGroups:
+        chosen = {pace.group: (pace.choice(batch), batch) for pace, batch in zip(paces, batches, strict=True)}
+        work = {name: self.choices.work(name, choice, batch) for name, (choice, batch) in chosen.items()}
+        variants = {name: choice.variants for name, (choice, _) in chosen.items()}
+        return self.jobs.working(tuple(chosen), work, variants, {name: batch for name, (_, batch) in chosen.items()})
+
+    def _moved(self, best: JobOfGroups, counts: Sequence[int], paces: Sequence[_Pace]) -> JobOfGroups:
+        """Move samples between groups as long as that makes the job faster: what ranks take from each other no pace knows."""
+        names = best.groups
+        step = max(1, self.choices.traced // _FIRST_MOVE)
+        while step:
+            better = False
+            for here, there in itertools.permutations(range(len(names)), 2):
+                whole = math.lcm(counts[here], counts[there])
+                batches = [best.local_batches[name] for name in names]
+                batches[here] -= step * whole // counts[here]
+                batches[there] += step * whole // counts[there]
+                if batches[here] < 1 or batches[there] > paces[there].most:
+                    continue
+                moved = self._job(paces, batches)
+                if moved.iteration_ns < best.iteration_ns:
+                    best, better = moved, True
+            step = step if better else step // 2
+        return best
+
+
+class _Pace:
+    """The period that one group would impose on a job at a batch, under its fastest choice there.
+
+    Known exactly where it was asked for, and between these batches by straight lines: costs are straight lines over the batch, and
+    sums and maxima of such are convex, so that no pace is taken for shorter than it is.
+    """
+
+    def __init__(self, choices: GroupChoices, replayer: Replayer, group: str, wanted: Sequence[Choice], most: int) -> None:
+        self.group, self._choices, self._replayer = group, choices, replayer
+        self._limits = [(choice, choices.largest(group, choice, most)) for choice in wanted]
+        self.most = max((limit for _, limit in self._limits), default=0)
+        self._known: dict[int, tuple[int, Choice]] = {}
+        self._batches: list[int] = []
+
+    def ask(self, batch: int) -> bool:
+        """Make the pace at a batch known; whether it was not."""
+        if batch in self._known:
+            return False
+        able = [choice for choice, limit in self._limits if batch <= limit]
+        times = [self._period_ns(choice, batch) for choice in able]
+        best = min(times)
+        self._known[batch] = best, able[times.index(best)]
+        bisect.insort(self._batches, batch)
+        return True
+
+    def ask_bends(self, traced: int) -> None:
+        """Make the pace known at the smallest and largest batch, the traced one, and where the memory rules a choice out."""
+        ends = {1, traced, *(limit for _, limit in self._limits), *(limit + 1 for _, limit in self._limits)}
+        for batch in ends:
+            if 1 <= batch <= self.most:
+                self.ask(batch)
+
+    def choice(self, batch: int) -> Choice:
+        """The fastest one at a batch; of equal ones the first."""
+        self.ask(batch)
+        return self._known[batch][1]
+
+    def about_ns(self, batch: int) -> int:
+        """The pace, never falling with the batch."""
+        after = bisect.bisect_left(self._batches, batch)
+        if self._batches[after] == batch:
+            return self._known[batch][0]
+        low, high = self._batches[after - 1], self._batches[after]
+        below, above = self._known[low][0], max(self._known[low][0], self._known[high][0])
+        return below + (above - below) * (batch - low) // (high - low)
+
+    def _period_ns(self, choice: Choice, batch: int) -> int:
+        work = self._choices.work(self.group, choice, batch)
+        synchronises = self._replayer.cluster.group(self.group).sync_per_step
+        shape = work.shape(self._replayer.shape(self.group))
+        return StepTiming(work, shape, synchronises=synchronises).times().period_ns
+
+
+def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced: int) -> tuple[int, ...] | None:
+    """The batches of the least longest pace; None where the memory does not take the samples."""
+    if min(pace.most for pace in paces) < 1:
+        return None
+    for pace in paces:
+        pace.ask_bends(traced)
+    while True:
+        batches = balance(counts, total, [pace.most for pace in paces], [pace.about_ns for pace in paces], traced)
+        if batches is None:
+            return None
+        asked = [pace.ask(batch) for pace, batch in zip(paces, batches, strict=True)]
+        if not any(asked):
+            return batches
+
+
+def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Rungs]) -> dict[str, list[Rungs]]:
+    """By inference group the rungs of the shortest period that were found by its program; none where none says.
+
+    Args:
+        problem: whose groups these are.
+        programs: of its groups.
+        starts: rungs that keep the memory budgets, by group.
+    """
+    found: dict[str, list[Rungs]] = {}
+    for group in problem.groups if is_installed() else ():
+        try:
+            best = least(programs.of(group), Quantity.TIME, budget_bytes=group.group.memory_bytes, start=starts[group.name])
+        except NO_PROGRAM:
+            continue
+        if best is not None:
+            found[group.name] = [best.rungs]
+    return found
