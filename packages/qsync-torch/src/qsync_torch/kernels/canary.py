@@ -1,0 +1,252 @@
+"""The canary: every kernel runs once on random numbers, and is compared with the exact product, before anything rests on it.
+
+A library may be wrong on one device and right on all others: cuBLAS of CUDA 13.0 returns garbage in 16-bit products under some
+shares of a GPU (docs/shared-gpus.md#canary).  So the check is made where the kernels are going to run, on the shapes that they get,
+with the settings in force, and its reference uses no library for products (:mod:`qsync_torch.kernels.exact_products`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import attrs
+import torch
+
+from qsync_core.geometry import Geometry
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
+from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
+from qsync_torch.aten import float_products
+from qsync_torch.aten.quantize import affine_parts
+from qsync_torch.devices import device_facts
+from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
+from qsync_torch.kernels.operands import Arguments, make_operands
+from qsync_torch.kernels.selection import build_kernel
+
+_CPU_TERMS = 1 << 22
+"""Products of two numbers in one call on a CPU, where images and batches are made smaller: the kernels are the same."""
+_INT8_SCALE = 1e-4
+"""Keeps products of integers within float16."""
+
+
+@attrs.frozen
+class WrongKernel:
+    """A kernel whose result is wrong here.
+
+    Attributes:
+        request: what was asked.
+        role: under which a choice of kernels has it.
+        backend: whose kernel.
+        problem: what is wrong, in half a sentence.
+    """
+
+    request: KernelRequest
+    role: str
+    backend: str
+    problem: str
+
+    def __str__(self) -> str:
+        shapes = " and ".join(str(list(shape)) for shape in self.request.shapes)
+        return f"{self.role} of {self.backend} in {self.request.variant.label} on {shapes}: {self.problem}"
+
+
+class Canary:
+    """Checks kernels on one device, each once.
+
+    Attributes:
+        device: where.
+        checked: how many kernels ran.
+        wrong: those that are wrong, in the order in which they were found.
+        seconds: what it took.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.checked = 0
+        self.wrong: list[WrongKernel] = []
+        self.seconds = 0.0
+        self._known: dict[tuple[object, ...], list[WrongKernel]] = {}
+
+    def of_operator(
+        self, call: CallShapes, variant: Variant, choice: KernelChoice = ATEN, *, channels_last: bool = False
+    ) -> list[WrongKernel]:
+        """Which of an operator's kernels are wrong, forward and backward.
+
+        Args:
+            call: its shapes; on a CPU smaller ones are taken.
+            variant: how it runs; float formats on PyTorch's own kernels, as autograd calls them.
+            choice: whose kernels run an 8-bit one.
+            channels_last: of a convolution's float operands.
+
+        Raises:
+            BackendError: when a backend refuses a kernel.
+        """
+        begin = time.perf_counter()
+        call = smaller(call) if self.device.type == "cpu" else call
+        requests = operator_requests(call, variant, *device_facts(self.device))
+        if variant.compute.needs_scale:
+            found = [wrong for asked in requests if (wrong := self._eight_bit(asked, choice))]
+        else:
+            found = self._float(call, variant, requests, channels_last)
+        self.seconds += time.perf_counter() - begin
+        return found
+
+    def of_request(self, asked: OperatorRequest, choice: KernelChoice = ATEN) -> WrongKernel | None:
+        """One kernel of a backend; None where it is right."""
+        begin = time.perf_counter()
+        found = self._eight_bit(asked, choice)
+        self.seconds += time.perf_counter() - begin
+        return found
+
+    def _eight_bit(self, asked: OperatorRequest, choice: KernelChoice) -> WrongKernel | None:
+        chain, pinned = choice.asked_for(asked.role)
+        own = KernelChoice(chain, () if pinned is None else ((asked.request.op, pinned),))
+
+        def find() -> Iterator[WrongKernel]:
+            arguments = canary_operands(asked, self.device)
+            build_kernel(asked.request, own)(*arguments)
+            self.checked += 1
+            if problem := problem_of_call(asked, arguments):
+                yield WrongKernel(asked.request, asked.role, "+".join(chain), problem)
+
+        return next(iter(self._once((asked, own), find)), None)
+
+    def _float(
+        self, call: CallShapes, variant: Variant, requests: tuple[OperatorRequest, ...], channels_last: bool
+    ) -> list[WrongKernel]:
+        def find() -> Iterator[WrongKernel]:
+            problems = dict(_float_problems(call, variant, self.device, channels_last))
+            self.checked += len(problems)
+            for asked in requests:
+                if problem := problems[asked.role.partition(".")[2]]:
+                    yield WrongKernel(asked.request, asked.role, FLOAT_BACKEND, problem)
+
+        return self._once((call, variant, channels_last), find)
+
+    def _once(self, key: tuple[object, ...], find: Callable[[], Iterator[WrongKernel]]) -> list[WrongKernel]:
+        if key not in self._known:
+            self._known[key] = list(find())
+            self.wrong += self._known[key]
+        return self._known[key]
+
+
+def smaller(call: CallShapes) -> CallShapes:
+    """A call with few enough rows, or images that are small enough, for a CPU to check it in milliseconds."""
+    if call.kind == "linear":
+        n, k = call.w
+        rows = max(1, min(math.prod(call.x[:-1]), _CPU_TERMS // max(1, n * k)))
+        return attrs.evolve(call, x=(rows, k), y=(rows, n))
+    g, kernel = call.geometry, call.w[2:]
+    per_pixel = max(1, math.prod(call.w))
+    pixels = max(4, math.isqrt(max(1, _CPU_TERMS // per_pixel)))
+    image = tuple(
+        min(call.x[2 + i], max(1, (pixels - 1) * g.stride[i] + g.dilation[i] * (kernel[i] - 1) + 1 - 2 * g.padding[i])) for i in range(2)
+    )
+    return attrs.evolve(call, x=(1, call.x[1], *image), y=(1, call.y[1], *g.output_size(image, kernel)))
+
+
+def _float_problems(
+    call: CallShapes, variant: Variant, device: torch.device, channels_last: bool
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with the products of a float operator, by their names."""
+    dtype, step = TORCH_DTYPE[variant.compute], STEPS[TORCH_DTYPE[variant.compute]]
+    x, w = (torch.randn(shape, device=device, dtype=dtype) for shape in (call.x, call.w))
+    bias = torch.randn(call.w[0], device=device, dtype=dtype)
+    linear, geometry = call.kind == "linear", call.geometry
+    if channels_last and not linear:
+        x, w = (operand.to(memory_format=torch.channels_last) for operand in (x, w))
+    wanted = [w.requires_grad_()] + ([x.requires_grad_()] if call.input_gradient else [])
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        y = float_products.linear(x, w, bias) if linear else float_products.conv2d(x, w, bias, geometry)
+        grad = torch.randn_like(y)
+        grads = torch.autograd.grad(y, wanted, grad)
+    flat = (lambda t: t.detach().reshape(-1, t.shape[-1])) if linear else torch.Tensor.detach
+    fx, fw, fg = Factor(flat(x)), Factor(w.detach()), Factor(flat(grad))
+    yield "output", problem_of(Product("output", fx, fw, flat(y), step, bias=bias, geometry=geometry))
+    yield "grad_weight", problem_of(Product("grad_weight", fg, fx, grads[0], step, geometry=geometry))
+    if call.input_gradient:
+        yield "grad_input", problem_of(Product("grad_input", fg, fw, flat(grads[1]), step, geometry=geometry))
+
+
+def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
+    """Random operands for a kernel; the output holds NaN (integers: -128), which a kernel that leaves elements out leaves there."""
+    arguments = make_operands(asked, device)
+    if asked.request.op == Op.QUANTIZE:
+        for argument in (arguments[1], *arguments[6:7]):
+            argument.view(torch.int8).fill_(-128)
+        return arguments
+    for operand in arguments[:-1]:
+        if isinstance(operand, torch.Tensor) and operand.dtype is torch.float32 and operand.dim() == 1 and asked.request.op not in (
+            Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT
+        ) and arguments[0].dtype is torch.int8:  # fmt: skip
+            operand.mul_(_INT8_SCALE)
+    arguments[-1].fill_(math.nan)
+    return arguments
+
+
+def problem_of_call(asked: OperatorRequest, arguments: Arguments) -> str:
+    """What is wrong with what a kernel wrote into the last of its arguments; empty where it is right."""
+    request = asked.request
+    if request.op == Op.QUANTIZE:
+        return _quantize_problem(request, arguments)
+    kind, _, what = request.op.partition(".")
+    return problem_of(product_of_call(request, arguments, what, request.geometry if kind == "conv2d" else Geometry()))
+
+
+def product_of_call(request: KernelRequest, arguments: Arguments, what: str, geometry: Geometry) -> Product:
+    """A kernel's arguments as a product."""
+    variant, out = request.variant, arguments[-1]
+    formats = {out.dtype, *(a.dtype for a in arguments[:-1] if isinstance(a, torch.Tensor) and a.dim() > 1)}
+    step = max(STEPS.get(dtype, 0.0) for dtype in formats)
+    if what == "output":
+        x, x_scale, w, w_scale, bias, _ = arguments
+        return Product(what, _activation(x, x_scale, variant), Factor(w, w_scale), out, step, bias, geometry=geometry)
+    grad, second, scale, _ = arguments
+    if grad.dtype is torch.int8:  # the scale is of the whole product
+        return Product(what, Factor(grad), Factor(second), out, step, scale=scale, geometry=geometry)
+    if variant.compute.needs_scale:
+        # Saved copies are dequantized to the format of the gradient.
+        step = max(step, STEPS[grad.dtype])
+    second_factor = Factor(second, scale) if what == "grad_input" else _activation(second, scale, variant)
+    return Product(what, Factor(grad), second_factor, out, step, geometry=geometry)
+
+
+def _activation(x: torch.Tensor, scale: torch.Tensor, variant: Variant) -> Factor:
+    if variant.symmetric or not variant.compute.needs_scale:
+        return Factor(x, scale)
+    scale, zero_point = affine_parts(scale)
+    return Factor(x, scale, zero_point)
+
+
+def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
+    """Whether each number lies within a step of its copy, and a transposed copy is that of the other."""
+    x, q, scale, _, _, *more = arguments
+    variant = request.variant
+    if more and more[0] is not None:
+        factors = more[0].view(1, -1, *(1,) * (x.dim() - 2)) if x.dim() > 2 else more[0]
+        x = x.float() * factors
+    if not bool(torch.isfinite(scale).all()):
+        return "its scales are not finite"
+    zero = None
+    if not variant.symmetric:
+        scale, zero = affine_parts(scale)
+    shape = (-1, *(1,) * (x.dim() - 1)) if variant.x_granularity is Granularity.PER_CHANNEL else (*x.shape[:-1], 1)
+    step = scale if scale.numel() == 1 else scale.view(shape)
+    values = q.float() if zero is None else q.float() - (zero if zero.numel() == 1 else zero.view(shape))
+    allowed = step if variant.compute is Precision.INT8 else torch.maximum(x.abs() * 2.0**-3, step * 2.0**-9)
+    error = ((values * step - x.float()).abs() / (1.01 * allowed + 1e-30)).nan_to_num(torch.inf).max()
+    # A copy with too large a scale has small steps only in name.
+    largest = (x.abs().max() / (448.0 if variant.compute is Precision.FLOAT8_E4M3FN else 100.0)).float()
+    worst, scales, is_other = torch.stack([
+        error, scale.max() / largest, (more[1].view(torch.int8) != q.view(torch.int8).t()).any().float() if len(more) > 1 else error * 0
+    ]).tolist()  # fmt: skip
+    if not worst <= 1:
+        return f"its copies are up to {worst:.1e} steps off"
+    if not scales <= 2.1:
+        return f"its scales are {scales:.1f} times what its numbers need"
+    return "its transposed copy is another" if is_other else ""

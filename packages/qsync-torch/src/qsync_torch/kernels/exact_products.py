@@ -1,0 +1,247 @@
+"""Whether a product of matrices or a convolution is right, without any library that multiplies matrices (docs/shared-gpus.md#canary).
+
+A product with N columns is multiplied by a random vector r of signs and compared with the operands multiplied by r one after the
+other (Freivalds): every element of the result takes part, and the reference takes as many operations as the result has elements.
+The reference is of element-wise products and sums in float64, which no cuBLAS, cuDNN or oneDNN runs.
+
+The bound: let e be the errors of a row.  Signs that are drawn after the result is there are independent of it, so that (Hoeffding)
+P(|Σ r_j e_j| > t · ‖e‖) <= 2 exp(-t² / 2).  Rounding keeps ‖e‖ below the format's step times the norm of the row, which for random
+operands is near sqrt(Σ_k x_k² · Σ_j w_jk²).
+
+Shapes: images (B, C, H, W), filters (O, C / groups, KH, KW), outputs (B, O, OH, OW).  Matrices are images of one pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from qsync_core.geometry import NEUTRAL, Geometry
+
+STEPS = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float8_e4m3fn: 2.0**-10}
+"""Relative error of a result that a product in a format may have: of 16 bits, a few roundings to it; of float32, TF32's operands;
+of float8, which is multiplied exactly, sums of 14 bits."""
+_SIGMAS = 4.0
+"""Of the steps, which are four times what rounding to nearest leaves: a right kernel exceeds the bound never."""
+_CHUNK = 1 << 22
+"""Elements of an operand that are in float64 at a time."""
+
+
+@attrs.frozen(eq=False)
+class Factor:
+    """An operand: ``(values - zero_point) * scale``, with one scale, one for each entry of dimension 0, or one for each row."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+
+    def wide(self, first: int, last: int) -> torch.Tensor:
+        """Entries ``first`` to ``last`` of dimension 0 in float64, as images."""
+        x = self.values[first:last].double()
+        for part, join in ((self.zero_point, torch.sub), (self.scale, torch.mul)):
+            if part is None or not part.numel():
+                continue
+            each = part.double()
+            if each.numel() > 1:
+                each = each.view(self.values.shape[0], *self.values.shape[1:-1], -1) if each.numel() != self.values.shape[0] else (
+                    each.view(-1, *(1,) * (self.values.dim() - 1))
+                )
+                each = each[first:last]
+            x = join(x, each)
+        return x if x.dim() == 4 else x[:, :, None, None]
+
+    @property
+    def count(self) -> int:
+        """Entries of dimension 0."""
+        return self.values.shape[0]
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Ranges of dimension 0 that are not too much to hold in float64."""
+        each = max(1, _CHUNK // max(1, self.values[:1].numel()))
+        return ((first, min(first + each, self.count)) for first in range(0, self.count, each))
+
+
+@attrs.frozen(eq=False)
+class Product:
+    """A result with what it was made of.
+
+    Attributes:
+        what: ``output`` of activation and weight; ``grad_input`` of the output's gradient and the weight; ``grad_weight`` of that
+            gradient and the activation.
+        first, second: its operands in that order.
+        found: the result.
+        step: relative error of an element that the formats explain (:data:`STEPS`).
+        bias: (O,) added to an output.
+        scale: one number, or one for each row of a ``grad_weight``, that the product is multiplied by.
+        geometry: of a convolution.
+    """
+
+    what: str
+    first: Factor
+    second: Factor
+    found: torch.Tensor
+    step: float
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    geometry: Geometry = NEUTRAL
+
+
+def problem_of(product: Product, seed: int = 0) -> str:
+    """What is wrong with a result, in half a sentence; empty where it is as near to the exact one as its formats can say.
+
+    Args:
+        product: on any device.
+        seed: of the random signs.
+    """
+    if not product.found.numel() or not product.first.values.numel() or not product.second.values.numel():
+        return ""
+    generator = torch.Generator().manual_seed(seed)
+    # One number from the device: it is asked once for each result.
+    facts = torch.stack([value.double() for value in {
+        "output": _output, "grad_input": _grad_input, "grad_weight": _grad_weight
+    }[product.what](product, generator)]).tolist()  # fmt: skip
+    worst, infinite = facts
+    if infinite:
+        return f"{infinite:.0f} of its {product.found.numel()} elements are not finite"
+    if not worst <= 1:
+        return f"errors are {worst * _SIGMAS * product.step:.1e} of the numbers themselves, where its formats explain {product.step:.0e}"
+    return ""
+
+
+def _signs(count: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float64)
+
+
+class _Worst:
+    """The largest error over its bound, and how many elements are not finite."""
+
+    def __init__(self, product: Product) -> None:
+        device = product.found.device
+        self._step = product.step
+        self.ratio, self.infinite = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+
+    def see(self, found: torch.Tensor, expected: torch.Tensor, squares: torch.Tensor) -> None:
+        """Sums of elements, what they should be, and the sums of the squares that elements are expected to have."""
+        ratio = (found - expected).abs() / (_SIGMAS * self._step * squares.sqrt() + 1e-30)
+        self.ratio = torch.maximum(self.ratio, ratio.nan_to_num(torch.inf, torch.inf).max())
+
+    def count(self, part: torch.Tensor) -> None:
+        """Elements that are NaN or infinite."""
+        self.infinite = self.infinite + (~torch.isfinite(part)).sum()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.ratio, self.infinite))
+
+
+def _windows(geometry: Geometry, kernel: tuple[int, int], image: tuple[int, int], out: tuple[int, int]) -> Iterator[Any]:
+    """For each place of a filter: the place, and slices of outputs and of pixels of the image that meet there."""
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            slices = [_meet(geometry, axis, place, image[axis], out[axis]) for axis, place in ((0, i), (1, j))]
+            if all(pair is not None for pair in slices):
+                (rows_y, rows_x), (columns_y, columns_x) = slices  # type: ignore[misc]
+                yield i, j, (slice(None), slice(None), rows_y, columns_y), (slice(None), slice(None), rows_x, columns_x)
+
+
+def _meet(geometry: Geometry, axis: int, place: int, size: int, out: int) -> tuple[slice, slice] | None:
+    stride, start = geometry.stride[axis], place * geometry.dilation[axis] - geometry.padding[axis]
+    first = max(0, -(start // stride))  # of the outputs: first * stride + start >= 0
+    last = min(out - 1, (size - 1 - start) // stride)
+    if last < first:
+        return None
+    return slice(first, last + 1), slice(first * stride + start, last * stride + start + 1, stride)
+
+
+def _of_groups(per_output: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """Filters (O, C / groups, ...) times a factor of each output, summed over the outputs of each group: (C, ...)."""
+    sums = (per_output.view(-1, 1, 1, 1) * weight).view(groups, -1, *weight.shape[1:]).sum(1)
+    return sums.reshape(-1, *weight.shape[2:])
+
+
+def _scaled(value: torch.Tensor, scale: torch.Tensor | None, power: int = 1) -> torch.Tensor:
+    return value if scale is None or not scale.numel() else value * scale.double().view(-1)[0] ** power
+
+
+def _output(product: Product, generator: torch.Generator) -> _Worst:
+    """Outputs are summed over channels, of which each pixel has one sum."""
+    g, weight = product.geometry, product.second.wide(0, product.second.count)
+    signs = _signs(weight.shape[0], weight, generator)
+    filters, squares = _of_groups(signs, weight, g.groups), _of_groups(torch.ones_like(signs), weight**2, g.groups)
+    constant = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    if product.bias is not None:
+        bias = product.bias.double()
+        constant = torch.stack([(signs * bias).sum(), (bias**2).sum()])
+    worst = _Worst(product)
+    for first, last in product.first.chunks():
+        x, y = product.first.wide(first, last), _wide(product.found[first:last])
+        sums = torch.zeros((2, x.shape[0], 1, *y.shape[2:]), dtype=torch.float64, device=x.device)
+        for i, j, outputs, pixels in _windows(g, weight.shape[2:], x.shape[2:], y.shape[2:]):
+            part = x[pixels]
+            sums[0][outputs] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
+            sums[1][outputs] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
+        found = (y * signs.view(1, -1, 1, 1)).sum(1, keepdim=True)
+        worst.count(y)
+        worst.see(found, _scaled(sums[0], product.scale) + constant[0], _scaled(sums[1], product.scale, 2) + constant[1])
+    return worst
+
+
+def _grad_input(product: Product, generator: torch.Generator) -> _Worst:
+    """Gradients of the activation are summed over channels, of which each pixel has one sum."""
+    g, weight = product.geometry, product.second.wide(0, product.second.count)
+    image = _wide(product.found[:1]).shape
+    signs = _signs(image[1], weight, generator)
+    # (O, C / groups): the channels that an output's filter reads.
+    own = signs.view(g.groups, 1, -1).expand(-1, weight.shape[0] // g.groups, -1).reshape(weight.shape[0], -1, 1, 1)
+    filters, squares = (own * weight).sum(1), (weight**2).sum(1)
+    worst = _Worst(product)
+    for first, last in product.first.chunks():
+        grad, found = product.first.wide(first, last), _wide(product.found[first:last])
+        sums = torch.zeros((2, grad.shape[0], 1, *found.shape[2:]), dtype=torch.float64, device=grad.device)
+        for i, j, outputs, pixels in _windows(g, weight.shape[2:], found.shape[2:], grad.shape[2:]):
+            part = grad[outputs]
+            sums[0][pixels] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
+            sums[1][pixels] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
+        worst.count(found)
+        total = (found * signs.view(1, -1, 1, 1)).sum(1, keepdim=True)
+        worst.see(total, _scaled(sums[0], product.scale), _scaled(sums[1], product.scale, 2))
+    return worst
+
+
+def _grad_weight(product: Product, generator: torch.Generator) -> _Worst:
+    """Gradients of filters are summed over the outputs of a group, of which each of its weights has one sum."""
+    g, found = product.geometry, product.found.double()
+    found = found if found.dim() == 4 else found[:, :, None, None]
+    out_channels, group_channels = found.shape[:2]
+    signs = _signs(out_channels, found, generator)
+    weights = signs
+    if product.scale is not None and product.scale.numel():
+        weights = signs * product.scale.double().expand(out_channels)
+    sums = torch.zeros((2, g.groups * group_channels, *found.shape[2:]), dtype=torch.float64, device=found.device)
+    for (first, last) in _shared_chunks(product):
+        grad, x = product.first.wide(first, last), product.second.wide(first, last)
+        folded = (grad * weights.view(1, -1, 1, 1)).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
+        squared = (grad * weights.view(1, -1, 1, 1)).pow_(2).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
+        folded, squared = (part.repeat_interleave(group_channels, 1) if g.groups > 1 else part for part in (folded, squared))
+        for i, j, outputs, pixels in _windows(g, found.shape[2:], x.shape[2:], grad.shape[2:]):
+            part = x[pixels]
+            sums[0][:, i, j] += (part * folded[outputs]).sum((0, 2, 3))
+            sums[1][:, i, j] += (part**2 * squared[outputs]).sum((0, 2, 3))
+    worst = _Worst(product)
+    worst.count(found)
+    total = (found * signs.view(-1, 1, 1, 1)).view(g.groups, -1, *found.shape[1:]).sum(1).reshape(sums[0].shape)
+    worst.see(total, sums[0], sums[1])
+    return worst
+
+
+def _shared_chunks(product: Product) -> Iterator[tuple[int, int]]:
+    """Ranges of dimension 0 that are not too much of either operand."""
+    larger = max((product.first, product.second), key=lambda factor: factor.values.numel())
+    return larger.chunks()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x if x.dim() == 4 else x[:, :, None, None]

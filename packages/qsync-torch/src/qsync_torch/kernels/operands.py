@@ -1,0 +1,82 @@
+"""Random arguments of a kernel's call, as ``apply_`` would give them: for measuring it, and for checking what it writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.kernels.backend import Op
+from qsync_core.kernels.requests import OperatorRequest
+from qsync_torch.dtypes import TORCH_DTYPE
+
+Arguments = tuple[Any, ...]
+
+
+def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
+    """The arguments of one call of a request's kernel (``docs/writing-a-backend.md``)."""
+    request, variant = asked.request, asked.request.variant
+    if request.op == Op.QUANTIZE:
+        return _quantize(asked, device)
+    first_shape, second_shape = request.shapes
+    result = asked.result_shape
+
+    def scales(shape: tuple[int, ...], granularity: Granularity, symmetric: bool = True) -> torch.Tensor:
+        count = granularity.scale_count(shape)
+        if not variant.compute.needs_scale:
+            return torch.empty(0, device=device)
+        found = torch.rand(count, device=device) * 0.01 + 0.001
+        return found if symmetric else torch.cat([found, torch.full_like(found, -128.0)])
+
+    if request.op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
+        x, w = (_random(shape, variant.compute, device) for shape in (first_shape, second_shape))
+        bias = torch.randn(result[1], device=device) if request.op == Op.LINEAR_OUTPUT else None
+        x_scale, w_scale = (
+            scales(first_shape, variant.x_granularity, variant.symmetric),
+            scales(second_shape, variant.w_granularity),
+        )
+        return x, x_scale, w, w_scale, bias, _empty(result, variant.output, device)
+    if request.op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
+        grad, w = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
+        eight_bit = variant.grad_input.needs_scale
+        scale = torch.rand(1, device=device) if eight_bit else scales(second_shape, variant.w_granularity)
+        return grad, w, scale, _empty(result, variant.output if eight_bit else variant.grad_input, device)
+    out = _empty(result, Precision.FLOAT32, device)
+    if variant.grad_weight.needs_scale and request.op == Op.LINEAR_GRAD_WEIGHT:
+        # The sum runs over rows, and both copies come transposed from their quantization.
+        grad, x = (_random(shape[::-1], variant.grad_weight, device).t() for shape in (first_shape, second_shape))
+        per_channel = variant.w_granularity is Granularity.PER_CHANNEL
+        return grad, x, torch.rand(result[0] if per_channel else 1, device=device), out
+    grad, x = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
+    return grad, x, scales(second_shape, variant.x_granularity, variant.symmetric), out
+
+
+def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
+    request, variant = asked.request, asked.request.variant
+    shape = request.shapes[0]
+    x = _random(shape, asked.source, device)
+    q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
+    count = variant.x_granularity.scale_count(shape) * (1 if variant.symmetric else 2)
+    scale = torch.empty(count, dtype=torch.float32, device=device)
+    channels = shape[1] if len(shape) == 4 else shape[-1]
+    arguments: Arguments = (x, q, scale, 1, 0)
+    if request.multiplied or request.transposed:
+        arguments = (*arguments, torch.rand(channels, device=device) + 0.5 if request.multiplied else None)
+    if request.transposed:
+        arguments = (*arguments, torch.empty(shape[::-1], dtype=TORCH_DTYPE[variant.compute], device=device))
+    return arguments
+
+
+def _random(shape: tuple[int, ...], precision: Precision, device: torch.device) -> torch.Tensor:
+    """Values spread as in training: integers over the whole range, floats normally distributed; images channels-last."""
+    if precision is Precision.INT8:
+        x = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+    else:
+        x = torch.randn(shape, device=device).to(TORCH_DTYPE[precision])
+    return x.to(memory_format=torch.channels_last) if len(shape) == 4 else x
+
+
+def _empty(shape: tuple[int, ...], precision: Precision, device: torch.device) -> torch.Tensor:
+    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    return torch.empty(shape, dtype=TORCH_DTYPE[precision], device=device, memory_format=layout)
