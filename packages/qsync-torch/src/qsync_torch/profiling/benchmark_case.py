@@ -5,7 +5,6 @@ Operands are already cast, so that casts are timed on their own.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -230,10 +229,8 @@ def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch
     ready = ReadyCall(lambda: job.loss(output, batch), tuple(given))
     read = iter(given)
     found = [next((x for x in read if tuple(x.shape) == shape), None) for shape in operator.input_shapes]
-    activations = tuple(x for x in found if x is not None)
-    return BenchmarkCase(
-        lambda: ready, activations if len(activations) == len(found) else (), (*model.parameters(), *batch.tensors)
-    )
+    activations = () if any(x is None for x in found) else tuple(x for x in found if x is not None)
+    return BenchmarkCase(lambda: ready, activations, (*model.parameters(), *batch.tensors))
 
 
 def _buffers(bound: Callable[[], Any], known: set[int]) -> list[torch.Tensor]:

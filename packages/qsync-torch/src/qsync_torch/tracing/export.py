@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import torch
@@ -160,15 +162,53 @@ class _PlainCheckpoint:
             return function(*args)
 
 
+def _without_conversion(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Stands for ``torch.nn.Module._apply``, which cannot exchange the fake tensors of an export: ``.to(x.dtype)`` in a forward.
+
+    Raises:
+        TypeError: where a parameter or buffer would have another format or device afterwards.
+    """
+    stored = itertools.chain(module.named_parameters(recurse=recurse), module.named_buffers(recurse=recurse))
+    for name, tensor in stored:
+        with torch.no_grad():
+            made = convert(tensor)
+        if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+            formats = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, made.dtype))
+            raise TypeError(f"forward converts {name} of a {type(module).__name__} from {' to '.join(formats)}")
+    return module
+
+
 @contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Parts that reentrant checkpointing runs are exported with their gradients."""
-    original = torch.utils.checkpoint.CheckpointFunction
-    vars(torch.utils.checkpoint)["CheckpointFunction"] = _PlainCheckpoint
-    try:
+    """Functions of PyTorch's that an export would see otherwise than training does, for as long as it takes.
+
+    Parts that reentrant checkpointing runs are exported with their gradients.  The forward of an ``autograd.Function`` runs without
+    autograd in any case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  A module's conversion to the
+    formats that it has is none.
+    """
+    inside = 0
+    apply = vars(torch.autograd.Function)["apply"]
+    enable = torch._C._set_grad_enabled
+
+    def counted(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        inside += 1
+        try:
+            return apply.__get__(None, cls)(*args, **kwargs)
+        finally:
+            inside -= 1
+
+    def enable_outside(mode: bool) -> None:
+        if not inside:
+            enable(mode)
+
+    with (
+        patch.object(torch.utils.checkpoint, "CheckpointFunction", _PlainCheckpoint),
+        patch.object(torch.autograd.Function, "apply", classmethod(counted)),
+        patch.object(torch._C, "_set_grad_enabled", enable_outside),
+        patch.object(torch.nn.Module, "_apply", _without_conversion),
+    ):
         yield
-    finally:
-        vars(torch.utils.checkpoint)["CheckpointFunction"] = original
 
 
 class _CertainChoices(TorchFunctionMode):
@@ -252,6 +292,10 @@ _ADVICE = (
         r"data.dependent|Data.dependent|GuardOnDataDependent|unbacked|\.item\(\)|_local_scalar_dense|nonzero|DynamicOutputShape",
         "its control flow or shapes depend on tensor values: choose between values with torch.where, or use torch.cond, "
         "or make the decision outside the model's forward",
+    ),
+    (
+        r"forward converts",
+        "convert the model once, before it is trained, instead of in its forward",
     ),
     (
         r"numpy|\.numpy\(\)",
