@@ -489,7 +489,9 @@ class PlannedForwards(Installation):
             else:
                 continue
             if has_run:
-                if is_lowered and not product.of_function and (not product.of_cast or (call is not None and call.is_quantized)):
+                # What runs beside it inside, with another view of the weight, the graph has as an operator that no plan reaches.
+                is_outside = not (product.inside or product.of_function)
+                if is_lowered and is_outside and (not product.of_cast or (call is not None and call.is_quantized)):
                     self._name_outside(product)
             elif product.compiled or not (
                 product.inside

@@ -18,11 +18,13 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.operators.casts import Gradient, Grads, Saved, Seeds, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.conv2d import QuantizedConv2d, conv2d_backward, conv2d_product
 from qsync_torch.operators.linear import QuantizedLinear, linear_backward, linear_product
 from qsync_torch.tracing.aten_call import AtenCall
+from qsync_torch.tracing.running_loss import map_tensors, outputs_of
 
 
 @attrs.frozen(eq=False)
@@ -206,6 +208,29 @@ def replayed_case(
     bound = call.bind(inputs, parameters, device, as_apply_runs_it=base is Precision.FLOAT32)
     ready = ReadyCall(bound, wanted)
     return BenchmarkCase(lambda: ready, tuple(inputs), (*parameters, *_buffers(bound, {id(t) for t in (*inputs, *parameters)})))
+
+
+def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch) -> BenchmarkCase:
+    """A loss that was run where it was traced (:mod:`~qsync_torch.tracing.running_loss`), on the model's outputs in float32.
+
+    Args:
+        job: whose loss; operator: that stands for it.
+        model: on the device.
+        batch: there, too.
+    """
+    given: list[torch.Tensor] = []
+
+    def detached(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+        given.append(wide.detach().clone().requires_grad_().clone())  # a loss may write into it, which no leaf permits
+        return given[-1]
+
+    output = map_tensors(outputs_of(job, model, batch), detached)
+    ready = ReadyCall(lambda: job.loss(output, batch), tuple(given))
+    read = iter(given)
+    found = [next((x for x in read if tuple(x.shape) == shape), None) for shape in operator.input_shapes]
+    activations = () if any(x is None for x in found) else tuple(x for x in found if x is not None)
+    return BenchmarkCase(lambda: ready, activations, (*model.parameters(), *batch.tensors))
 
 
 def _buffers(bound: Callable[[], Any], known: set[int]) -> list[torch.Tensor]:

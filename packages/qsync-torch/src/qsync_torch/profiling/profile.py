@@ -46,9 +46,10 @@ from qsync_torch.devices import active_autocast, device_type, memory_format, par
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
 from qsync_torch.failures import first_line, place_of
-from qsync_torch.job import Job, check_same_model, describe_optimizer
+from qsync_torch.job import Job, autocast, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
+from qsync_torch.profiling.benchmark_case import loss_case
 from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
 from qsync_torch.profiling.collective import measure_collective
@@ -58,6 +59,7 @@ from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
+from qsync_torch.tracing.running_loss import is_run_loss
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 from qsync_torch.tuning.compiling import build_all
@@ -191,7 +193,7 @@ def profile(
     layouts = dict(job.model.named_parameters())
     bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts, note)
     cast_sites = possible_casts(variants)
-    total = len(items) + len(cast_sites) + len(fused) + len(variants) + 1
+    total = len(items) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(variants) + 1
     done = 0
 
     def advance(what: str) -> None:
@@ -223,6 +225,10 @@ def profile(
             advance(f"chain {chain.chain.producer}")
             chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
         runner = StepRunner.start(job, target)
+        for operator in filter(is_run_loss, dag.operators):
+            advance("loss")
+            index[operator.op_id] = {FLOAT32: len(costs)}
+            costs.append(bench.loss(operator, runner))
         _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
         for variant in sorted(variants, key=lambda v: v != base):
@@ -379,12 +385,28 @@ class _Bench:
             if item.operator.is_adjustable:
                 raise
             if item.variant in (FLOAT32, Variant.plain(self.dag.base)):
-                cost = _free(item.operator)
-                self.note(
-                    f"operator {item.holders[0]} ({item.operator.kind}) counts as free outside of whole steps: it does not run "
-                    f"alone on operands of random values ({first_line(error)})"
-                )
+                cost = self._free(item.operator, "on operands of random values", error)
         return self.store.write(name, cost)
+
+    def loss(self, operator: Operator, runner: StepRunner) -> OpCost:
+        """The cost of a loss that no graph holds.  It is not kept: no setting tells one such loss from another."""
+        device = self.stopwatch.device
+        make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0])
+        try:
+            with self._noting(f"operator {operator.op_id}"):
+                return measure_case(make, KernelChoice(), self.stopwatch, self.operator_effort, autocast(self.dag.base, device))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:
+            return self._free(operator, "on detached outputs", error)
+
+    def _free(self, operator: Operator, where: str, error: RuntimeError) -> OpCost:
+        """No time, and all that it reads and writes kept for backward."""
+        self.note(
+            f"operator {operator.op_id} ({operator.kind}) counts as free outside of whole steps: it does not run alone {where} "
+            f"({first_line(error)})"
+        )
+        return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
 
     def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
         """The costs of one kind of cast at the model's sizes."""
@@ -439,11 +461,6 @@ class _Bench:
                 f"{what}: the device waited for the CPU while its time was measured (it synchronises often, or launches more than "
                 "a launch queue holds within one call), so that its compute time may hold some of the CPU's"
             )
-
-
-def _free(operator: Operator) -> OpCost:
-    """No time, and all that it reads and writes kept for backward."""
-    return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
 
 
 def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException) -> str:

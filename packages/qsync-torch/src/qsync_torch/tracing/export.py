@@ -1,4 +1,4 @@
-"""Export of one training step (model and loss) into an ATen graph, without running it on real data.
+"""Export of one training step (model and loss), or of its model alone, into an ATen graph, without running it on real data.
 
 ``torch.export`` replaces parameters and inputs by fake tensors: nothing is copied or computed, so that a model of any size is
 exported in the memory it already has.  Operators carry the module that made them in ``nn_module_stack``.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import torch
@@ -25,6 +27,7 @@ from torch.utils import _pytree as pytree
 from qsync_core.errors import JobError, TraceError
 from qsync_torch.failures import first_line, place_in, place_of
 from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.running_loss import RunLoss, check_scalar, map_tensors
 
 MODEL_PREFIX = "model"
 """Attribute of the exported wrapper that holds the user's model; stripped from every name."""
@@ -44,14 +47,19 @@ class Placeholder:
 
 @attrs.frozen(eq=False)
 class ExportedStep:
-    """The graph of a training step and what its placeholders are."""
+    """The graph of a training step and what its placeholders are.
+
+    ``loss`` is None where the graph holds the loss, which is then its output; of a loss that was run instead, the graph's outputs
+    are those of the model that get a gradient from it.
+    """
 
     program: torch.export.ExportedProgram
     placeholders: dict[str, Placeholder]
+    loss: RunLoss | None = None
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
-        """The ATen graph; its output is the loss."""
+        """The ATen graph."""
         module: torch.fx.GraphModule = self.program.graph_module
         return module
 
@@ -68,37 +76,63 @@ class _Step(torch.nn.Module):
         return self._loss[0](self.model(*args, **kwargs), Batch(args, kwargs, target))
 
 
+class _Outputs(torch.nn.Module):
+    """The model alone: its floating-point outputs, in the order in which they are found.  It takes what :class:`_Step` takes."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.model
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        map_tensors(self.model(*args, **kwargs), found.append)
+        return found
+
+
 def export_step(job: Job, batch: Batch) -> ExportedStep:
     """Export the job's forward pass and loss in training mode.
 
     Raises:
         TraceError: naming the line of the model that cannot be exported, and what to do about it.
     """
+    program = _export(job, _Step(job), batch)
+    outputs = program.graph.output_node().args[0]
+    check_scalar(job.name, [output.meta.get("val") if isinstance(output, torch.fx.Node) else output for output in outputs])
+    return ExportedStep(program, _placeholders(job, batch, program))
+
+
+def export_model(job: Job, batch: Batch) -> ExportedStep:
+    """Export the job's forward pass alone, in training mode; the graph's outputs are all floating-point ones of the model.
+
+    Raises:
+        TraceError: as :func:`export_step`.
+    """
+    program = _export(job, _Outputs(job), batch)
+    return ExportedStep(program, _placeholders(job, batch, program))
+
+
+def with_run_loss(step: ExportedStep, loss: RunLoss) -> ExportedStep:
+    """The step of an exported model and a loss that was run; what no gradient reaches is no part of it.
+
+    The graph is changed in place.
+    """
+    graph = step.graph_module.graph
+    output = graph.output_node()
+    found = tuple(output.args[0])  # type: ignore[arg-type]
+    output.args = (tuple(found[index] for index in loss.outputs),)
+    graph.eliminate_dead_code()
+    return attrs.evolve(step, loss=loss)
+
+
+def _export(job: Job, module: torch.nn.Module, batch: Batch) -> torch.export.ExportedProgram:
     device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
-    with _training(job.model), quiet_torch(), torch.autocast(device, enabled=False), _as_in_training(), _CertainChoices():
+    with training(job.model), quiet_torch(), torch.autocast(device, enabled=False), _as_in_training(), _CertainChoices():
         try:
-            program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
+            return torch.export.export(module, (batch.args, batch.kwargs, batch.target), strict=False)
         except JobError:  # what the job itself refuses is no failure of the export
             raise
         except Exception as error:
             raise TraceError(explain_export_failure(job.name, error)) from error
-    _check_loss(job.name, program)
-    return ExportedStep(program, _placeholders(job, batch, program))
-
-
-def _check_loss(name: str, program: torch.export.ExportedProgram) -> None:
-    outputs = program.graph.output_node().args[0]
-    values = [output.meta.get("val") if isinstance(output, torch.fx.Node) else output for output in outputs]
-    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].dim() == 0:
-        return
-    found = ", ".join(map(_what, values)) or "nothing"
-    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found}; reduce it with .mean() or .sum()")
-
-
-def _what(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return "None" if value is None else "a Python number"
 
 
 @contextmanager
@@ -128,15 +162,53 @@ class _PlainCheckpoint:
             return function(*args)
 
 
+def _without_conversion(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Stands for ``torch.nn.Module._apply``, which cannot exchange the fake tensors of an export: ``.to(x.dtype)`` in a forward.
+
+    Raises:
+        TypeError: where a parameter or buffer would have another format or device afterwards.
+    """
+    stored = itertools.chain(module.named_parameters(recurse=recurse), module.named_buffers(recurse=recurse))
+    for name, tensor in stored:
+        with torch.no_grad():
+            made = convert(tensor)
+        if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+            formats = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, made.dtype))
+            raise TypeError(f"forward converts {name} of a {type(module).__name__} from {' to '.join(formats)}")
+    return module
+
+
 @contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Parts that reentrant checkpointing runs are exported with their gradients."""
-    original = torch.utils.checkpoint.CheckpointFunction
-    vars(torch.utils.checkpoint)["CheckpointFunction"] = _PlainCheckpoint
-    try:
+    """Functions of PyTorch's that an export would see otherwise than training does, for as long as it takes.
+
+    Parts that reentrant checkpointing runs are exported with their gradients.  The forward of an ``autograd.Function`` runs without
+    autograd in any case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  A module's conversion to the
+    formats that it has is none.
+    """
+    inside = 0
+    apply = vars(torch.autograd.Function)["apply"]
+    enable = torch._C._set_grad_enabled
+
+    def counted(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        inside += 1
+        try:
+            return apply.__get__(None, cls)(*args, **kwargs)
+        finally:
+            inside -= 1
+
+    def enable_outside(mode: bool) -> None:
+        if not inside:
+            enable(mode)
+
+    with (
+        patch.object(torch.utils.checkpoint, "CheckpointFunction", _PlainCheckpoint),
+        patch.object(torch.autograd.Function, "apply", classmethod(counted)),
+        patch.object(torch._C, "_set_grad_enabled", enable_outside),
+        patch.object(torch.nn.Module, "_apply", _without_conversion),
+    ):
         yield
-    finally:
-        vars(torch.utils.checkpoint)["CheckpointFunction"] = original
 
 
 class _CertainChoices(TorchFunctionMode):
@@ -160,8 +232,8 @@ class _CertainChoices(TorchFunctionMode):
 
 
 @contextmanager
-def _training(model: torch.nn.Module) -> Iterator[None]:
-    """Training mode for a model that is wholly in evaluation mode; submodules that the user froze stay as they are."""
+def training(model: torch.nn.Module) -> Iterator[None]:
+    """Switch on training mode for a model that is wholly in evaluation mode; submodules that the user froze stay as they are."""
     modes = {module: module.training for module in model.modules()}
     try:
         if not model.training:
@@ -220,6 +292,10 @@ _ADVICE = (
         r"data.dependent|Data.dependent|GuardOnDataDependent|unbacked|\.item\(\)|_local_scalar_dense|nonzero|DynamicOutputShape",
         "its control flow or shapes depend on tensor values: choose between values with torch.where, or use torch.cond, "
         "or make the decision outside the model's forward",
+    ),
+    (
+        r"forward converts",
+        "convert the model once, before it is trained, instead of in its forward",
     ),
     (
         r"numpy|\.numpy\(\)",

@@ -130,9 +130,13 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
         recorder = _Recorder(step.graph_module, model)
-        (loss,) = recorder.run(*values, enable_io_processing=False)[-1:]
-        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
-            loss.backward()
+        ends = recorder.run(*values, enable_io_processing=False)
+        if step.loss is None:
+            ends = [loss for loss in ends[-1:] if isinstance(loss, torch.Tensor) and loss.numel() == 1]
+        ends = [end for end in ends if end.requires_grad]
+        torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+        if step.loss is not None:
+            order[:0] = [name for name in step.loss.parameters if name not in order]
     return FakeRun(tuple(order), recorder.storage, frozenset(recorder.requires_grad))
 
 

@@ -22,7 +22,8 @@ from qsync_torch.tracing.export import ExportedStep
 from qsync_torch.tracing.flops import other_flops, product_flops
 from qsync_torch.tracing.gradient_order import FakeRun
 from qsync_torch.tracing.graph_values import Draft, Read, Storage, Value, float_tensor, static_shape
-from qsync_torch.tracing.names import LOSS_SCOPE, Scopes
+from qsync_torch.tracing.names import Scopes
+from qsync_torch.tracing.running_loss import LOSS_SCOPE, RunLoss
 
 Entry = Value | list["Entry"] | None
 """What a node stands for: a value, several (chunk, a subgraph's results), or nothing of interest."""
@@ -102,14 +103,30 @@ class GraphWalk:
                 shape = static_shape(node.meta["val"])
                 storage.writer = self._add(Draft("input", "input", OpClass.FIXED, f"$input.{name}", None, output_shape=shape))
             self._entries[node] = Value(storage)
-        (result,) = _values(self._graph(self._step.graph_module))[-1:]
+        results = self._graph(self._step.graph_module)
+        if self._step.loss is not None:
+            self.loss = self._add(self._run_loss(results, self._step.loss))
+            return
+        (result,) = _values(results)[-1:]
         self.loss = result.storage.writer if result is not None else None
+
+    def _run_loss(self, outputs: Sequence[Entry], loss: RunLoss) -> Draft:
+        """A loss that was run, as one operator: it reads the model's outputs that get a gradient from it."""
+        nodes = _leaves(self._step.graph_module.graph.output_node().args)
+        values = [(node, _values(entry)[0]) for node, entry in zip(nodes, outputs, strict=True)]
+        reads = [Read(node, value, "") for node, value in values if value is not None and value.storage.writer is not None]
+        draft = Draft("", "loss", OpClass.FIXED, LOSS_SCOPE, None, in_loss=True, parameters=loss.parameters)
+        draft.inputs = tuple(read.producer for read in reads)
+        draft.input_shapes = tuple(static_shape(read.tensor) for read in reads)
+        draft.no_grad_inputs = tuple(i for i, read in enumerate(reads) if not self._requires_grad(read.node))
+        draft.flops = sum(map(math.prod, draft.input_shapes))
+        return draft
 
     def _add(self, draft: Draft) -> int:
         self.drafts.append(draft)
         return len(self.drafts) - 1
 
-    def _graph(self, module: torch.fx.GraphModule) -> Entry:
+    def _graph(self, module: torch.fx.GraphModule) -> list[Entry]:
         """Walks one graph whose placeholders have their entries, and returns the entries of its results."""
         for node in module.graph.nodes:
             if node.op == "call_function":

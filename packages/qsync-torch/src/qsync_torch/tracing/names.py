@@ -16,9 +16,7 @@ import torch
 from qsync_core.ir.op_id import OpId
 from qsync_torch.tracing.export import MODEL_PREFIX
 from qsync_torch.tracing.graph_values import Draft
-
-LOSS_SCOPE = "$loss"
-"""Scope of what runs outside the model."""
+from qsync_torch.tracing.running_loss import LOSS_SCOPE
 
 
 class Scopes:

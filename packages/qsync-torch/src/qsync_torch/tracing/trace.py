@@ -6,26 +6,30 @@ import math
 
 import torch
 
-from qsync_core.errors import TraceError
+from qsync_core.errors import JobError, TraceError
 from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.batch_axes import batch_axes
-from qsync_torch.job import Job
+from qsync_torch.job import Batch, Job
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import loss_kind
-from qsync_torch.tracing.export import export_step, quiet_torch
-from qsync_torch.tracing.gradient_order import form_buckets, run_fake
+from qsync_torch.tracing.export import ExportedStep, export_model, export_step, quiet_torch, training, with_run_loss
+from qsync_torch.tracing.gradient_order import FakeRun, form_buckets, run_fake
 from qsync_torch.tracing.graph_values import Draft
 from qsync_torch.tracing.graph_walk import GraphWalk
 from qsync_torch.tracing.names import name_operators
+from qsync_torch.tracing.running_loss import run_loss
 
 FLOAT32 = Variant.plain(Precision.FLOAT32)
 
 
 def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     """Trace one training step of a job, without running it and without copying its parameters.
+
+    Only where its loss cannot be exported (it reads values, leaves PyTorch, or has shapes that depend on values) does one forward
+    pass run, without autograd, for outputs that the loss can be run on; the loss is then one operator of the graph.
 
     A job under AMP is traced without its autocast: the operators are the same ones, and what autocast casts follows from the base
     that the graph records.
@@ -48,10 +52,8 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     _check_parameters(job)
     device = next((parameter.device for parameter in job.model.parameters()), torch.device("cpu"))
     batch = job.batch(0, job.batch_size).to(device)
-    step = export_step(job, batch)
     trainable = [(name, parameter) for name, parameter in job.model.named_parameters() if parameter.requires_grad]
-    with quiet_torch():
-        run = run_fake(step, frozenset(name for name, _ in trainable), job.name)
+    step, run = _step_of(job, batch, frozenset(name for name, _ in trainable))
     if not run.gradient_order:
         raise TraceError(
             f"no parameter of {job.name} gets a gradient; compute the loss from the model's output, and give "
@@ -59,7 +61,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         )
     walk = GraphWalk(step, run, job.model)
     walk.walk()
-    loss, loss_reduction = loss_kind(walk.drafts, walk.loss)
+    loss, loss_reduction = loss_kind(walk.drafts, walk.loss) if step.loss is None else (step.loss.kind, step.loss.reduction)
     return PrecisionDag(
         model=job.name,
         operators=_operators(walk.drafts, Variant.plain(job.base)),
@@ -74,6 +76,28 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         base=job.base,
         batch_axes=batch_axes(job.model, batch.args, batch.kwargs, job.batch_size),
     )
+
+
+def _step_of(job: Job, batch: Batch, trainable: frozenset[str]) -> tuple[ExportedStep, FakeRun]:
+    """The whole step, exported; where it cannot be, the model alone, and the loss as running it shows it.
+
+    Raises:
+        TraceError, JobError: when the model cannot be exported either, or its loss fails when it is run.
+    """
+    try:
+        step = export_step(job, batch)
+        return step, _run(job, step, trainable)
+    except (TraceError, JobError):  # of the model or of the loss: what follows tells
+        model = export_model(job, batch)
+        _run(job, model, trainable)
+        with training(job.model):
+            step = with_run_loss(model, run_loss(job, batch))
+        return step, _run(job, step, trainable)
+
+
+def _run(job: Job, step: ExportedStep, trainable: frozenset[str]) -> FakeRun:
+    with quiet_torch():
+        return run_fake(step, trainable, job.name)
 
 
 def _check_parameters(job: Job) -> None:
