@@ -15,7 +15,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_planner.indicators import Indicator, get_indicator
-from qsync_planner.indicators.interface import Omega, RatesCopies, RatesFlips, RatesKeptInputs
+from qsync_planner.indicators.interface import Omega, RatesCopies, RatesErrors, RatesFlips, RatesKeptInputs
 from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
@@ -74,6 +74,7 @@ def indicate(
         _check_kept(chosen.name, kept, dag)
         copies = chosen.copies(dag, rated, observations) if isinstance(chosen, RatesCopies) and observations is not None else {}
         copies = {op_id: {v: gain for v, gain in by_variant.items() if gain != 0} for op_id, by_variant in copies.items()}
+        errors = chosen.errors(dag, rated, observations) if isinstance(chosen, RatesErrors) else {}
         notes = tuple(chosen.notes(dag, observations))
         blind = unreached(observations, dag, chosen.collectors)
     return Sensitivity(
@@ -85,6 +86,7 @@ def indicate(
         notes=(*because, *notes, *unreached_note(blind)),
         flips=flips,
         copies=copies,
+        errors={op_id: {v: error for v, error in by.items() if error > 0} for op_id, by in errors.items() if op_id not in blind},
     )
 
 

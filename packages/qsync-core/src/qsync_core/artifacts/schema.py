@@ -36,7 +36,7 @@ KINDS: dict[str, type] = {
 
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
-    "Sensitivity": 3,
+    "Sensitivity": 4,
     "PrecisionDag": 2,
     "PrecisionPlan": 5,
     "Profile": 6,
@@ -65,6 +65,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 5): {"handed_on": []},
     ("Profile", 6): {"alternating": None},
     ("Sensitivity", 3): {"copies": {}},
+    ("Sensitivity", 4): {"errors": {}},
     ("Timeline", 2): {"software": {}},
 }
 """Fields that a version of a kind adds at its end, with what they hold in plain content of the version before.

@@ -7,6 +7,14 @@ Notation: an adjustable operator computes ``y = v · x`` from its activation inp
 ``lossvar`` below writes x and w for the two, as docs/design/indicator.md does).  ``L`` is the loss, all gradients are those of the
 loss of the observed batch without any loss scaling.  All values are finite float64 numbers, one per observed iteration.
 
+Observing itself writes as ``run``, of the whole model (op_id and variant None):
+
+====================  ================================================================================================
+``loss``              of the observed batch
+``gradient_sq_norm``  ‖∂L/∂θ‖², by which indicators weigh updates (docs/design/indicator.md#averages-over-updates); absent from
+                      observations of older versions
+====================  ================================================================================================
+
 Collector ``lossvar``, one series per (adjustable operator, variant that is not the base precision's):
 
 ===============  ====================================================================================================
@@ -111,6 +119,10 @@ from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 
+RUN = "run"
+LOSS = "loss"
+GRADIENT_SQ_NORM = "gradient_sq_norm"
+
 LOSSVAR = "lossvar"
 X_VAR_GRAD = "x_var_grad"
 W_VAR_GRAD = "w_var_grad"
@@ -145,7 +157,6 @@ KEPT_INPUT = "kept_input"
 MONTECARLO = "montecarlo"
 FIRST_HALF = "first_half"
 SECOND_HALF = "second_half"
-GRADIENT_SQ_NORM = "gradient_sq_norm"
 
 HESSIAN = "hessian"
 TOP_EIGENVALUE = "top_eigenvalue"

@@ -28,6 +28,7 @@ class Sensitivity:
             masks, so that together these parts are less than their sum (docs/design/indicator.md#whole-plans).
         copies: what Ω gains where an operator reads the copy that a fused chain with a residual writes, likewise; absent is 0
             (docs/design/indicator.md#copies-behind-a-shortcut).
+        errors: the standard error of Ω, likewise, of how updates differ; absent where it is not known.
     """
 
     model: str
@@ -38,9 +39,10 @@ class Sensitivity:
     notes: tuple[str, ...] = ()
     flips: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
     copies: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
+    errors: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        for op_id, by_variant in itertools.chain(self.omega.items(), self.copies.items()):
+        for op_id, by_variant in itertools.chain(self.omega.items(), self.copies.items(), self.errors.items()):
             for variant, value in by_variant.items():
                 if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                     raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
@@ -14,7 +14,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_planner.indicators.series import check_values, geometric_mean, non_negative
+from qsync_planner.indicators.series import UpdateMean, check_values, non_negative
 from qsync_planner.matching import check_observations
 
 Subject = tuple[OpId, ...]
@@ -90,7 +90,7 @@ def read_truth(observations: Observations, dag: PrecisionDag) -> Truth:
     return Truth(
         model=dag.model,
         subjects=tuple(subjects),
-        columns={variant: _column(found, subjects, variant) for variant in variants},
+        columns={variant: _column(found, subjects, variant, UpdateMean.of(observations)) for variant in variants},
         iterations=len(observations.iterations),
         adjustable=len(every),
     )
@@ -110,7 +110,7 @@ def read_kept_inputs(observations: Observations, dag: PrecisionDag, rated: Colle
     subjects = [(name,) for name in names if all((name, variant) in found for variant in variants)]
     if not variants or not subjects:
         return None
-    columns = {variant: _column(found, subjects, variant) for variant in variants}
+    columns = {variant: _column(found, subjects, variant, UpdateMean.of(observations)) for variant in variants}
     return Truth(dag.model, tuple(subjects), columns, len(observations.iterations), len(subjects))
 
 
@@ -141,25 +141,21 @@ def _halves(observations: Observations, op_id: OpId | None, variant: Variant) ->
     return columns[0], columns[1]
 
 
-def _column(
-    found: _Measured,
-    subjects: Sequence[Subject],
-    variant: Variant,
-) -> Column:
+def _column(found: _Measured, subjects: Sequence[Subject], variant: Variant, averaged: UpdateMean) -> Column:
     first = [_added([found[op_id, variant][0] for op_id in subject]) for subject in subjects]
     second = [_added([found[op_id, variant][1] for op_id in subject]) for subject in subjects]
     mean = [[(x + y) / 2 for x, y in zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)]
     halves = {}
     if len(mean[0]) >= 2:
         # Every second one, so that neither half has the later, smaller gradients to itself.
-        halves[ITERATIONS] = (_averaged(row[0::2] for row in mean), _averaged(row[1::2] for row in mean))
+        halves[ITERATIONS] = (_averaged(mean, averaged, slice(0, None, 2)), _averaged(mean, averaged, slice(1, None, 2)))
     if first != second:
-        halves[DRAWS] = (_averaged(first), _averaged(second))
+        halves[DRAWS] = (_averaged(first, averaged), _averaged(second, averaged))
     at_once = found.get((None, variant))
     return Column(
-        values=_averaged(mean),
+        values=_averaged(mean, averaged),
         halves=halves,
-        together=None if at_once is None else geometric_mean([(x + y) / 2 for x, y in zip(*at_once, strict=True)]),
+        together=None if at_once is None else averaged.mean([(x + y) / 2 for x, y in zip(*at_once, strict=True)]),
     )
 
 
@@ -167,5 +163,6 @@ def _added(rows: Sequence[Sequence[float]]) -> list[float]:
     return [sum(values) for values in zip(*rows, strict=True)]
 
 
-def _averaged(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(geometric_mean(row) for row in rows)
+def _averaged(rows: Sequence[Sequence[float]], averaged: UpdateMean, part: slice = slice(None)) -> tuple[float, ...]:
+    of_part = averaged.over(part)
+    return tuple(of_part.mean(row[part]) for row in rows)

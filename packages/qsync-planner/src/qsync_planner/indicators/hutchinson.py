@@ -6,8 +6,10 @@ See docs/design/indicator.md#hutchinson.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
+
+import attrs
 
 from qsync_core.ir import observations as terms
 from qsync_core.ir.chain import Producer
@@ -18,7 +20,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import readable_copy
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
+from qsync_planner.indicators.series import Noise, UpdateMean, non_negative, observed_sources, require
 
 _NOISE_OF_TERM = {
     terms.OPERANDS: attrgetter("operands"),
@@ -29,7 +31,7 @@ _Sources = dict[tuple[OpId, Noise], Variant]
 
 
 class Hutchinson:
-    """Ω = geometric mean over iterations of A + B/√(relative output noise).
+    """Ω = mean over updates of A + B/√(relative output noise).
 
     A = Σ σ²·h² + (Σ μ·h)² is the smooth part: forward operands, output and gradients.  B is what masks that flip add: it goes with
     the noise, not its square, hence the root (:mod:`qsync_core.ir.observations`).
@@ -42,9 +44,25 @@ class Hutchinson:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
+        averaged = UpdateMean.of(observations)
         return {
-            op_id: {variant: _mean(parts) for variant, parts in by_variant.items()}
+            op_id: {variant: averaged.mean(parts.whole) for variant, parts in by_variant.items()}
             for op_id, by_variant in _parts(dag, variants, observations).items()
+        }
+
+    def errors(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
+        """Standard errors of Ω; see :class:`RatesErrors`."""
+        assert observations is not None
+        averaged = UpdateMean.of(observations)
+        by_name = {
+            op_id: {variant: averaged.error(parts.whole) for variant, parts in by_variant.items()}
+            for op_id, by_variant in _parts(dag, variants, observations).items()
+        }
+        for name, variant, values in _kept(observations):
+            by_name.setdefault(name, {})[variant] = averaged.error(values)
+        return {
+            name: {variant: error for variant, error in by_variant.items() if error is not None}
+            for name, by_variant in by_name.items()
         }
 
     def flips(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
@@ -52,9 +70,10 @@ class Hutchinson:
         assert observations is not None
         if not _has_flips(observations):
             return {}
+        averaged = UpdateMean.of(observations)
         return {
             op_id: {
-                variant: max(0.0, _mean(parts) - geometric_mean([a for a, _ in parts])) for variant, parts in by_variant.items()
+                variant: max(0.0, averaged.mean(parts.whole) - averaged.mean(parts.smooth)) for variant, parts in by_variant.items()
             }
             for op_id, by_variant in _parts(dag, variants, observations).items()
         }
@@ -71,39 +90,52 @@ class Hutchinson:
         if not readers or not readable:
             return {}
         plain, copied = _parts(dag, readable, observations), _parts(dag, readable, observations, written)
+        mean = UpdateMean.of(observations).mean
         return {
-            op_id: {variant: max(0.0, _mean(copied[op_id][variant]) - _mean(plain[op_id][variant])) for variant in readable}
+            op_id: {
+                variant: max(0.0, mean(copied[op_id][variant].whole) - mean(plain[op_id][variant].whole)) for variant in readable
+            }
             for op_id in readers
         }
 
     def kept_inputs(self, observations: Observations) -> Omega:
         """Ω of what chains keep in 8 bit; see :class:`RatesKeptInputs`."""
+        averaged = UpdateMean.of(observations)
         found: dict[OpId, dict[Variant, float]] = {}
-        for series in observations.series:
-            if series.term == terms.KEPT_INPUT and series.collector == terms.HUTCHINSON and series.op_id and series.variant:
-                what = f"{terms.HUTCHINSON}.{terms.KEPT_INPUT} of {series.op_id} at {series.variant.saved}"
-                rated = geometric_mean(non_negative(series.values, observations.iterations, what))
-                found.setdefault(series.op_id, {})[series.variant] = rated
+        for name, variant, values in _kept(observations):
+            found.setdefault(name, {})[variant] = averaged.mean(values)
         return found
 
     def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
         """How it was averaged, and whether masks flip."""
         assert observations is not None
-        count = len(observations.iterations)
+        how, count = UpdateMean.of(observations).summary, len(observations.iterations)
         flips = "flips of ReLU and max pooling included" if _has_flips(observations) else "no masks that could flip"
-        return (f"geometric mean over {count} iterations of one random direction each; {flips}",)
+        return (f"{how} over {count} updates of one random direction each; {flips}",)
+
+
+def _kept(observations: Observations) -> Iterator[tuple[OpId, Variant, Sequence[float]]]:
+    """Chains, the variant under which their kept input is rated, and what was observed of it."""
+    for series in observations.series:
+        if series.term == terms.KEPT_INPUT and series.collector == terms.HUTCHINSON and series.op_id and series.variant:
+            what = f"{terms.HUTCHINSON}.{terms.KEPT_INPUT} of {series.op_id} at {series.variant.saved}"
+            yield series.op_id, series.variant, non_negative(series.values, observations.iterations, what)
 
 
 def _has_flips(observations: Observations) -> bool:
     return any(series.collector == terms.HUTCHINSON and series.term == terms.OPERANDS_FLIPS for series in observations.series)
 
 
-_Parts = list[tuple[float, float]]
-"""A, and B over the root of the noise, of every iteration."""
+@attrs.frozen
+class _Parts:
+    """A, and B over the root of the noise, of every update."""
 
+    smooth: Sequence[float]
+    flips: Sequence[float]
 
-def _mean(parts: _Parts) -> float:
-    return geometric_mean([a + b for a, b in parts])
+    @property
+    def whole(self) -> list[float]:
+        return [a + b for a, b in zip(self.smooth, self.flips, strict=True)]
 
 
 def _parts(
@@ -114,7 +146,7 @@ def _parts(
     flips = _has_flips(observations)
     return {
         operator.op_id: {
-            variant: _per_iteration(
+            variant: _per_update(
                 operator.op_id, VariantNoise.of(variant, dag.base), variant, observations, sources, copies or {}, flips
             )
             for variant in variants
@@ -123,7 +155,7 @@ def _parts(
     }
 
 
-def _per_iteration(
+def _per_update(
     op_id: OpId,
     made: VariantNoise,
     variant: Variant,
@@ -147,7 +179,7 @@ def _per_iteration(
             continue
         observed = (copies if term == terms.COPY else sources).get((op_id, part), variant)
 
-        def read(name: str, observed: Variant = observed) -> Sequence[float]:
+        def read(name: str, observed: Variant = observed) -> tuple[float, ...]:
             return require(observations, terms.HUTCHINSON, name, op_id, observed)
 
         what = f"{terms.HUTCHINSON}.{term} of {op_id} at {variant.label}"
@@ -156,7 +188,5 @@ def _per_iteration(
             flipping = [a + b for a, b in zip(flipping, read(flip_term), strict=True)]
             noise = [a + b for a, b in zip(noise, read(noise_term), strict=True)]
     # The windowed estimate may come out below the plain one by chance.
-    return [
-        (a, max(0.0, b) / math.sqrt(relative) if relative > 0 else 0.0)
-        for a, b, relative in zip(smooth, flipping, noise, strict=True)
-    ]
+    roots = [math.sqrt(relative) if relative > 0 else math.inf for relative in noise]
+    return _Parts(smooth, [max(0.0, b) / root for b, root in zip(flipping, roots, strict=True)])

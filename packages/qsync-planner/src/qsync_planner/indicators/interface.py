@@ -59,6 +59,18 @@ class RatesFlips(Protocol):
 
 
 @runtime_checkable
+class RatesErrors(Protocol):
+    """What an indicator may offer beside :class:`Indicator`."""
+
+    def errors(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
+        """The standard error of Ω, of operators and of what chains keep; absent where it is not known.
+
+        Arguments as in :meth:`Indicator.omega`.
+        """
+        ...
+
+
+@runtime_checkable
 class RatesCopies(Protocol):
     """What an indicator may offer beside :class:`Indicator`."""
 

@@ -17,13 +17,13 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
+from qsync_planner.indicators.series import Noise, UpdateMean, non_negative, observed_sources, require
 
 _NOISE_OF_TERM = {terms.X_VAR_GRAD: attrgetter("operands"), terms.Y_VAR_GRAD: attrgetter("output")}
 
 
 class LossVar:
-    """Ω = geometric mean over iterations of Σ σ²_x·(∂L/∂x)² + Σ σ²_w·(∂L/∂w)² + Σ σ²_y·(∂L/∂y)²."""
+    """Ω = mean over updates of Σ σ²_x·(∂L/∂x)² + Σ σ²_w·(∂L/∂w)² + Σ σ²_y·(∂L/∂y)²."""
 
     name = "lossvar"
     collectors: tuple[str, ...] = (terms.LOSSVAR,)
@@ -32,36 +32,51 @@ class LossVar:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = observed_sources(observations, terms.LOSSVAR, _NOISE_OF_TERM, dag.base)
+        averaged = UpdateMean.of(observations)
         return {
-            operator.op_id: {variant: self._one(operator, variant, observations, sources, dag.base) for variant in variants}
-            for operator in dag.adjustable
+            op_id: {variant: averaged.mean(values) for variant, values in by_variant.items()}
+            for op_id, by_variant in _by_update(dag, variants, observations).items()
+        }
+
+    def errors(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
+        """Standard errors of Ω; see :class:`RatesErrors`."""
+        assert observations is not None
+        averaged = UpdateMean.of(observations)
+        return {
+            op_id: {variant: error for variant, values in by_variant.items() if (error := averaged.error(values)) is not None}
+            for op_id, by_variant in _by_update(dag, variants, observations).items()
         }
 
     def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
         """How it was averaged."""
         assert observations is not None
-        return (f"geometric mean over {len(observations.iterations)} iterations; gradient rounding is not part of lossvar",)
+        how = UpdateMean.of(observations).summary
+        return (f"{how} over {len(observations.iterations)} updates; gradient rounding is not part of lossvar",)
 
-    def _one(
-        self,
-        operator: Operator,
-        variant: Variant,
-        observations: Observations,
-        sources: dict[tuple[OpId, Noise], Variant],
-        base: Precision,
-    ) -> float:
-        op_id, made = operator.op_id, VariantNoise.of(variant, base)
-        columns: list[Sequence[float]] = []
-        if made.operands is not None:
-            source = sources.get((op_id, made.operands), variant)
-            columns += [self._read(observations, term, op_id, source) for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD)]
-        if made.output is not None:
-            columns.append(self._read(observations, terms.Y_VAR_GRAD, op_id, sources.get((op_id, made.output), variant)))
-        if not columns:
-            return 0.0
-        return geometric_mean([sum(row) for row in zip(*columns, strict=True)])
 
-    def _read(self, observations: Observations, term: str, op_id: OpId, variant: Variant) -> Sequence[float]:
-        values = require(observations, terms.LOSSVAR, term, op_id, variant)
-        return non_negative(values, observations.iterations, f"{terms.LOSSVAR}.{term} of {op_id} at {variant.label}")
+def _by_update(
+    dag: PrecisionDag, variants: Sequence[Variant], observations: Observations
+) -> dict[OpId, dict[Variant, Sequence[float]]]:
+    sources = observed_sources(observations, terms.LOSSVAR, _NOISE_OF_TERM, dag.base)
+    return {
+        operator.op_id: {variant: _one(operator, variant, observations, sources, dag.base) for variant in variants}
+        for operator in dag.adjustable
+    }
+
+
+def _one(
+    operator: Operator, variant: Variant, observations: Observations, sources: dict[tuple[OpId, Noise], Variant], base: Precision
+) -> Sequence[float]:
+    op_id, made = operator.op_id, VariantNoise.of(variant, base)
+    columns: list[Sequence[float]] = [[0.0] * len(observations.iterations)]
+    if made.operands is not None:
+        source = sources.get((op_id, made.operands), variant)
+        columns += [_read(observations, term, op_id, source) for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD)]
+    if made.output is not None:
+        columns.append(_read(observations, terms.Y_VAR_GRAD, op_id, sources.get((op_id, made.output), variant)))
+    return [sum(row) for row in zip(*columns, strict=True)]
+
+
+def _read(observations: Observations, term: str, op_id: OpId, variant: Variant) -> Sequence[float]:
+    values = require(observations, terms.LOSSVAR, term, op_id, variant)
+    return non_negative(values, observations.iterations, f"{terms.LOSSVAR}.{term} of {op_id} at {variant.label}")

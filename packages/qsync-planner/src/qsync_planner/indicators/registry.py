@@ -22,13 +22,10 @@ AUTO = "auto"
 AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar(), Hessian(), Paper())
 """By what plans made from them cost in true error (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
 
-_RUN = "run"
-"""Not a collector: what a run writes of itself (its loss)."""
-
 
 def observed_collectors(observations: Observations) -> list[str]:
     """Collectors that wrote anything, by name."""
-    return sorted({series.collector for series in observations.series} - {_RUN})
+    return sorted({series.collector for series in observations.series} - {terms.RUN})
 
 
 def guarded(indicator: Indicator, observations: Observations | None) -> guard:

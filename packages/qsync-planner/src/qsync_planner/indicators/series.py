@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+import attrs
+
 from qsync_core.errors import ObservationError
+from qsync_core.ir import observations as terms
 from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
@@ -61,7 +65,7 @@ def require(
         ) from None
 
 
-def non_negative(values: Sequence[float], iterations: Sequence[int], what: str) -> Sequence[float]:
+def non_negative(values: tuple[float, ...], iterations: Sequence[int], what: str) -> tuple[float, ...]:
     """Check a series of squares and variances.
 
     Raises:
@@ -76,18 +80,69 @@ def non_negative(values: Sequence[float], iterations: Sequence[int], what: str) 
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean over iterations; an iteration at 0 counts as "nothing happened", not as "everything is 0".
+    """The geometric mean; a value of 0 counts as "nothing happened", not as "everything is 0".
 
-    Gradients fall by orders of magnitude within the first updates.  The arithmetic mean is then the value of the first few of
-    them and ranks operators worse against the measured truth (Kendall τ .82 against .97), hence the geometric one
-    (docs/design/indicator.md#averages-over-updates).  Exact zeros (an operator without gradient in some iteration) are left out
-    of the logarithm and scale the result by the share of iterations that are not zero.
+    Zeros are left out of the logarithm and scale the result by the share of values that are not zero.
     """
     positive = [value for value in values if value > 0]
     if not positive:
         return 0.0
     mean = math.exp(math.fsum(map(math.log, positive)) / len(positive))
     return mean * (len(positive) / len(values))
+
+
+@attrs.frozen
+class UpdateMean:
+    """How squares of gradients are averaged over updates (docs/design/indicator.md#averages-over-updates).
+
+    Each update's value is divided by ‖g‖² of that update, which takes out by how much gradients fall; the quotients are averaged
+    arithmetically, which estimates from one random direction need (the mean of a logarithm is low); the geometric mean of ‖g‖²
+    makes a magnitude of it again.
+
+    Attributes:
+        sq_norms: ‖g‖² by update; None in observations of older versions, whose values are averaged geometrically.
+    """
+
+    sq_norms: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, observations: Observations) -> UpdateMean:
+        """By what the run wrote, or by what the collector of the truth did."""
+        written = {
+            series.collector: series.values
+            for series in observations.series
+            if series.op_id is None and series.term == terms.GRADIENT_SQ_NORM
+        }
+        found = written.get(terms.RUN) or written.get(terms.MONTECARLO)
+        return cls(non_negative(found, observations.iterations, f"{terms.GRADIENT_SQ_NORM} of the model") if found else None)
+
+    def over(self, updates: slice) -> UpdateMean:
+        """Over some of the updates."""
+        return UpdateMean(None if self.sq_norms is None else self.sq_norms[updates])
+
+    def mean(self, values: Sequence[float]) -> float:
+        """Of one value an update; an update without a gradient counts as 0."""
+        if self.sq_norms is None:
+            return geometric_mean(values)
+        return math.fsum(self._relative(values)) / len(values) * self._scale
+
+    def error(self, values: Sequence[float]) -> float | None:
+        """Standard error of :meth:`mean`, of how updates differ; None where that is not known: one update, or no norms."""
+        if self.sq_norms is None or len(values) < 2:
+            return None
+        return statistics.stdev(self._relative(values)) / math.sqrt(len(values)) * self._scale
+
+    @property
+    def summary(self) -> str:
+        """For people, as in "mean over 3 updates"."""
+        return "geometric mean (without norms of gradients, as older versions observed)" if self.sq_norms is None else "mean"
+
+    @property
+    def _scale(self) -> float:
+        return geometric_mean([norm for norm in self.sq_norms or () if norm > 0])
+
+    def _relative(self, values: Sequence[float]) -> list[float]:
+        return [value / norm if norm > 0 else 0.0 for value, norm in zip(values, self.sq_norms or (), strict=True)]
 
 
 Noise = Hashable

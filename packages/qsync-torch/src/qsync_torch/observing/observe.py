@@ -23,7 +23,8 @@ from qsync_torch.job import Batch, Job, check_same_model, describe_optimizer
 from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.collector import ObservedStep, low_precision
 from qsync_torch.observing.collectors import AnyCollector, RunningCollectors, default_collectors, installed_collectors
-from qsync_torch.observing.record import LOSS, JobFault, Key, Record, SettledRule
+from qsync_torch.observing.montecarlo import squared_norm
+from qsync_torch.observing.record import GRADIENT_SQ_NORM, LOSS, JobFault, Key, Record, SettledRule
 from qsync_torch.profiling.whole_step import StepRunner
 
 WARMUP = 10
@@ -192,13 +193,14 @@ class _Run:
                 found |= self.collectors.of_calls(capture, update, record)
         else:
             found[LOSS] = self._train(runner, update)
-        if len(found) == 1:
+        if found.keys() == {LOSS}:
             if not self.dag.adjustable:
                 raise ObservationError(f"{self.dag.model} has no linear or convolution operator that a plan could lower")
             raise ObservationError(
                 f"no gradient reached {self.dag.adjustable[0].op_id} or any other linear or convolution operator of "
                 f"{self.dag.model} at update {update}; is it trained, and does a copy.deepcopy of it run its own modules?"
             )
+        found[GRADIENT_SQ_NORM] = squared_norm([parameter.grad for parameter in runner.model.parameters()])
         return found
 
     def _train(self, runner: StepRunner, update: int, record: Record | None = None) -> float:
@@ -281,7 +283,13 @@ class _Run:
         for name, reason in theirs.items():
             if name.startswith("without "):
                 self.collectors.leave_out(name.removeprefix("without "), reason)
-        return Record.of(earlier)
+        record = Record.of(earlier)
+        if record.values and GRADIENT_SQ_NORM not in record.values:
+            raise ObservationError(
+                "the interrupted observation cannot be continued: an older version made it, without the gradient's norm of each "
+                "update; start anew (qsync observe --fresh)"
+            )
+        return record
 
     def _observations(self, record: Record, done: int, stopped: str, asked: Mapping[str, str]) -> Observations:
         return Observations(

@@ -20,8 +20,10 @@ from qsync_core.ir.variant import Variant
 
 Key = tuple[OpId | None, Variant | None, str, str]
 """Operator, variant, collector and term of a series."""
-LOSS: Key = (None, None, "run", "loss")
+LOSS: Key = (None, None, terms.RUN, terms.LOSS)
 """The loss of each observed update."""
+GRADIENT_SQ_NORM: Key = (None, None, terms.RUN, terms.GRADIENT_SQ_NORM)
+"""The squared norm of the gradient of all parameters at each observed update."""
 RANKED_TERMS: dict[str, tuple[str, ...]] = {
     terms.HUTCHINSON: (terms.OPERANDS,),
     terms.LOSSVAR: (terms.X_VAR_GRAD, terms.W_VAR_GRAD),
