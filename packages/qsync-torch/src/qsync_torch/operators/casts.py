@@ -46,19 +46,32 @@ class CachedCast(weakref.ref[torch.Tensor]):
     Attributes:
         value: the cast; None where it is still to be made.
         seed: of its random numbers: the first consumer's, for the caller that makes it.
+        history: what a gradient of the cast reaches, as :func:`_history` says of the activation.
     """
 
-    __slots__ = ("grad_enabled", "place", "seed", "value", "version")
+    __slots__ = ("grad_enabled", "history", "place", "seed", "value", "version")
 
     place: tuple[int, Hashable]
     seed: int
     value: Any
     version: int
     grad_enabled: bool
+    history: object
+
+
+def _history(x: torch.Tensor) -> object:
+    """What a gradient that arrives at ``x`` now reaches: a node of autograd's graph, a leaf (True), or nothing.
+
+    It changes without a new version of the tensor: ``requires_grad_()`` makes a leaf of it, ``detach_()`` cuts it off.
+    """
+    return (x.grad_fn or True) if x.requires_grad else None
 
 
 class CastCache:
-    """Casts of activations, by the tensor's identity and version and the kind of cast."""
+    """Casts of activations, by the tensor's identity and version and the kind of cast.
+
+    A cast through which a gradient would take another way than through its activation as it is now is made again.
+    """
 
     def __init__(self) -> None:
         entries: dict[tuple[int, Hashable], CachedCast] = {}
@@ -84,9 +97,10 @@ class CastCache:
     def applies_to(self, x: torch.Tensor) -> bool:
         """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
 
-        A compiler shares equal float casts itself; 8-bit ones of different consumers draw different random numbers there.
+        A compiler shares equal float casts itself; 8-bit ones of different consumers draw different random numbers there.  A cast
+        that is made in inference mode cannot be kept for backward by a consumer outside of it.
         """
-        if torch.compiler.is_compiling() or x.is_inference():
+        if torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled():
             return False
         return not self._left_out or id(x) not in self._left_out
 
@@ -107,13 +121,14 @@ class CastCache:
         """
         place = (id(x), key)
         version, grad_enabled = x._version, torch.is_grad_enabled()
+        history = _history(x) if grad_enabled else None
         entry = self._entries.get(place)
         if entry is None or entry() is not x or entry.version != version:
             entry = self._entries[place] = CachedCast(x, self._forget)
             entry.place, entry.version, entry.seed, entry.value = place, version, seed, None
-        elif entry.grad_enabled != grad_enabled:
+        elif entry.grad_enabled != grad_enabled or entry.history is not history:
             entry.value = None
-        entry.grad_enabled = grad_enabled
+        entry.grad_enabled, entry.history = grad_enabled, history
         return entry
 
     def seed_of(self, x: torch.Tensor, key: Hashable, seed: int) -> int:
@@ -130,7 +145,7 @@ class CastCache:
             return
         # A cast that goes may take its source along, and with it the entry.
         for entry in list(self._entries.values()):
-            entry.value = None
+            entry.value = entry.history = None
         for reference in self._pieces.valuerefs():
             if (piece := reference()) is not None:
                 piece.end_forward()
