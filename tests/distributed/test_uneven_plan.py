@@ -80,12 +80,10 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
     cluster, inputs = parse_cluster(CLUSTER), {"graph": digest(dag)}
     folder.publish(
         {
-            "cluster": Made(inputs, folder.run.cluster.name, CLUSTER.encode()),
-            "profile fast": Made(inputs, "profiles/fast.qsync", to_bytes(slowed(measured, 1.0))),
-            "profile slow": Made(inputs, "profiles/slow.qsync", to_bytes(slowed(measured, 3.0))),
-            "sensitivity": Made(
-                inputs, folder.run.sensitivity.name, to_bytes(Sensitivity(dag.model, digest(dag), "", "by hand", omega))
-            ),
+            "cluster": Made(inputs, CLUSTER.encode()),
+            "profile fast": Made(inputs, to_bytes(slowed(measured, 1.0))),
+            "profile slow": Made(inputs, to_bytes(slowed(measured, 3.0))),
+            "sensitivity": Made(inputs, to_bytes(Sensitivity(dag.model, digest(dag), "", "by hand", omega))),
         }
     )
     folder.publish(*Planning(folder, dag, cluster, Board(None), "free").plan())

@@ -179,7 +179,7 @@ CASES = [
     ('ladder = ["int8", "float16", "float32"]', 'ladder = "int8"', "ladder must be a list, got 'int8'"),
     ('role = "train"', 'role = "train"\nladder = ["float16", "float32"]', "a training group stays at its base precision (float32)"),
     ('name = "infer"', 'name = "train"', "has two groups called 'train'; give each its own name"),
-    ('name = "infer"', 'name = "a=b"', "a group's name has up to 64 letters, digits, '_', '-' and '.', got 'a=b'"),
+    ('name = "infer"', 'name = "a=b"', "and '.', and begins with a letter or a digit, got 'a=b'"),
     ('between = ["train", "infer"]', 'between = ["train", "x"]', "names two groups out of train, infer, got ['train', 'x']"),
     ('between = ["train", "infer"]', 'between = ["train"]', "between names two groups"),
     ("bandwidth_gbps = 32", "bandwidth_gbps = 0", "bandwidth_gbps is in gigabits per second, above 0, got 0"),

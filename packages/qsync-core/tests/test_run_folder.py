@@ -8,7 +8,7 @@ import pytest
 from artifact_examples import examples
 
 from qsync_core.artifacts.files import save
-from qsync_core.errors import PlanError
+from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
 
@@ -51,3 +51,44 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         RunFolder(tmp_path / "nowhere").read_cluster()
     with pytest.raises(PlanError, match=r"has no cluster\.toml"):
         RunFolder(tmp_path).read_cluster()
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "a\\b", "..", "", "a+b", "a\n", "a\u202eb", ".hidden", "x" * 65])
+def test_what_no_group_is_called_names_no_file(tmp_path, name):
+    folder = RunFolder(tmp_path)
+    for path_of in (folder.profile, lambda name: folder.plan(["train", name]), lambda name: folder.timeline("measured", [name])):
+        with pytest.raises(PlanError, match="names no file of a run folder: a group's name has up to 64 letters") as error:
+            path_of(name)
+        assert name not in str(error.value) or name.isprintable()
+
+
+def test_plans_of_names_that_no_group_has_are_not_the_folders(tmp_path):
+    (tmp_path / "plans").mkdir()
+    for name in ("train", "infer+train", "train+infer", "\x1b[2J", "a+", "..", "a b"):
+        (tmp_path / "plans" / f"{name}.qsync").write_bytes(b"")
+    assert RunFolder(tmp_path).planned_groups() == [("infer", "train"), ("train",)]
+
+
+@pytest.mark.parametrize(
+    "link, read",
+    [
+        ("cluster.toml", lambda run: run.read_cluster()),
+        ("plans", lambda run: run.planned_groups()),
+        ("plans", lambda run: run.load_plan(["train", "infer"])),
+        ("plans/infer+train.qsync", lambda run: run.load_plan(["train", "infer"])),
+        ("report.html", lambda run: run.report),
+        ("job.observations.qsync.partial", lambda run: run.partial(run.observations)),
+    ],
+)
+def test_a_link_out_of_the_folder_is_refused_and_one_within_it_followed(tmp_path, link, read):
+    run = RunFolder(tmp_path / "run")
+    (run.path / link).parent.mkdir(parents=True)
+    (run.path / link).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError, match=r"leads out of the run folder, to .*elsewhere.*, through a link: put the file"):
+        read(run)
+    (tmp_path / "run" / "kept").mkdir()
+    save(PLAN, tmp_path / "run" / "kept" / "plan.qsync")
+    if link == "plans/infer+train.qsync":
+        (run.path / link).unlink()
+        (run.path / link).symlink_to(tmp_path / "run" / "kept" / "plan.qsync")
+        assert read(run) == PLAN

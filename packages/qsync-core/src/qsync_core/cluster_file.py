@@ -19,8 +19,10 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import AFFINE, Variant
 from qsync_core.units import parse_bytes
 
-_MAX_FILE_BYTES = 1 << 20
-_GROUP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
+MAX_FILE_BYTES = 1 << 20
+GROUP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
+"""A group's name; files of a run folder are called after it."""
+GROUP_NAME_RULE = "a group's name has up to 64 letters, digits, '_', '-' and '.', and begins with a letter or a digit"
 _TOP_KEYS = ("name", "group", "link")
 _GROUP_KEYS = (
     *("name", "device", "count", "role", "base", "ladder", "memory", "share", "sync_per_step"),
@@ -39,7 +41,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """
     name = os.fspath(path)
     try:
-        text = read_whole(path, _MAX_FILE_BYTES, "cluster files").decode("utf-8")
+        text = read_whole(path, MAX_FILE_BYTES, "cluster files").decode("utf-8")
     except OSError as error:
         raise ClusterError(f"cannot read {name}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -129,8 +131,8 @@ def check_profiles(cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
 
 def _parse_group(entry: dict[str, Any], where: str) -> DeviceGroup:
     name = _get(entry, "name", str, where)
-    if not _GROUP_NAME.fullmatch(name):
-        raise ClusterError(f"{where}: a group's name has up to 64 letters, digits, '_', '-' and '.', got {name[:80]!r}")
+    if not GROUP_NAME.fullmatch(name):
+        raise ClusterError(f"{where}: {GROUP_NAME_RULE}, got {name[:80]!r}")
     where = f"{where} ({name})"
     _check_keys(entry, _GROUP_KEYS, where)
     device = _get(entry, "device", str, where)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
 import attrs
 
 from qsync_core.artifacts.files import load
-from qsync_core.cluster_file import read_cluster
-from qsync_core.errors import PlanError
+from qsync_core.cluster_file import GROUP_NAME, GROUP_NAME_RULE, read_cluster
+from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 
@@ -21,7 +22,11 @@ _BETWEEN = "+"
 class RunFolder:
     """Names of the files in a run folder; none of them need exist.
 
-    A plan is kept for every set of groups that may be left to train, because groups come and go.
+    A plan is kept for every set of groups that may be left to train, because groups come and go.  Others may be able to write the
+    folder, and its files name each other, so every name is made here, of a fixed name or of groups' names.
+
+    Every property and method that gives a path raises an ArtifactError where a link leads out of the folder, so that nothing
+    outside is read or replaced, and a PlanError for a name that no group can have.
     """
 
     path: Path = attrs.field(converter=Path)
@@ -29,58 +34,76 @@ class RunFolder:
     @property
     def cluster(self) -> Path:
         """The groups of the job, as a cluster file that a person can read and correct."""
-        return self.path / "cluster.toml"
+        return self._own("cluster.toml")
 
     @property
     def dag(self) -> Path:
         """The job's graph."""
-        return self.path / "job.dag.qsync"
+        return self._own("job.dag.qsync")
 
     @property
     def observations(self) -> Path:
         """What indicators are made from."""
-        return self.path / "job.observations.qsync"
+        return self._own("job.observations.qsync")
 
     @property
     def sensitivity(self) -> Path:
         """Ω by operator and precision."""
-        return self.path / "job.sensitivity.qsync"
+        return self._own("job.sensitivity.qsync")
 
     @property
     def report(self) -> Path:
         """The page that shows all of it."""
-        return self.path / "report.html"
+        return self._own("report.html")
 
     @property
     def trace(self) -> Path:
         """The predicted and the measured step, for Perfetto."""
-        return self.path / "report.perfetto.json"
+        return self._own("report.perfetto.json")
 
     @property
     def start(self) -> Path:
         """What to type to train, as the report shows it: sentences, and indented the lines for a shell."""
-        return self.path / "start.txt"
+        return self._own("start.txt")
 
     @property
     def ledger(self) -> Path:
         """What is finished, and from what it was made: by which ``qsync prepare`` continues."""
-        return self.path / ".prepare" / "ledger.json"
+        return self._own(".prepare/ledger.json")
+
+    @property
+    def lock(self) -> Path:
+        """Held by the ``qsync prepare`` that works in the folder."""
+        return self._own(".prepare/lock")
 
     def profile(self, group: str) -> Path:
         """What a group's device measured."""
-        return self.path / "profiles" / f"{group}.qsync"
+        return self._own(f"profiles/{_file_of([group])}")
 
     def communication(self, groups: Collection[str]) -> Path:
         """What collectives cost among these groups."""
-        return self.path / "communication" / _file_of(groups)
+        return self._own(f"communication/{_file_of(groups)}")
 
     def plan(self, groups: Collection[str]) -> Path:
         """The plan of a job that has these groups."""
-        return self.path / "plans" / _file_of(groups)
+        return self._own(f"plans/{_file_of(groups)}")
 
     def timeline(self, kind: str, groups: Collection[str]) -> Path:
         """A ``predicted`` or ``measured`` timeline of a job that has these groups."""
-        return self.path / "timelines" / kind / _file_of(groups)
+        return self._own(f"timelines/{kind}/{_file_of(groups)}")
+
+    def partial(self, path: Path) -> Path:
+        """What an interrupted measurement has left of one of these files."""
+        return self._own(f"{self.relative(path)}.partial")
+
+    def _own(self, name: str) -> Path:
+        path = self.path / name
+        folder, target = os.path.realpath(self.path), os.path.realpath(path)
+        if os.path.commonpath((folder, target)) != folder:
+            raise ArtifactError(
+                f"{path} leads out of the run folder, to {target}, through a link: put the file in its place, or remove the link"
+            )
+        return path
 
     def relative(self, path: Path) -> str:
         """One of these files, as it is called in the folder of every machine."""
@@ -88,7 +111,8 @@ class RunFolder:
 
     def planned_groups(self) -> list[tuple[str, ...]]:
         """The sets of groups that there are plans for, largest first."""
-        found = [tuple(path.stem.split(_BETWEEN)) for path in (self.path / "plans").glob("*.qsync")]
+        named = ((path, tuple(path.stem.split(_BETWEEN))) for path in self._own("plans").glob("*.qsync"))
+        found = [groups for path, groups in named if all(map(GROUP_NAME.fullmatch, groups)) and _file_of(groups) == path.name]
         return sorted(found, key=lambda groups: (-len(groups), groups))
 
     def read_cluster(self) -> Cluster:
@@ -127,5 +151,11 @@ class RunFolder:
 
 
 def _file_of(groups: Collection[str]) -> str:
-    """Equal for the same groups in any order."""
+    """Equal for the same groups in any order.
+
+    Raises:
+        PlanError: for what is no group's name.
+    """
+    if (wrong := next((group for group in groups if not GROUP_NAME.fullmatch(group)), None)) is not None:
+        raise PlanError(f"{wrong[:80]!r} names no file of a run folder: {GROUP_NAME_RULE}")
     return f"{_BETWEEN.join(sorted(set(groups)))}.qsync"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from qsync_core.errors import ArtifactError, QSyncError
+from qsync_core.run_folder import RunFolder
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.prepare.folder import Folder, Made, merge_disks, open_folder
+from qsync_torch.prepare.ledger import Part, sha256_of, write_parts
 
 LARGE = bytes(range(256)) * (5 << 12)
 """More than a store takes in one piece: 5 MiB."""
@@ -36,7 +39,7 @@ def on_ranks(paths: list[Path], work: Callable[[Folder], Any]) -> list[Any]:
 
 
 def publish(folder: Folder) -> bool:
-    made = {f"part {folder.rank}": Made({"graph": "g"}, f"profiles/{folder.rank}.qsync", LARGE + bytes([folder.rank]))}
+    made = {f"profile {folder.rank}": Made({"graph": "g"}, LARGE + bytes([folder.rank]))}
     folder.publish(made)
     return folder.writes
 
@@ -62,25 +65,25 @@ def test_a_new_disk_gets_what_an_old_one_has_whoever_is_rank_0(tmp_path):
     (old / "profiles" / "0.qsync").write_bytes(b"damaged")
     assert on_ranks([new, old], lambda folder: sorted(folder.parts)) == [[], []], "what was changed is not passed on"
     on_ranks([old], publish)
-    assert on_ranks([new, old], lambda folder: (sorted(folder.parts), folder.made)) == [(["part 0"], [])] * 2
+    assert on_ranks([new, old], lambda folder: (sorted(folder.parts), folder.made)) == [(["profile 0"], [])] * 2
     assert files(new) == files(old)
 
 
 def test_parts_that_are_no_more_go_with_their_files(tmp_path):
     paths = [tmp_path / "a", tmp_path / "b"]
     on_ranks(paths, publish)
-    on_ranks(paths, lambda folder: folder.publish({}, ["part 1", "never there"] if folder.rank == 0 else []))
+    on_ranks(paths, lambda folder: folder.publish({}, ["profile 1", "never there"] if folder.rank == 0 else []))
     for path in paths:
         assert set(files(path)) == {".prepare/ledger.json", "profiles/0.qsync"}
 
 
 def test_a_part_is_kept_while_its_inputs_are_the_same(tmp_path):
     def look(folder: Folder) -> list[object]:
-        folder.publish({"probe": Made({"torch": "2.11"}, value="7")})
+        folder.publish({"probe a": Made({"torch": "2.11"}, value="7")})
         asked = {"torch": "2.13"}
-        return [folder.is_kept("probe", {"torch": "2.11"}), folder.is_kept("probe", asked), folder.why_anew("probe", asked)]
+        return [folder.is_kept("probe a", {"torch": "2.11"}), folder.is_kept("probe a", asked), folder.why_anew("probe a", asked)]
 
-    why = "probe, and all that depends on the same, is made anew: its torch was 2.11 and is 2.13 now"
+    why = "probe a, and all that depends on the same, is made anew: its torch was 2.11 and is 2.13 now"
     assert on_ranks([tmp_path / "run"], look) == [[True, False, why]]
 
 
@@ -88,7 +91,7 @@ def test_a_reason_is_said_once_and_another_graph_of_the_graph_alone(tmp_path):
     old, new = ({"graph": letter * 64, "torch": version} for letter, version in (("a", "2.11"), ("b", "2.13")))
 
     def look(folder: Folder) -> list[str]:
-        folder.publish({name: Made(old, value="1") for name in ("graph", "probe a", "profile a")})
+        folder.publish({"graph": Made(old, b"1"), "probe a": Made(old, value="1"), "profile a": Made(old, b"1")})
         by_torch = [folder.why_anew(name, {**old, "torch": "2.13"}) for name in ("probe a", "profile a")]
         return [*by_torch, *(folder.why_anew(name, new) for name in ("graph", "probe a", "profile a"))]
 
@@ -152,3 +155,98 @@ def test_a_folder_in_which_another_works_is_refused(tmp_path, ranks):
         for error in on_ranks([run] * ranks, publish):
             assert f"another 'qsync prepare' works in {run} (process " in str(error)
     assert on_ranks([run] * ranks, publish)[0] is True
+
+
+def ledger(path: Path, **parts: Part) -> None:
+    """A ledger as an attacker writes it: any names and files."""
+    (path / ".prepare").mkdir(parents=True)
+    write_parts(path / ".prepare" / "ledger.json", parts)
+
+
+@pytest.mark.parametrize(
+    "file", ["../train.py", "{outside}/train.py", "profiles/../../train.py", "..\\train.py", "train.py", "/dev/null"]
+)
+@pytest.mark.parametrize("name", ["profile a", "profile ../../train.py", "timeline a", "plan a", "training script", "probe a"])
+def test_a_ledger_that_names_a_file_outside_reads_removes_and_overwrites_none(tmp_path, name, file):
+    hostile, other, theirs = tmp_path / "b" / "run", tmp_path / "a" / "run", b"print('evil')"
+    for run in (hostile, other):
+        run.mkdir(parents=True)
+        for place in (run, run.parent):
+            (place / "train.py").write_bytes(theirs if run is hostile else b"mine")
+    file = file.format(outside=other.parent)
+    ledger(hostile, **{name: Part({"graph": "g"}, file, sha256_of(theirs))})
+    on_ranks([other, hostile], lambda folder: folder.publish({}, [name] if folder.rank == 0 else []))
+    assert [(place / "train.py").read_bytes() for place in (other, other.parent)] == [b"mine"] * 2
+    assert [(place / "train.py").read_bytes() for place in (hostile, hostile.parent)] == [theirs] * 2
+    assert set(files(tmp_path / "a")) - {"train.py", "run/train.py"} <= {"run/.prepare/ledger.json"}
+
+
+@pytest.mark.parametrize(
+    "said, text",
+    [
+        ({"parts": json.dumps({"graph": {"inputs": {}, "file": "../train.py", "sha256": "", "value": ""}})}, "not '../train.py'"),
+        ({"parts": json.dumps({"profile ../x": {"inputs": {}, "file": "", "sha256": "", "value": ""}})}, "'../x' names no file"),
+        ({"parts": json.dumps({"graph": 7})}, "expected the fields of a Part, got int"),
+        ({"parts": "[1]"}, "cannot be read"),
+        ({"parts": "[" * 99_999}, "cannot be read"),
+        ({"pieces": '{"graph": 1e99}'}, "counts the pieces"),
+        ({"pieces": "[]"}, "counts the pieces"),
+        ({"removed": '[["graph"]]'}, "no names of parts"),
+        ({"removed": "\x00"}, "cannot be read"),
+    ],
+)
+def test_a_rank_that_says_what_is_no_part_ends_all_with_a_sentence_that_names_it(tmp_path, monkeypatch, said, text):
+    honest = Folder.told
+
+    def told(folder: Folder, facts: dict[str, str]) -> Any:
+        return honest(folder, {**facts, **said} if folder.rank == 1 and "removed" in facts else facts)
+
+    monkeypatch.setattr(Folder, "told", told)
+    for error in on_ranks([tmp_path / "a", tmp_path / "b"], publish):
+        assert isinstance(error, QSyncError)
+        assert "rank 1 says what it cannot" in str(error)
+        assert text in str(error)
+
+
+def test_bytes_that_are_not_those_of_the_digest_are_not_written(tmp_path, monkeypatch):
+    honest = Folder._put
+
+    def put(folder: Folder, prefix: str, made: dict[str, Made]) -> dict[str, int]:
+        swapped = {name: Made(one.inputs, b"another") for name, one in made.items()}
+        return honest(folder, prefix, swapped if folder.rank == 1 else made)
+
+    monkeypatch.setattr(Folder, "_put", put)
+    for error in on_ranks([tmp_path / "a", tmp_path / "b"], publish):
+        assert "rank 1 sent another content of profile 1 than its digest says" in str(error)
+    assert not (tmp_path / "a" / "profiles" / "1.qsync").exists()
+
+
+@pytest.mark.parametrize("link", ["profiles", "profiles/0.qsync", ".prepare", ".prepare/lock", ".prepare/ledger.json"])
+def test_a_link_that_leads_out_of_the_folder_is_refused_on_every_rank_and_nothing_is_written_there(tmp_path, link):
+    outside, run = tmp_path / "outside", tmp_path / "b"
+    is_folder = link in ("profiles", ".prepare")
+    (outside / link).parent.mkdir(parents=True)
+    if is_folder:
+        (outside / link).mkdir()
+        (outside / link / "my-notes.qsync").write_bytes(b"mine")
+    else:
+        (outside / link).write_bytes(b"mine")
+    (run / link).parent.mkdir(parents=True)
+    (run / link).symlink_to(outside / link)
+    before = files(outside)
+    errors = on_ranks(
+        [tmp_path / "a", run], lambda folder: folder.publish({"profile 0": Made({}, b"new")} if not folder.rank else {})
+    )
+    for error in errors:
+        assert isinstance(error, QSyncError)
+        assert f"{run / link}" in str(error)
+        assert "leads out of the run folder, to " + str(outside) in str(error)
+    assert files(outside) == before
+
+
+def test_a_run_folder_that_is_a_link_itself_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    assert on_ranks([tmp_path / "run"], publish) == [True]
+    assert files(tmp_path / "disk")["profiles/0.qsync"] == LARGE + b"\0"
+    assert RunFolder(tmp_path / "run").profile("0").is_file()

@@ -30,11 +30,9 @@ def measured(tmp_path: Path) -> tuple[Folder, PrecisionDag]:
     folder = Folder(RunFolder(tmp_path), None, writes=True)
     folder.run.ledger.parent.mkdir()
     dag = from_bytes(STORED.joinpath("dag.qsync").read_bytes(), PrecisionDag)
-    files = {f"profile {group}": f"profiles/{group}.qsync" for group in ("train", "infer")} | {
-        "sensitivity": "job.sensitivity.qsync"
-    }
-    stored = {name: STORED.joinpath(f"{name.replace(' ', '.')}.qsync").read_bytes() for name in files}
-    folder.publish({name: Made({"graph": digest(dag)}, files[name], stored[name]) for name in files})
+    names = ("profile train", "profile infer", "sensitivity")
+    stored = {name: STORED.joinpath(f"{name.replace(' ', '.')}.qsync").read_bytes() for name in names}
+    folder.publish({name: Made({"graph": digest(dag)}, stored[name]) for name in names})
     folder.made.clear()
     return folder, dag
 

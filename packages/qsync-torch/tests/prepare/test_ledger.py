@@ -3,32 +3,92 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_torch.prepare.ledger import Part, difference, read_parts, sha256_of, write_parts
+from qsync_core.errors import QSyncError
+from qsync_core.run_folder import RunFolder
+from qsync_torch.prepare.ledger import Part, Parts, difference, read_parts, relative_file, sha256_of, write_parts
 
 TEXTS = st.text(max_size=8)
-PARTS = st.dictionaries(TEXTS, st.builds(Part, inputs=st.dictionaries(TEXTS, TEXTS, max_size=3), value=TEXTS), max_size=4)
+NAMES = st.from_regex(r"(probe|tuning|plan) [a-z0-9]{1,8}", fullmatch=True)
+PARTS = st.dictionaries(NAMES, st.builds(Part, inputs=st.dictionaries(TEXTS, TEXTS, max_size=3), value=TEXTS), max_size=4)
+
+
+def folder_with(path: Path, parts: Parts) -> RunFolder:
+    """A run folder that has nothing but a ledger."""
+    run = RunFolder(path)
+    run.ledger.parent.mkdir()
+    write_parts(run.ledger, parts)
+    return run
 
 
 @given(parts=PARTS)
 def test_parts_come_back_as_they_were(tmp_path_factory, parts):
-    folder = tmp_path_factory.mktemp("ledger")
-    write_parts(folder / "ledger.json", parts)
-    assert read_parts(folder / "ledger.json", folder) == parts
+    run = folder_with(tmp_path_factory.mktemp("ledger"), parts)
+    assert read_parts(run) == parts
 
 
 def test_a_file_that_was_changed_or_removed_is_made_again(tmp_path):
-    parts = {name: Part({}, name, sha256_of(b"as made")) for name in ("kept", "changed", "removed")}
+    parts = {name: Part({}, relative_file(name), sha256_of(b"as made")) for name in ("graph", "sensitivity", "observations")}
+    run = folder_with(tmp_path, parts)
     for name in parts:
-        (tmp_path / name).write_bytes(b"as made")
-    write_parts(tmp_path / "ledger.json", parts)
-    (tmp_path / "changed").write_bytes(b"as a person has it")
-    (tmp_path / "removed").unlink()
-    assert set(read_parts(tmp_path / "ledger.json", tmp_path)) == {"kept"}
+        (tmp_path / relative_file(name)).write_bytes(b"as made")
+    run.sensitivity.write_bytes(b"as a person has it")
+    run.observations.unlink()
+    assert set(read_parts(run)) == {"graph"}
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    run = folder_with(tmp_path, {"graph": Part({}, "job.dag.qsync", sha256_of(b""))})
+    os.mkfifo(run.dag)
+    assert read_parts(run) == {}
+
+
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("cluster", "cluster.toml"),
+        ("profile t4.a", "profiles/t4.a.qsync"),
+        ("communication b+a", "communication/a+b.qsync"),
+        ("plan a+b", "plans/a+b.qsync"),
+        ("timeline a", "timelines/predicted/a.qsync"),
+        ("trace", "report.perfetto.json"),
+        ("tuning a", ""),
+    ],
+)
+def test_a_parts_file_follows_from_its_name(name, file):
+    assert relative_file(name) == file
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "profile",
+        "profile ",
+        "profile a+b",
+        "profile ../a",
+        "profile /etc/passwd",
+        "profile a\\b",
+        "plan a+",
+        "probe ..",
+        "probe a/b",
+        "script",
+        "profile a\n",
+        "profile \u202ea",
+        "lock",
+        "profile .a",
+        "timeline a+../b",
+    ],
+)
+def test_no_other_names_are_those_of_parts(name):
+    with pytest.raises(QSyncError, match=r"names no file of a run folder|no part called"):
+        relative_file(name)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +104,9 @@ def test_a_file_that_was_changed_or_removed_is_made_again(tmp_path):
     ],
 )
 def test_a_damaged_ledger_has_nothing(tmp_path, content):
-    (tmp_path / "ledger.json").write_text(content)
-    assert read_parts(tmp_path / "ledger.json", tmp_path) == {}
+    run = folder_with(tmp_path, {})
+    run.ledger.write_text(content)
+    assert read_parts(run) == {}
 
 
 def test_the_ledger_is_readable_by_people(tmp_path):

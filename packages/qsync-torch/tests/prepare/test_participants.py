@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 import attrs
 import pytest
 
+from qsync_core.artifacts.codec import to_plain
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import DeviceKind, DeviceType
-from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, waves
+from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
 
 CPU = DeviceType("cpu", DeviceKind.CPU)
 V100 = DeviceType("Tesla V100-SXM2-32GB", DeviceKind.CUDA, 1.0, 0, "7.0")
@@ -144,3 +148,24 @@ def test_a_wish_is_parsed():
 def test_a_wish_that_is_wrong_says_what(text, said):
     with pytest.raises(QSyncError, match=said):
         Wish.parse(text)
+
+
+@pytest.mark.parametrize(
+    "told, said",
+    [
+        (
+            json.dumps(to_plain(participant(1, CPU, "../../x"))),
+            r"QSYNC_GROUP is '\.\./\.\./x' there, but a group's name has up to 64",
+        ),
+        (json.dumps(to_plain(participant(1, CPU)) | {"cores": "all"}), r"cores: expected a list, got str"),
+        ("7", "expected the fields of a Participant, got int"),
+        ("{", "its description cannot be read"),
+    ],
+)
+def test_a_rank_that_is_no_participant_is_named(told, said):
+    class Two:
+        def told(self, facts: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
+            return {0: facts, 1: {"participant": told}}
+
+    with pytest.raises(QSyncError, match=f"rank 1 says what it cannot: .*{said}"):
+        gather(Two(), participant(0, CPU))

@@ -10,6 +10,7 @@ from pathlib import Path
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.files import load
 from qsync_core.artifacts.perfetto import comparison_to_perfetto, to_perfetto
+from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
@@ -34,6 +35,7 @@ from qsync_planner.reporting.page import Fact, Lines, Page, Section, Table, rend
 from qsync_planner.reporting.tradeoff_page import tradeoff_section
 from qsync_planner.reporting.ways_to_run import Job, WayToRun, predicted_timeline, ways_to_run
 
+_MAX_START_BYTES = 1 << 20
 _CURVE_BUDGETS, _CURVE_LIMITS = 2, 5
 _CURVE_EFFORT = Effort(gap=1e-2, work=5_000, columns=2_000)
 """A coarser trade-off curve than that of ``qsync plan --pareto``, which is for picking: seconds."""
@@ -114,7 +116,8 @@ def _start_section(run: RunFolder) -> list[Section]:
     if not run.start.is_file():
         return []
     try:
-        return [Section("How to train", (), (Lines(run.start.read_text(encoding="utf-8").strip()),))]
+        text = read_whole(run.start, _MAX_START_BYTES, "files of this name").decode("utf-8")
+        return [Section("How to train", (), (Lines(text.strip()),))]
     except (OSError, UnicodeDecodeError) as reason:
         raise ArtifactError(f"cannot read {run.start}: {reason}") from None
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.artifacts.files import digest, from_bytes, to_bytes
-from qsync_core.cluster_file import parse_cluster
+from qsync_core.artifacts.whole_file import read_whole
+from qsync_core.cluster_file import MAX_FILE_BYTES, parse_cluster
 from qsync_core.errors import ClusterError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts
@@ -250,7 +251,7 @@ class _Flow:
         if dag is not None and not folder.is_kept(GRAPH, {GRAPH: told}):
             if why := folder.why_anew(GRAPH, {GRAPH: told}):
                 self.board.note(why)
-            made = {GRAPH: Made({GRAPH: told}, folder.run.dag.name, to_bytes(dag))}
+            made = {GRAPH: Made({GRAPH: told}, to_bytes(dag))}
         folder.publish(made)
         with folder.together(slow=True) as facts:
             if dag is None:
@@ -270,10 +271,10 @@ class _Flow:
         run, text, state = self.folder.run, "", ""
         if self.folder.rank == 0 and self.request.cluster is not None:
             text, state = self.request.cluster, "given"
-        elif self.folder.writes:
-            with suppress(OSError, UnicodeDecodeError):
-                found = run.cluster.read_text(encoding="utf-8")
-                if is_changed(found):
+        else:
+            with self.folder.together(), suppress(OSError, UnicodeDecodeError):
+                found = read_whole(run.cluster, MAX_FILE_BYTES, "cluster files").decode("utf-8") if self.folder.writes else ""
+                if found and is_changed(found):
                     text, state = found, "known" if CLUSTER in self._on_disk else "changed"
         told = self.folder.told({"cluster": text, "state": state})
         for wanted in ("given", "changed", "known"):
@@ -295,7 +296,6 @@ class _Flow:
 
     def _communicate(self, bench: Bench, groups: Sequence[Group], own: Group) -> None:
         """The parts ``communication GROUPS`` of the whole job, and of each group alone."""
-        run = self.folder.run
         for some in [tuple(groups), *((group,) for group in groups if len(groups) > 1)]:
             ranks = sorted(rank for group in some for rank in group.ranks)
             names = [group.name for group in some]
@@ -324,8 +324,7 @@ class _Flow:
                 with ProcessGroups.of(ranks) as among, self.folder.together(slow=True):
                     costs = measure(among) if self.folder.rank in ranks else None
             if costs is not None and self.folder.rank == ranks[0]:
-                file = run.relative(run.communication(names))
-                made[name] = Made(inputs, file, to_bytes(costs))
+                made[name] = Made(inputs, to_bytes(costs))
             self.folder.publish(made)
 
     def _write_cluster(self, bench: Bench, groups: Sequence[Group], described: Cluster | None) -> Cluster:
@@ -338,8 +337,8 @@ class _Flow:
                 links = with_links(formed, *self._hop(groups)) if len(groups) > 1 else ()
                 text = cluster_text(bench.dag.model, formed, links)
             self._text = self.folder.told({"cluster": text})[0]["cluster"]
-        made = Made({"by": "person" if described else "prepare"}, self.folder.run.cluster.name, self._text.encode())
-        lacking = self.folder.writes and self._on_disk.get(CLUSTER) != made.part
+        made = Made({"by": "person" if described else "prepare"}, self._text.encode())
+        lacking = self.folder.writes and self._on_disk.get(CLUSTER) != made.part(CLUSTER)
         needed = any(said["lacking"] == "True" for said in self.folder.told({"lacking": str(lacking)}).values())
         self.folder.publish({CLUSTER: made} if needed and self.folder.rank == 0 else {})
         return parse_cluster(self._text, str(self.folder.run.cluster))

@@ -9,23 +9,36 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch.distributed as dist
 
 from qsync_core.artifacts.atomic_file import write_atomically
-from qsync_core.artifacts.codec import from_plain, to_plain
+from qsync_core.artifacts.codec import to_plain
+from qsync_core.artifacts.files import MAX_BYTES
+from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError, QSyncError
 from qsync_core.run_folder import RunFolder
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import together, told_by_all
-from qsync_torch.prepare.ledger import Part, Parts, difference, parts_of, read_parts, sha256_of, write_parts
+from qsync_torch.prepare.ledger import (
+    Part,
+    Parts,
+    difference,
+    file_of,
+    parts_told,
+    read_parts,
+    relative_file,
+    sha256_of,
+    write_parts,
+)
 
 WHAT = "qsync prepare"
 CLUSTER = "cluster"
@@ -35,21 +48,23 @@ GRAPH = "graph"
 _CANNOT_WRITE = "cannot write "
 _PIECE_BYTES = 4 << 20
 """A TCPStore takes values of up to 8 MiB."""
+_NONCE = re.compile("[0-9a-f]{16}")
+_MOST_PIECES = MAX_BYTES // _PIECE_BYTES + 1
+
+T = TypeVar("T")
 
 
 @attrs.frozen
 class Made:
-    """What a rank has made: a part, and the bytes of its file."""
+    """What a rank has made: a part, and the bytes of its file; none where it has no file."""
 
     inputs: Mapping[str, str]
-    file: str = ""
     data: bytes = b""
     value: str = ""
 
-    @property
-    def part(self) -> Part:
-        """As the ledger has it."""
-        return Part(dict(self.inputs), self.file, sha256_of(self.data) if self.file else "", self.value)
+    def part(self, name: str) -> Part:
+        """The part of that name, as the ledger has it."""
+        return Part(dict(self.inputs), *((relative_file(name), sha256_of(self.data)) if self.data else ("", "")), self.value)
 
 
 @attrs.define(eq=False)
@@ -111,24 +126,27 @@ class Folder:
         prefix = f"qsync/prepare/{self._rounds}"
         self._rounds += 1
         pieces = self._put(prefix, made)
-        said = {"parts": {name: to_plain(one.part) for name, one in made.items()}, "pieces": pieces, "removed": list(removed)}
-        heard = {rank: json.loads(facts["made"]) for rank, facts in self.told({"made": json.dumps(said)}).items()}
-        if not any(content["parts"] or content["removed"] for content in heard.values()):
+        said = {
+            "parts": json.dumps({name: to_plain(one.part(name)) for name, one in made.items()}),
+            "pieces": json.dumps(pieces),
+            "removed": json.dumps(list(removed)),
+        }
+        heard = {rank: of_rank(rank, _News.of, facts) for rank, facts in self.told(said).items()}
+        if not any(news.parts or news.removed for news in heard.values()):
             return
         with self.together(slow=True), _writing(self.run.path):
-            for rank, content in heard.items():
-                for name in content["removed"]:
-                    if (gone := self.parts.pop(name, None)) and gone.file and self.writes:
-                        (self.run.path / gone.file).unlink(missing_ok=True)
-                for name, plain in content["parts"].items():
-                    part = from_plain(plain, Part)
-                    if part.file and self.writes:
-                        data = (
-                            made[name].data if rank == self.rank else self._take(f"{prefix}/{rank}/{name}", content["pieces"][name])
-                        )
-                        target = self.run.path / part.file
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        write_atomically(target, data)
+            for rank, news in heard.items():
+                for name in news.removed:
+                    if (gone := self.parts.pop(name, None)) and gone.file and self.writes and (path := file_of(name, self.run)):
+                        path.unlink(missing_ok=True)
+                for name, part in news.parts.items():
+                    if self.writes and part.file and (path := file_of(name, self.run)):
+                        own = rank == self.rank
+                        data = made[name].data if own else self._take(f"{prefix}/{rank}/{name}", news.pieces.get(name, 0))
+                        if sha256_of(data) != part.sha256:
+                            raise QSyncError(f"rank {rank} sent another content of {name} than its digest says; start it again")
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        write_atomically(path, data)
                     self.parts[name] = part
                     self.made.append(name)
             if self.writes:
@@ -157,9 +175,10 @@ class Folder:
         Raises:
             ArtifactError: when it cannot be read.
         """
-        path = self.run.path / self.parts[name].file
+        path = file_of(name, self.run)
+        assert path is not None  # only those with a file are asked for
         try:
-            return path.read_bytes()
+            return read_whole(path, MAX_BYTES, "files of a run folder")
         except OSError as error:
             raise ArtifactError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -185,6 +204,53 @@ class Folder:
         return b"".join(self._store.get(f"{prefix}/{piece}") for piece in range(count))
 
 
+@attrs.frozen
+class _News:
+    """What a rank says that it has made, and that is no more.
+
+    Attributes:
+        parts: by name; their files are the run folder's own.
+        pieces: of each one's file in the store.
+        removed: names of parts.
+    """
+
+    parts: Parts
+    pieces: Mapping[str, int]
+    removed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, str]) -> _News:
+        """Read what a rank has said.
+
+        Raises:
+            QSyncError: when it is something else.
+        """
+        parts = parts_told(facts.get("parts", ""))
+        try:
+            pieces, removed = json.loads(facts["pieces"]), json.loads(facts["removed"])
+        except (ValueError, LookupError, RecursionError) as error:
+            raise QSyncError(f"what it has made cannot be read: {error}") from None
+        if not (isinstance(pieces, dict) and all(type(count) is int and 0 <= count <= _MOST_PIECES for count in pieces.values())):
+            raise QSyncError(f"it counts the pieces of its files as {str(pieces)[:80]}")
+        if not (isinstance(removed, list) and all(isinstance(name, str) for name in removed)):
+            raise QSyncError(f"it removes {str(removed)[:80]}, which are no names of parts")
+        return cls(parts, pieces, tuple(removed))
+
+
+def of_rank(rank: int, read: Callable[[Any], T], said: Any) -> T:
+    """Read what a rank has said; an error names the rank.
+
+    Raises:
+        QSyncError: on every rank, as all hear the same.
+    """
+    try:
+        return read(said)
+    except QSyncError as error:
+        raise QSyncError(
+            f"{WHAT}: rank {rank} says what it cannot: {error}; correct that, and start all with one version of qsync-torch"
+        ) from None
+
+
 @contextmanager
 def open_folder(path: Path, members: Members | None) -> Iterator[Folder]:
     """The run folder, locked against another ``qsync prepare`` for as long as the block runs.
@@ -193,13 +259,17 @@ def open_folder(path: Path, members: Members | None) -> Iterator[Folder]:
         QSyncError: on every rank, when one cannot write there, or another ``qsync prepare`` works in it.
     """
     folder = Folder(RunFolder(path), members, writes=True)
-    own = folder.run.ledger.parent
     nonce = folder.told({"nonce": secrets.token_hex(8)})[0]["nonce"]
-    token = own / f"{nonce}-{folder.rank}"
-    lock = None
+    token = lock = None
     try:
         with folder.together(), _writing(path):
+            if not _NONCE.fullmatch(nonce):
+                raise QSyncError(
+                    f"{WHAT}: rank 0 sends {nonce[:80]!r} where a nonce is expected; start all ranks with the same version"
+                )
+            own = folder.run.ledger.parent
             own.mkdir(parents=True, exist_ok=True)
+            token = own / f"{nonce}-{folder.rank}"
             token.write_text(socket.gethostname())
         with folder.together(), _writing(path):
             # By exact names, which no file system has remembered as missing.
@@ -207,14 +277,15 @@ def open_folder(path: Path, members: Members | None) -> Iterator[Folder]:
             first = next((rank for rank in ranks if (own / f"{nonce}-{rank}").exists()), folder.rank)
             folder.writes = first == folder.rank
             if folder.writes:
-                lock = _lock(own / "lock", path)
+                lock = _lock(folder.run.lock, path)
                 for left in own.glob("*-*"):  # by one that was killed
                     if not left.name.startswith(nonce):
                         left.unlink(missing_ok=True)
         yield folder
     finally:
         with suppress(OSError):
-            token.unlink(missing_ok=True)
+            if token is not None:
+                token.unlink(missing_ok=True)
         if lock is not None:
             os.close(lock)
 
@@ -234,10 +305,11 @@ def merge_disks(folder: Folder, *, fresh: bool = False) -> Parts:
     Raises:
         QSyncError: on every rank, when one cannot read or write.
     """
-    own = read_parts(folder.run.ledger, folder.run.path) if folder.writes else {}
+    with folder.together(slow=True):
+        own = read_parts(folder.run) if folder.writes else {}
     heard = folder.told({"parts": json.dumps({name: to_plain(part) for name, part in own.items()}), "writes": str(folder.writes)})
     disks: dict[int, Parts] = {
-        rank: parts_of(json.loads(said["parts"])) for rank, said in heard.items() if said["writes"] == "True"
+        rank: of_rank(rank, parts_told, said["parts"]) for rank, said in heard.items() if said["writes"] == "True"
     }
     made: dict[str, Made] = {}
     for name in dict.fromkeys(name for parts in disks.values() for name in parts):
@@ -248,7 +320,7 @@ def merge_disks(folder: Folder, *, fresh: bool = False) -> Parts:
         folder.parts[name] = part
         if name != CLUSTER and source == folder.rank and any(parts.get(name) != part for parts in disks.values()):
             data = folder.read(name) if part.file else b""
-            made[name] = Made(part.inputs, part.file, data, part.value)
+            made[name] = Made(part.inputs, data, part.value)
     folder.publish(made)
     folder.made.clear()
     return own
@@ -291,7 +363,7 @@ def _lock(file: Path, path: Path) -> int:
         QSyncError: when another process holds it.
         OSError: when it cannot be written.
     """
-    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,12 +1,18 @@
-"""What a run folder has that is finished, and from what each part of it was made."""
+"""What a run folder has that is finished, and from what each part of it was made.
+
+A ledger is a file that others may be able to write, and parts come from other ranks too; so a part's file follows from its name,
+and is not taken from what is read.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,10 @@ import attrs
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
+from qsync_core.artifacts.files import MAX_BYTES
 from qsync_core.artifacts.whole_file import read_whole
+from qsync_core.errors import QSyncError
+from qsync_core.run_folder import RunFolder
 
 _FORMAT = 1
 _MAX_BYTES = 64 << 20
@@ -47,32 +56,107 @@ class Part:
 Parts = Mapping[str, Part]
 """By name: ``graph``, ``profile train``."""
 
+_FILES: Mapping[str, Callable[[RunFolder], Path]] = {
+    "cluster": lambda run: run.cluster,
+    "graph": lambda run: run.dag,
+    "observations": lambda run: run.observations,
+    "sensitivity": lambda run: run.sensitivity,
+    "start": lambda run: run.start,
+    "report": lambda run: run.report,
+    "trace": lambda run: run.trace,
+}
+_FILES_OF_GROUPS: Mapping[str, Callable[[RunFolder, list[str]], Path]] = {
+    "communication": lambda run, groups: run.communication(groups),
+    "plan": lambda run, groups: run.plan(groups),
+    "timeline": lambda run, groups: run.timeline("predicted", groups),
+}
+_MAY_LACK_A_FILE = "plan"
+"""Its value says why there is none."""
+_WITHOUT_FILE = ("probe", "tuning")
+_NAMES = RunFolder(Path(os.devnull))
+"""For names alone: below it no link can lead anywhere."""
+
+
+def file_of(name: str, run: RunFolder) -> Path | None:
+    """The file of a part of that name; None where such a part is a value alone.
+
+    Raises:
+        QSyncError: when no part has that name, or a link leads out of the run folder.
+    """
+    if name in _FILES:
+        return _FILES[name](run)
+    kind, _, rest = name.partition(" ")
+    if kind == "profile":
+        return run.profile(rest)
+    if kind in _FILES_OF_GROUPS:
+        return _FILES_OF_GROUPS[kind](run, rest.split("+"))
+    if kind in _WITHOUT_FILE and run.profile(rest):
+        return None
+    raise QSyncError(f"a run folder has no part called {name[:80]!r}")
+
+
+def relative_file(name: str) -> str:
+    """The same as it is called in the folder of every machine; empty for a value.
+
+    Raises:
+        QSyncError: when no part has that name.
+    """
+    path = file_of(name, _NAMES)
+    return "" if path is None else _NAMES.relative(path)
+
+
+def _part(name: str, plain: Any) -> Part:
+    """Read a part whose file is the one that its name stands for; equal on every machine, whatever is on its disk.
+
+    Raises:
+        QSyncError: naming the part.
+    """
+    try:
+        part = from_plain(plain, Part)
+    except CodecError as error:
+        raise QSyncError(f"{name[:80]!r} is no part: {error}") from None
+    expected = relative_file(name)
+    if part.file != expected and not (part.file == "" and name.split(" ")[0] == _MAY_LACK_A_FILE):
+        raise QSyncError(f"the file of {name[:80]!r} is {expected or 'none'}, not {part.file[:80]!r}")
+    return part
+
 
 def sha256_of(data: bytes) -> str:
     """As parts have it."""
     return hashlib.sha256(data).hexdigest()
 
 
-def read_parts(path: Path, folder: Path) -> dict[str, Part]:
-    """The parts of a ledger file whose own files are in ``folder`` and unchanged; none where it cannot be read.
+def read_parts(run: RunFolder) -> dict[str, Part]:
+    """The parts of a run folder's ledger whose own files are there and unchanged; none where the ledger cannot be read.
 
-    A file that was changed or removed is made again.
-    """
-    try:
-        content = json.loads(read_whole(path, _MAX_BYTES, "ledgers"))
-        parts = parts_of(content["parts"]) if content["format"] == _FORMAT else {}
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, CodecError):
-        return {}
-    return {name: part for name, part in parts.items() if not part.file or _holds(folder / part.file, part.sha256)}
-
-
-def parts_of(plain: Mapping[str, Any]) -> dict[str, Part]:
-    """Parts from what JSON has of them.
+    A file that was changed or removed is made again, and so is what has no name, file or form of a run folder's parts.
 
     Raises:
-        CodecError: when one is no part.
+        ArtifactError: when a link leads out of the folder.
     """
-    return {name: from_plain(part, Part) for name, part in plain.items()}
+    try:
+        content = json.loads(read_whole(run.ledger, _MAX_BYTES, "ledgers"))
+        entries = list(content["parts"].items()) if content["format"] == _FORMAT else []
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return {}
+    found = {}
+    for name, plain in entries:
+        with suppress(QSyncError):
+            found[name] = _part(name, plain)
+    return {name: part for name, part in found.items() if not part.file or _holds(file_of(name, run), part.sha256)}
+
+
+def parts_told(text: str) -> dict[str, Part]:
+    """Parts that another rank has said, as JSON.
+
+    Raises:
+        QSyncError: when they are no parts of a run folder.
+    """
+    try:
+        told = json.loads(text).items()
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise QSyncError(f"what it says of its parts cannot be read: {error}") from None
+    return {name: _part(name, plain) for name, plain in told}
 
 
 def write_parts(path: Path, parts: Parts) -> None:
@@ -96,9 +180,9 @@ def difference(was: Mapping[str, str], now: Mapping[str, str]) -> str:
     return ""
 
 
-def _holds(path: Path, sha256: str) -> bool:
+def _holds(path: Path | None, sha256: str) -> bool:
     try:
-        return sha256_of(path.read_bytes()) == sha256
+        return path is not None and sha256_of(read_whole(path, MAX_BYTES, "files of a run folder")) == sha256
     except OSError:
         return False
 

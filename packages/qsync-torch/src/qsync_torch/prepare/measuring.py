@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
 import torch
 
+from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest, load, save, to_bytes
-from qsync_core.errors import QSyncError
+from qsync_core.errors import ArtifactError, QSyncError
+from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
@@ -23,6 +26,7 @@ from qsync_torch.observing.observe import STEPS, WARMUP, observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
+from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
 from qsync_torch.profiling.paying import CPU_LADDER, rung_ratios, seconds_of
 from qsync_torch.profiling.profile import profile
@@ -45,19 +49,25 @@ _TOO_LARGE_NS = 2**62
 class Probe:
     """What is found out of a group before its role is known: its step in the job's base precision, and the rungs that may pay."""
 
-    step_ns: int
+    step_ns: int = attrs.field(validator=checks.positive_int)
     ladder: tuple[Variant, ...]
 
     @classmethod
     def of(cls, value: str) -> Probe:
-        """As a part has it."""
-        content = json.loads(value)
-        return cls(content["step_ns"], tuple(map(Variant.parse, content["ladder"])))
+        """As a part has it.
+
+        Raises:
+            ArtifactError: when it is something else.
+        """
+        try:
+            return from_plain(json.loads(value), cls)
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"the ledger holds no comparison of the groups: {error}; start it again with --fresh") from None
 
     @property
     def value(self) -> str:
         """For a part."""
-        return json.dumps({"step_ns": self.step_ns, "ladder": list(map(str, self.ladder))})
+        return json.dumps(to_plain(self))
 
 
 @attrs.frozen(eq=False)
@@ -109,13 +119,13 @@ class Bench:
                 device=self.device,
                 share=group.share,
                 ladder=group.ladder,
-                resume=self._partial(self.folder.run.profile(group.name)),
+                resume=self.folder.run.partial(self.folder.run.profile(group.name)),
                 with_collectives=False,
                 with_chains=self.chains,
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
-            return Made(inputs, self.folder.run.relative(self.folder.run.profile(group.name)), to_bytes(found))
+            return Made(inputs, to_bytes(found))
 
         ladder, known = _texts(group.ladder), self.folder.parts.get(f"profile {group.name}")
         if known is not None and set(ladder.split()) <= set(known.inputs.get("ladder", "").split()):
@@ -128,7 +138,7 @@ class Bench:
     def observe(self, variants: Iterable[Variant]) -> dict[str, Made]:
         """The part ``observations``; an interrupted observation leaves ``job.observations.qsync.partial``, and continues."""
         wanted = tuple(variants)
-        partial = self._partial(self.folder.run.observations)
+        partial = self.folder.run.partial(self.folder.run.observations)
 
         def run(inputs: Mapping[str, str]) -> Made:
             try:
@@ -136,7 +146,7 @@ class Bench:
             except QSyncError:
                 earlier = None
             found = self._observe(wanted, partial, earlier)
-            return Made(inputs, self.folder.run.relative(self.folder.run.observations), to_bytes(found))
+            return Made(inputs, to_bytes(found))
 
         software = {name: self.me.software[name] for name in ("torch", "qsync-torch")}
         inputs = {"graph": digest(self.dag), **software, "optimizer": describe_optimizer(self.job), "rungs": _texts(wanted)}
@@ -145,9 +155,9 @@ class Bench:
     def forget_partials(self, made: Iterable[str]) -> None:
         """Remove what was kept for parts that are finished now."""
         for name in made:
-            part = self.folder.parts[name]
-            if part.file:
-                self._partial(self.folder.run.path / part.file).unlink(missing_ok=True)
+            if path := file_of(name, self.folder.run):
+                with suppress(OSError):  # it is of no use any more, and does no harm
+                    self.folder.run.partial(path).unlink(missing_ok=True)
 
     def _unless_kept(self, name: str, inputs: Mapping[str, str], run: Run) -> dict[str, Made]:
         if self.folder.is_kept(name, inputs):
@@ -221,10 +231,6 @@ class Bench:
             if earlier is None:
                 raise
             return self._observe(variants, partial, None)  # the interrupted one was of a job that trained otherwise
-
-    @staticmethod
-    def _partial(path: Path) -> Path:
-        return path.with_name(path.name + ".partial")
 
 
 def collective_inputs(dag: PrecisionDag, groups: Iterable[Group]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from qsync_core.artifacts.codec import from_plain, to_plain
+from qsync_core.cluster_file import GROUP_NAME, GROUP_NAME_RULE
 from qsync_core.devices import find_chip, same_device
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.ir.cluster import Cluster
@@ -22,7 +23,7 @@ from qsync_core.units import format_bytes, parse_bytes
 from qsync_torch.devices import device_type
 from qsync_torch.distributed.exchange import rank_list
 from qsync_torch.distributed.ranks import GROUP_VARIABLE, SHARE_VARIABLE, same_share, which_group_of_cluster
-from qsync_torch.prepare.folder import Folder
+from qsync_torch.prepare.folder import Folder, of_rank
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -136,7 +137,22 @@ class Group:
 def gather(folder: Folder, mine: Participant) -> list[Participant]:
     """All participants, by rank."""
     told = folder.told({"participant": json.dumps(to_plain(mine))})
-    return [from_plain(json.loads(said["participant"]), Participant) for _, said in sorted(told.items())]
+    return [of_rank(rank, _participant, said["participant"]) for rank, said in sorted(told.items())]
+
+
+def _participant(text: str) -> Participant:
+    """Read what a process says of itself.
+
+    Raises:
+        QSyncError: when it is something else, or its group has a name that no group can have.
+    """
+    try:
+        participant = from_plain(json.loads(text), Participant)
+    except (ValueError, RecursionError) as error:
+        raise QSyncError(f"its description cannot be read: {error}") from None
+    if participant.group and not GROUP_NAME.fullmatch(participant.group):
+        raise ClusterError(f"{GROUP_VARIABLE} is {participant.group[:80]!r} there, but {GROUP_NAME_RULE}")
+    return participant
 
 
 def form_groups(participants: Sequence[Participant], wished: Collection[str] = ()) -> list[Group]:

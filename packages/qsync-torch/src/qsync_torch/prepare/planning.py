@@ -116,7 +116,7 @@ class Planning:
             if joint != profile.collective:
                 part = self.folder.parts[f"profile {group}"]
                 data = to_bytes(attrs.evolve(profile, collective=joint))
-                made[f"profile {group}"] = Made(part.inputs, part.file, data)
+                made[f"profile {group}"] = Made(part.inputs, data)
         return made
 
     def rate(self, variants: tuple[Variant, ...]) -> dict[str, Made]:
@@ -128,7 +128,7 @@ class Planning:
         self.board.stage("indicating")(0, 1, "")
         observations = from_bytes(self.folder.read("observations"), Observations, name="the observations")
         found = indicate(observations, self.dag, variants)
-        return {"sensitivity": Made(inputs, self.folder.run.sensitivity.name, to_bytes(found))}
+        return {"sensitivity": Made(inputs, to_bytes(found))}
 
     def plan(self) -> tuple[dict[str, Made], list[str]]:
         """The parts ``plan GROUPS`` and ``timeline GROUPS`` of every set of groups that may be left, and those that are no more.
@@ -162,7 +162,7 @@ class Planning:
             own = {name: profiles[name] for name in names}
             made |= self._planned(key, names, cluster, own, sensitivity, costs, inputs)
         wanted = {f"plan {key_of(names)}" for names in sets}
-        without = {name for name, one in made.items() if not one.file}
+        without = {name for name, one in made.items() if not one.data}
         gone = [name for name in self.folder.parts if name.startswith("plan ") and name not in wanted - without]
         timelines = [name.replace("plan ", "timeline ") for name in (*gone, *made) if name.startswith("plan ")]
         return made, [*gone, *(name for name in timelines if name not in made)]
@@ -192,11 +192,9 @@ class Planning:
                 raise
             self.board.note(f"no plan for {', '.join(names)} alone: {error}", of_job=True)
             return {f"plan {key}": Made(inputs, value=str(error))}
-        run = self.folder.run
-        made = {f"plan {key}": Made(inputs, run.relative(run.plan(names)), to_bytes(found))}
+        made = {f"plan {key}": Made(inputs, to_bytes(found))}
         if set(found.local_batches.values()) <= {self.dag.batch_size}:  # of others no single operator's cost is known
-            timeline = self._timeline(found, cluster, profiles, costs)
-            made[f"timeline {key}"] = Made(inputs, run.relative(run.timeline("predicted", names)), timeline)
+            made[f"timeline {key}"] = Made(inputs, self._timeline(found, cluster, profiles, costs))
         return made
 
     def _timeline(
@@ -213,7 +211,7 @@ class Planning:
         inputs = {"text": text}
         if not text or self.folder.is_kept("start", inputs):
             return {}
-        return {"start": Made(inputs, self.folder.run.start.name, text.encode())}
+        return {"start": Made(inputs, text.encode())}
 
     def report(self) -> dict[str, Made]:
         """The parts ``report`` and ``trace``; none where no page can be made here."""
@@ -233,8 +231,8 @@ class Planning:
         run = self.folder.run
         page = write_report(run)
         return {
-            "report": Made(inputs, run.relative(page), page.read_bytes()),
-            "trace": Made(inputs, run.relative(run.trace), run.trace.read_bytes()),
+            "report": Made(inputs, page.read_bytes()),
+            "trace": Made(inputs, run.trace.read_bytes()),
         }
 
     def _costs(self, names: Iterable[str]) -> CollectiveCosts | None:
