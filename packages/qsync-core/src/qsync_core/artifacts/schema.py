@@ -37,7 +37,7 @@ KINDS: dict[str, type] = {
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 4,
-    "PrecisionDag": 2,
+    "PrecisionDag": 3,
     "PrecisionPlan": 5,
     "Profile": 6,
     "Timeline": 2,
@@ -46,6 +46,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
 _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("CollectiveCosts", 2): {},
     ("PrecisionDag", 2): {"base": "float32", "batch_axes": {}},
+    ("PrecisionDag", 3): {},
     ("PrecisionPlan", 2): {
         "base": "float32",
         "software": {},
@@ -76,6 +77,7 @@ name it, stay what they were.
 
 _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("CollectiveCosts", 2): ("measured", {"transfer_share": {}}),
+    ("PrecisionDag", 3): ("operators", {"views": []}),
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
     ("PrecisionPlan", 4): ("groups", {"chain_forms": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),

@@ -64,6 +64,10 @@ WEIGHT_LAYOUT, TRANSPOSED = "weight_layout", "transposed"
 """An attribute of operators and its one value."""
 
 
+MOST_VIEWS = 2**20
+"""Tensors of one producer that are told apart."""
+
+
 @attrs.frozen
 class Operator:
     """One operator: a forward call and the backward that autograd derives from it.
@@ -84,6 +88,8 @@ class Operator:
         not_applicable: empty where ``apply_`` can change this operator; else the reason why not.
         variant: the variant it now has.
         no_grad_inputs: positions of the inputs that need no gradient (images, whatever is detached): backward skips them.
+        views: per input which of a producer's tensors it is, where operators read several (parts of it, or another shape for each):
+            equal numbers are one tensor, of which they may share a cast; empty where all are 0.
     """
 
     op_id: OpId
@@ -101,6 +107,7 @@ class Operator:
     not_applicable: str = ""
     variant: Variant = attrs.field(factory=lambda: Variant.plain(Precision.FLOAT32))
     no_grad_inputs: tuple[int, ...] = ()
+    views: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.is_adjustable and self.kind not in ADJUSTABLE_KINDS:
@@ -111,6 +118,10 @@ class Operator:
             raise ValueError(
                 f"{self.op_id}: no_grad_inputs {self.no_grad_inputs!r} must be positions of its {len(self.inputs)} inputs"
             )
+        if self.views and (
+            len(self.views) != len(self.inputs) or any(type(view) is not int or not 0 <= view < MOST_VIEWS for view in self.views)
+        ):
+            raise ValueError(f"{self.op_id}: views {self.views!r} must be a number from 0 for each of its {len(self.inputs)} inputs")
         for dims in self.input_shapes:
             checks.shape(self, attrs.fields(Operator).input_shapes, dims)
 
@@ -127,6 +138,10 @@ class Operator:
     def input_numel(self, index: int) -> int:
         """Elements of one input."""
         return math.prod(self.input_shapes[index])
+
+    def view(self, index: int) -> int:
+        """Which of its producer's tensors an input is."""
+        return self.views[index] if self.views else 0
 
     @property
     def weight_numel(self) -> int:

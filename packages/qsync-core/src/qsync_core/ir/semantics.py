@@ -83,15 +83,28 @@ class Autocast:
     Attributes:
         base: the format of the autocast.
         device: on what; lists differ between CPU and CUDA.
+        beside_plan: whether a plan lowers some operator.  All adjustable ones run through it then, those at the base too: they share
+            their activations' casts, and autocast does not see them.
     """
 
     base: Precision
     device: DeviceKind
+    beside_plan: bool = False
 
     @classmethod
-    def of(cls, base: Precision, device: DeviceKind) -> Autocast | None:
+    def of(cls, base: Precision, device: DeviceKind, *, beside_plan: bool = False) -> Autocast | None:
         """None for float32: a job without autocast."""
-        return None if base is Precision.FLOAT32 else cls(base, device)
+        return None if base is Precision.FLOAT32 else cls(base, device, beside_plan)
+
+    def runs(self, operator: Operator, variant: Variant | None) -> bool:
+        """Whether an operator runs as autocast runs it, and not through the plan."""
+        if operator.op_class is not OpClass.ADJUSTABLE:
+            return True
+        return variant == Variant.plain(self.base) and not (self.beside_plan and operator.is_adjustable)
+
+    def copies(self, operator: Operator) -> bool:
+        """Whether it casts an operator's inputs, for that operator alone; others read what arrives, and widen it in their kernels."""
+        return operator.op_class is OpClass.ADJUSTABLE or operator.kind == "loss" or self.format_of(operator.kind) is not None
 
     def format_of(self, kind: str) -> Precision | None:
         """The format in which it runs an operator of that kind whatever its inputs have; None where that follows the inputs."""
@@ -358,12 +371,12 @@ def casts(
 
     Casts of activations are shared among consumers (see :class:`Cast`); for 8-bit targets only the forward one is, because each
     consumer computes its own gradient of the activation.  Autocast shares none: it casts an activation for each operator that reads
-    it.
+    it and that it runs.
     """
     shared = autocast is None
     if operator.op_class is OpClass.ADJUSTABLE:
         assert variant is not None
-        by_plan = autocast is None or variant != Variant.plain(autocast.base)
+        by_plan = autocast is None or not autocast.runs(operator, variant)
         return tuple(_adjustable_casts(operator, steps_of(variant), inputs[0], by_plan))
     found: list[Cast] = []
     target = run_precision(operator, inputs, autocast)

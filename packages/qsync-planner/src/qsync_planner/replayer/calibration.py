@@ -57,12 +57,12 @@ def calibrated_model(
 
     Without a measured step at the base precision, the plain sum of parts.  What ``without`` leaves out, is left out of the model
     that the whole one is calibrated to.  ``lowers``: of plans that lower some operator; the step at the base precision is one
-    without a plan.
+    without a plan, where autocast casts for each operator by itself.
     """
     plain = CostModel(dag, profile)
     base_step = next((step for step in profile.steps if step.variant == base), None)
     if base_step is None:
-        return CostModel(dag, profile, without=without) if without else plain
+        return CostModel(dag, profile, without=without, lowers=lowers) if without or lowers else plain
     calibration = attrs.evolve(
         _fit_base(dag, profile, plain, base_step), memory_floor_bytes=_memory_floor([step.peak_bytes for step in profile.steps])
     )
@@ -74,7 +74,7 @@ def calibrated_model(
             rungs.update(_fit_rung(dag, profile, calibration, step))
     if lowers:
         rungs.update(_fit_alternating(dag, profile, attrs.evolve(calibration, corrections=rungs), base))
-    return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs), without)
+    return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs), without, lowers=lowers)
 
 
 def _fit_alternating(
@@ -86,11 +86,12 @@ def _fit_alternating(
     measured = profile.alternating
     if measured is None:
         return {}
-    model, adjustable = CostModel(dag, profile, calibration), dag.adjustable
+    without_plan, adjustable = CostModel(dag, profile, calibration), dag.adjustable
+    model = CostModel(dag, profile, calibration, lowers=True)
     lowered = {operator.op_id: measured.variant if number % 2 else base for number, operator in enumerate(adjustable)}
     staying = len(adjustable) - len(adjustable) // 2
     try:
-        ends = [uniform_times(dag, model, variant) for variant in (base, measured.variant)]
+        ends = [uniform_times(dag, of, variant) for of, variant in ((without_plan, base), (model, measured.variant))]
     except PlanError:  # as in _fit_rung
         return {}
     column = 1 if model.synchronous else 0  # there all of it is compute
@@ -188,7 +189,8 @@ def _memory_floor(peaks: Sequence[int]) -> int:
 
 def _missing_memory(dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement) -> int:
     """What the model lacks of a measured peak; a step at the floor only says that the model may not exceed it."""
-    unbounded = CostModel(dag, profile, attrs.evolve(calibration, memory_floor_bytes=0))
+    lowers = step.variant != Variant.plain(dag.base)
+    unbounded = CostModel(dag, profile, attrs.evolve(calibration, memory_floor_bytes=0), lowers=lowers)
     missing = step.peak_bytes - MemoryLedger(_uniform(dag, unbounded, step.variant), distributed=False).peak_bytes()
     return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing
 
@@ -207,7 +209,7 @@ def _cast_times(mapper: CostMapper) -> PhaseTimes:
 def _fit_rung(
     dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement
 ) -> dict[tuple[int, Variant], Correction]:
-    model = CostModel(dag, profile, calibration)
+    model = CostModel(dag, profile, calibration, lowers=True)
     try:
         mapper = _uniform(dag, model, step.variant)
     except PlanError:  # an operator cannot run in this rung, so the step was not uniform and says nothing about the model's sum

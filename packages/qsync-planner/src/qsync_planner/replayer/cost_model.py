@@ -27,7 +27,8 @@ GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _FREE = OpCost(0, 0, 0, 0)
 _KEYS = itertools.starmap(CastKey, itertools.product(Precision, Precision, Granularity, Rounding, (True, False)))
 _SHARE = {pair: number for number, pair in enumerate(itertools.product(CastSite, _KEYS))}
-"""Shared casts of one tensor are one cast if their sites and keys are equal: a number for each."""
+"""Shared casts of one tensor are one cast if their sites and keys are equal: a number for each, and so on for each further view of
+what a producer made."""
 _PLAIN = {precision: Variant.plain(precision) for precision in Precision if not precision.needs_scale}
 
 
@@ -217,6 +218,16 @@ def _first_gradients(dag: PrecisionDag, inputs: Sequence[Sequence[int]]) -> tupl
     return tuple(None if operator.kind == "input" else first(position) for position, operator in enumerate(dag.operators))
 
 
+def _cast_before(dag: PrecisionDag, autocast: Autocast | None) -> frozenset[int]:
+    """Operators whose weight autocast casts for an earlier one that keeps the copy too: it has one of each parameter in a forward."""
+    seen: set[str] = set()
+    found: set[int] = set()
+    for position, operator in enumerate(dag.operators if autocast is not None else ()):
+        if operator.is_adjustable and operator.parameters and 0 not in operator.no_grad_inputs:
+            (found.add(position) if operator.parameters[0] in seen else seen.add(operator.parameters[0]))
+    return frozenset(found)
+
+
 class CostModel:
     """Costs of a model's operators on one device type.
 
@@ -229,10 +240,17 @@ class CostModel:
         profile: its measurements on the device.
         calibration: how they are brought to whole steps; None for the plain sum of parts.
         without: parts of the model that are left out.
+        lowers: whether it is one of plans that lower some operator (:attr:`~qsync_core.ir.semantics.Autocast.beside_plan`).
     """
 
     def __init__(
-        self, dag: PrecisionDag, profile: Profile, calibration: Calibration | None = None, without: Ablation = NOTHING
+        self,
+        dag: PrecisionDag,
+        profile: Profile,
+        calibration: Calibration | None = None,
+        without: Ablation = NOTHING,
+        *,
+        lowers: bool = False,
     ) -> None:
         self.dag = dag
         self.profile = profile
@@ -247,7 +265,8 @@ class CostModel:
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant | Absorbed | ChainEnd, int] = {}
         self._variant_of: list[Variant | Absorbed | ChainEnd] = []
-        self._autocast = Autocast.of(dag.base, profile.device.kind)
+        self._autocast = Autocast.of(dag.base, profile.device.kind, beside_plan=lowers)
+        self._cast_before = _cast_before(dag, self._autocast)
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
         self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
@@ -345,25 +364,38 @@ class CostModel:
         correction = self.calibration.corrections.get((position, run))
         memory_correction = correction.memory_bytes if correction else 0
         saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspaces)
+        is_cast = position in self._cast_before
         # Layers repeat: operators alike in everything that counts share one object, which is worked out once.
-        key = (self._shape(position), run, inputs, times, saved, memory_correction)
+        key = (self._shape(position), run, inputs, times, saved, memory_correction, is_cast)
         found = self._equal.get(key)
         if found is not None:
             return found
         fixed = self._fixed_formats
         output = fixed[position] if fixed else output_precision(operator, run, inputs, self._autocast)
-        priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs, self._autocast))
+        own = cost.saved_own_bytes
+        needed = casts(operator, run if adjustable else None, inputs, self._autocast)
+        if is_cast and self._autocast is not None and self._autocast.runs(operator, run):
+            needed = tuple(cast for cast in needed if cast.site is not CastSite.WEIGHT)
+            own = max(0, own - operator.weight_numel * run.compute.nbytes)
+        priced = tuple(self._price(operator, cast) for cast in needed)
         copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
+        if self._autocast is not None and not self._autocast.copies(operator):
+            copies = {}
+        # A copy that is not shared is this operator's alone: for backward where it saves that input, else while it runs.
+        alone = {index: copy.nbytes for index, copy in copies.items() if copy.share < 0}
+        passing = sum(nbytes for index, nbytes in alone.items() if index not in cost.saves_inputs)
         self._equal[key] = found = Evaluation(
             run,
             output,
             priced,
             *times,
             output_bytes=operator.output_numel * output.nbytes,
-            saved_inputs=tuple(self._saved_input(operator, index, copies.get(index), inputs) for index in cost.saves_inputs),
+            saved_inputs=tuple(
+                self._saved_input(operator, index, copies.get(index), inputs) for index in cost.saves_inputs if index not in alone
+            ),
             saves_output=cost.saves_output,
-            saved_own_bytes=cost.saved_own_bytes,
-            workspace_bytes=cost.workspaces[0],
+            saved_own_bytes=own + sum(alone[index] for index in cost.saves_inputs if index in alone),
+            workspace_bytes=cost.workspaces[0] + passing,
             backward_workspace_bytes=cost.workspaces[1],
             gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
             memory_correction_bytes=memory_correction,
@@ -385,7 +417,8 @@ class CostModel:
         if number is None:
             o = self.dag.operators[position]
             produced = tuple(self.dag[producer].output_numel for producer in o.inputs)
-            shape = (o.op_class, o.input_shapes, o.output_shape, o.weight_shape, o.no_grad_inputs, produced)
+            copies = self._autocast is not None and (self._autocast.copies(o), o.is_adjustable)
+            shape = (o.op_class, o.input_shapes, o.output_shape, o.weight_shape, o.no_grad_inputs, o.views, produced, copies)
             number = self._shape_of[position] = self._shapes.setdefault(shape, len(self._shapes))
         return number
 
@@ -419,7 +452,9 @@ class CostModel:
         return cost
 
     def _price(self, operator: Operator, cast: Cast) -> PricedCast:
-        share = _SHARE[cast.site, cast.key] if cast.shared else -1
+        share = -1
+        if cast.shared:
+            share = _SHARE[cast.site, cast.key] + len(_SHARE) * operator.view(cast.input_index)
         if self._without_casts:
             return PricedCast(cast, 0, 0, share)
         model = self._cast_models.get(cast.key)

@@ -20,6 +20,7 @@ from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
@@ -72,8 +73,8 @@ def group_variants(group: GroupPlan) -> dict[OpId, Chosen]:
 class GroupState:
     """One group's mapper, times and memory, changed together; its step has the replayer's shape unless another one is given.
 
-    With nothing lowered its times are those of a step without a plan, as in every replay from scratch: a search that took them for
-    those of operators beside lowered ones would not find again the very step that its time limit comes from.
+    With nothing lowered it is a step without a plan, as in every replay from scratch: a search that took its operators for ones
+    beside lowered ones would not find again the very step that its time limit comes from.
 
     ``stays``: it is read and not changed.
     """
@@ -85,23 +86,30 @@ class GroupState:
         shape = shape or replayer.shape(group.name)
         self.mapper = CostMapper(replayer.dag, model, variants)
         self.timing = StepTiming(self.mapper, shape, synchronises=group.sync_per_step)
-        self.memory = replayer.ledger(self.mapper)
+        self._ledger = replayer.ledger(self.mapper)
         self._base = base_rung(group)
         self._lowered = {name for name, variant in variants.items() if is_lowered(variant, self._base)}
-        self._alone: Callable[[], StepTimes] | None = None
+        self._make_alone: Callable[[], GroupState] | None = None
         if model is not replayer.model(group.name, lowers=False):
-            self._alone = lambda: GroupState(replayer, group, replayer.base_variants(group.name), shape, stays=True).times
-        self.times: StepTimes = self._present_times()
-        self.peak_bytes = self.memory.peak_bytes()
+            self._make_alone = lambda: GroupState(replayer, group, replayer.base_variants(group.name), shape, stays=True)
         self._before: tuple[Node, MemoryBefore, StepTimes, int, set[OpId]] | None = None
+        self._measure()
 
     @cached_property
-    def _times_without_plan(self) -> StepTimes | None:
-        """Of a step with nothing lowered, where that is another model's; None where it is this one's."""
-        return None if self._alone is None else self._alone()
+    def _without_plan(self) -> GroupState | None:
+        """A step with nothing lowered, where that is another model's; None where it is this one's."""
+        return None if self._make_alone is None else self._make_alone()
 
-    def _present_times(self) -> StepTimes:
-        return (None if self._lowered else self._times_without_plan) or self.timing.times()
+    @property
+    def memory(self) -> MemoryLedger:
+        """Of the present variants."""
+        alone = None if self._lowered else self._without_plan
+        return self._ledger if alone is None else alone.memory
+
+    def _measure(self) -> None:
+        alone = None if self._lowered else self._without_plan
+        self.times: StepTimes = self.timing.times() if alone is None else alone.times
+        self.peak_bytes: int = self.memory.peak_bytes()
 
     def update(self, variants: Variants) -> None:
         """Change some operators, until ``commit`` or ``rollback``."""
@@ -109,13 +117,13 @@ class GroupState:
         flipped = {name for name, variant in variants.items() if is_lowered(variant, self._base) != (name in self._lowered)}
         self._before = (
             self.timing.refresh(change.recosted),
-            self.memory.refresh(change.evaluated, change.producers),
+            self._ledger.refresh(change.evaluated, change.producers),
             self.times,
             self.peak_bytes,
             flipped,
         )
         self._lowered ^= flipped
-        self.times, self.peak_bytes = self._present_times(), self.memory.peak_bytes()
+        self._measure()
 
     def commit(self) -> None:
         """Keep the update."""
@@ -129,7 +137,7 @@ class GroupState:
             timing, memory, self.times, self.peak_bytes, flipped = self._before
             self._lowered ^= flipped
             self.timing.restore(timing)
-            self.memory.restore(memory)
+            self._ledger.restore(memory)
             self._before = None
 
 
@@ -240,7 +248,8 @@ class Replayer:
         """
         described, profile = self.cluster.group(group), self.profiles[group]
         base = base_rung(described)
-        lowers = lowers and profile.alternating is not None and len(described.ladder) > 1
+        differ = profile.alternating is not None or self.dag.base is not Precision.FLOAT32
+        lowers = lowers and differ and len(described.ladder) > 1
         key = (id(profile), base, self.without, lowers)
         if key not in self._models:
             self._models[key] = calibrated_model(self.dag, profile, base, self.without, lowers=lowers)

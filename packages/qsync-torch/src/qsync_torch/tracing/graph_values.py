@@ -94,6 +94,7 @@ class Draft:
     flops: int = 0
     not_applicable: str = ""
     no_grad_inputs: tuple[int, ...] = ()
+    views: tuple[int, ...] = ()
     in_loss: bool = False
     reduction: str = ""
 

@@ -11,6 +11,7 @@ import operator as python_operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -87,6 +88,8 @@ class GraphWalk:
             kind: {name: addresses.of(parameter, kind) for name, parameter in model.named_parameters()} for kind in (LINEAR, CONV2D)
         }
         self._entries: dict[torch.fx.Node, Entry] = {}
+        self._views: dict[int, dict[Value, int]] = {}
+        """By draft the tensors of its result that operators have read, in that order: the result itself, or views of it."""
         self._flops: dict[tuple[object, ...], int] = {}  # counting takes a millisecond; layers repeat their calls
         self._vmap_depth = 0
         self._nested = ""  # why calls inside the current higher-order operator cannot be addressed
@@ -142,6 +145,8 @@ class GraphWalk:
         target = node.target
         if target is python_operator.getitem:
             source, index = self._entry(node.args[0]), node.args[1]
+            if isinstance(source, Value) and index != 0:
+                return attrs.evolve(source)  # another part of it, and so another tensor
             if not isinstance(source, list):
                 return source
             return source[index] if isinstance(index, int) and index < len(source) else None
@@ -256,6 +261,8 @@ class GraphWalk:
             draft.reduction = {0: "none", 1: "mean", 2: "sum"}.get(_arguments(node).get("reduction", 1), "mean")
         draft.inputs = tuple(read.producer for read in activations)
         draft.input_shapes = tuple(static_shape(read.tensor) for read in activations)
+        views = tuple(self._view(read) for read in activations)
+        draft.views = views if any(views) else ()
         draft.no_grad_inputs = tuple(i for i, read in enumerate(activations) if not self._requires_grad(read.node))
         draft.call = _call_text(node, reads, activations, draft.parameters, self._parameter_sizes)
         if not draft.flops:
@@ -264,6 +271,10 @@ class GraphWalk:
                 self._flops[key] = other_flops(name, node, reads, draft.output_shape)
             draft.flops = self._flops[key]
         return draft
+
+    def _view(self, read: Read) -> int:
+        seen = self._views.setdefault(read.producer, {})
+        return seen.setdefault(read.value, len(seen))
 
     def _requires_grad(self, node: torch.fx.Node) -> bool:
         """Whether its value requires a gradient; nodes of subgraphs, which the fake run does not see, count as if."""

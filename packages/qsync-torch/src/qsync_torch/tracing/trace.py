@@ -132,6 +132,7 @@ def _operators(drafts: list[Draft], base: Variant) -> tuple[Operator, ...]:
             not_applicable=draft.not_applicable,
             variant=base if draft.op_class is OpClass.ADJUSTABLE else FLOAT32,
             no_grad_inputs=draft.no_grad_inputs,
+            views=draft.views,
         )
         for draft, op_id, depth in zip(drafts, op_ids, depths, strict=True)
     )

@@ -75,6 +75,8 @@ class GroupProgram:
 
     Attributes:
         program, choices: what HiGHS solves, and what its columns stand for.
+        apart: the rungs of a step without a plan, where its operators cost something else than beside lowered ones.  The program
+            is of all other plans then, and this one is replayed beside it; None where the program has it too.
         memory: rows that hold the memory of single moments below the budget.
     """
 
@@ -85,6 +87,11 @@ class GroupProgram:
         model = replayer.model(group.name)
         self.program = Program()
         self.choices = Choices(group, model, self.program)
+        self.apart: tuple[int, ...] | None = None
+        if model is not replayer.model(group.name, lowers=False) and any(unit.top for unit in group.units):
+            self.apart = tuple(unit.top for unit in group.units)
+            highest = {columns[-1]: 1 for columns in self.choices.columns}
+            self.program.row(highest, upper=len(highest) - 1)
         # What Ω is scaled for where no better plan is known.
         below_base = group.uniform(max(0, len(group.group.ladder) - 2))
         self._uniform_omega = group.omega(below_base) or sum(max(unit.omega) for unit in group.units) or 1.0
@@ -174,7 +181,7 @@ class GroupProgram:
     def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
         """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
         point = None
-        if start is not None:
+        if start is not None and tuple(start) != self.apart:
             rows = zip(self.choices.columns, start, strict=True)
             point = {column: float(i == rung) for columns, rung in rows for i, column in enumerate(columns)}
         return self.program.solve(limits, start=point, on_improved=on_improved)
@@ -290,8 +297,8 @@ def least(
     program.look_below(None)
     program.limit(limit_ns, budget_bytes)
     program.minimise(quantity)
-    first = None if start is None else program.replay(start)
-    best = first if first is not None and keeps_limits(first) else None
+    known = [program.replay(rungs) for rungs in (start, program.apart) if rungs is not None]
+    best = min(filter(keeps_limits, known), key=lambda plan: _size(plan, quantity), default=None)
     try:
         for _ in range(_ROUNDS):
             solved = program.solve(_LIMITS, None if best is None else best.rungs)

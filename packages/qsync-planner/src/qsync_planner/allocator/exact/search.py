@@ -93,6 +93,8 @@ class Search:
             # A first row of memory costs much in a program that is solved already, further ones do not.
             self._program.memory.add(first.peak_moment)
         self._offer(first)
+        if self._program.apart is not None:
+            self._offer(self._program.replay(self._program.apart))
         for _ in range(_RESCALINGS):
             best = None if self._best is None else self._group.omega(self._best.rungs)
             if best == 0.0:
