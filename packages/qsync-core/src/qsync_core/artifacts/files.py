@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
+from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
 import msgpack
@@ -32,11 +34,13 @@ MAGIC = b"\x89QSYNC\r\n"
 MAX_BYTES = 1 << 30
 """Largest artifact that is read or written; a profile of a 10,000-operator model takes about 20 MB."""
 
-_MIN_BYTES_PER_CONTAINER = 8
-"""A mapping or list takes 1 byte in a file and 60 to 200 in memory, so a file of many more than artifacts have is refused while it
-is decoded.  The densest artifacts, graphs, have one in 48 bytes."""
-_SPARE_CONTAINERS = 4096
+_MOST_DECODED = 6
+"""Bytes of decoded values for one of the file.  A mapping takes 1 byte in a file and 60 to 200 in memory, so a file that grows by
+more than artifacts do is refused while it is decoded.  The densest artifacts, timelines, take 5.3."""
+_SPARE_BYTES, _SPARE_ITEMS = 1 << 18, 4096
 """By which small artifacts may be denser."""
+_MIN_BYTES_PER_ITEM = 32
+"""Of one list or mapping, on the file's average: its size is known when it has been decoded."""
 
 _FRONT = struct.Struct(">8s16sIQ")
 _DIGEST_BYTES = 32
@@ -91,7 +95,7 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
         ArtifactError: saying what is wrong and where.
     """
     stored_kind, version, length = _read_front(data, name)
-    content = data[HEADER_BYTES:]
+    content = memoryview(data)[HEADER_BYTES:]
     if len(content) != length:
         state = "is truncated" if len(content) < length else "has bytes after its end"
         raise ArtifactError(
@@ -158,7 +162,7 @@ def _with_article(kind: str) -> str:
     return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
-def _sha256(front: bytes, content: bytes) -> bytes:
+def _sha256(front: bytes, content: bytes | memoryview) -> bytes:
     import hashlib  # here, because OpenSSL takes a tenth of the time of importing all of core
 
     summed = hashlib.sha256(front)
@@ -182,33 +186,61 @@ def _read_front(data: bytes, name: str) -> tuple[str, int, int]:
     return kind, version, length
 
 
-def _unpack(content: bytes, name: str) -> Any:
+def _unpack(content: memoryview, name: str) -> Any:
     """Decode msgpack: exactly one value, canonically encoded, whose lengths fit the bytes there are."""
-    containers_left = _SPARE_CONTAINERS + len(content) // _MIN_BYTES_PER_CONTAINER
+    left = _SPARE_BYTES + _MOST_DECODED * len(content)
+    most_items = _SPARE_ITEMS + len(content) // _MIN_BYTES_PER_ITEM
+    keys: set[str] = set()
 
-    def count(container: T) -> T:
-        nonlocal containers_left
-        containers_left -= 1
-        if containers_left < 0:
-            raise ArtifactError(f"{name} holds more lists and mappings than an artifact of {len(content)} bytes can")
+    def charge(container: list[Any] | dict[str, Any], values: Iterable[Any]) -> Any:
+        nonlocal left
+        left -= sys.getsizeof(container) + sum(sys.getsizeof(value) for value in values if type(value) in _OWN_BYTES)
+        if left < sys.getsizeof(keys):
+            raise ArtifactError(f"{name} holds more lists, mappings and values than an artifact of {len(content)} bytes can")
         return container
 
+    def charge_mapping(mapping: dict[str, Any]) -> Any:
+        new = mapping.keys() - keys  # the decoder keeps one of equal keys
+        keys.update(new)
+        return charge(mapping, (*mapping.values(), *new))
+
     try:
-        # A pass that builds nothing proves that every announced length is backed by bytes; without it nested arrays that each
-        # announce a million items would be allocated before the end of the data is noticed.
-        walker = msgpack.Unpacker(max_buffer_size=max(1, len(content)))
-        walker.feed(content)
-        walker.skip()
-        if walker.tell() != len(content):
-            raise ArtifactError(f"{name} holds {len(content) - walker.tell()} bytes after the end of its content")
+        _check_lengths(content, name)
         # Artifacts use neither extensions nor bytes; refusing them here keeps the decoder's rarer paths out of reach.
         plain = msgpack.unpackb(
-            content, raw=False, strict_map_key=True, use_list=True, max_ext_len=0, max_bin_len=0, object_hook=count, list_hook=count
+            content,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            max_ext_len=0,
+            max_bin_len=0,
+            max_array_len=most_items,
+            max_map_len=most_items,
+            object_hook=charge_mapping,
+            list_hook=lambda found: charge(found, found),
         )
         # Repeated keys, numbers in longer forms than they need and the like do not survive being written again.
-        canonical = msgpack.packb(plain, use_bin_type=True) == content
+        packer = msgpack.Packer(use_bin_type=True, autoreset=False, buf_size=len(content) + 1)
+        packer.pack(plain)
+        canonical = packer.getbuffer() == content
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ArtifactError(f"{name} is not valid msgpack: {str(error) or type(error).__name__}") from None
     if not canonical:
         raise ArtifactError(f"{name} is not encoded canonically (a repeated key, or a number longer than it needs)")
     return plain
+
+
+_OWN_BYTES = frozenset((str, float, int))
+"""Values that are objects of their own; lists and mappings are charged when they are decoded."""
+
+
+def _check_lengths(content: memoryview, name: str) -> None:
+    """Prove that every announced length is backed by bytes, by a pass that builds nothing.
+
+    Without it nested arrays that each announce a million items would be allocated before the end of the data is noticed.
+    """
+    walker = msgpack.Unpacker(max_buffer_size=max(1, len(content)))
+    walker.feed(content)
+    walker.skip()
+    if walker.tell() != len(content):
+        raise ArtifactError(f"{name} holds {len(content) - walker.tell()} bytes after the end of its content")
