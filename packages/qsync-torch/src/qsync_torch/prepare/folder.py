@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import torch.distributed as dist
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.errors import ArtifactError, QSyncError
 from qsync_core.run_folder import RunFolder
+from qsync_torch.distributed.bounded_store import BoundedStore
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import together, told_by_all
 from qsync_torch.prepare.ledger import Part, Parts, difference, parts_of, read_parts, sha256_of, write_parts
@@ -164,7 +164,7 @@ class Folder:
             raise ArtifactError(f"cannot read {path}: {error.strerror or error}") from None
 
     @property
-    def _store(self) -> dist.Store:
+    def _store(self) -> BoundedStore:
         assert self.members is not None
         return self.members.store
 
