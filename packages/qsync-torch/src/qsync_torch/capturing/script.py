@@ -20,8 +20,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from qsync_core.errors import JobError, QSyncError
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.sources import may_have_line
+from qsync_torch.distributed.meeting import store_of_environment
 from qsync_torch.distributed.process_group import in_process_group
-from qsync_torch.distributed.ranks import is_of_lost_rank, store_of_environment
+from qsync_torch.distributed.ranks import is_of_lost_rank
 from qsync_torch.job import Job
 
 LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"

@@ -52,6 +52,7 @@ def communicate(
         process_group_from_environment,
         together,
     )
+    from qsync_torch.distributed.watch import watched
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.communication import check_not_alone, measure_communication
     from qsync_torch.sharing.share import find_share, is_gpu, take_sms
@@ -62,7 +63,7 @@ def communicate(
             take_sms(own.fraction, f"group {own.group!r}")
         target = chosen_device(device)
         facts[KIND_OF_DEVICE] = target.type
-    with process_group_from_environment(target) as rank:
+    with watched("qsync communicate", members_to_be("watch")), process_group_from_environment(target) as rank:
         check_not_alone()
         with together("qsync communicate", slow=True), job_code(job):
             cluster = read_cluster(cluster_path) if cluster_path else None

@@ -85,6 +85,7 @@ def profile(
         process_group_from_environment,
         together,
     )
+    from qsync_torch.distributed.watch import watched
     from qsync_torch.kernels.installed import check_store
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
@@ -112,7 +113,7 @@ def profile(
     def note(text: str) -> None:
         click.echo(f"note: {text}", err=True)
 
-    with process_group_from_environment(target) as rank:
+    with watched("qsync profile", members_to_be("watch")), process_group_from_environment(target) as rank:
         with together("qsync profile", slow=True), job_code(job):
             check_store(target, tuning)
             if fresh:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_torch.demo.weak_worker import Weakness
 from qsync_torch.demo.workloads import Evaluation
+from qsync_torch.distributed.bounded_store import collective_timeout
+from qsync_torch.distributed.ranks import members_to_be
 
 GROUPS = ("train", "infer")
 """Device group of each rank; rank 0 is the strong worker."""
@@ -27,6 +30,7 @@ TRAIN, INFER = GROUPS
 T = TypeVar("T")
 
 _MARK = "@qsync-demo "
+_PAUSE_S = 0.05
 
 
 @attrs.frozen
@@ -164,18 +168,27 @@ def parse(line: str) -> Any:
 
 
 class Rendezvous:
-    """The workers' store: exchange small values, and ask without waiting whether the other has finished."""
+    """The workers' store: exchange small values, and ask without waiting whether the other has finished.
+
+    A worker that waits for the other one ends where that is frozen or has failed, because they watch each other
+    (:func:`~qsync_torch.distributed.watch.watched`).
+    """
 
     def __init__(self) -> None:
-        store, self.rank, self.world_size = next(iter(dist.rendezvous("env://")))
-        self._store = dist.PrefixStore("qsync-demo", store)
+        members = members_to_be("demo")
+        assert members is not None  # torchrun starts two
+        self.members, self.rank, self.world_size = members, members.rank, len(members.ranks)
+        self._store = members.store
         self._calls = 0
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order; all ranks must call it equally often."""
         self._calls += 1
         self._store.set(f"gather/{self._calls}/{self.rank}", json.dumps(value))
-        return [json.loads(self._store.get(f"gather/{self._calls}/{rank}")) for rank in range(self.world_size)]
+        keys = [f"gather/{self._calls}/{rank}" for rank in range(self.world_size)]
+        while not self._store.check(keys):
+            time.sleep(_PAUSE_S)
+        return [json.loads(value) for value in self._store.multi_get(keys)]
 
     def announce(self, what: str) -> None:
         """Tell the others that this rank has finished something."""
@@ -189,8 +202,8 @@ class Rendezvous:
     def process_group(self) -> Iterator[None]:
         """A gloo process group of all workers."""
         self._calls += 1
-        store = dist.PrefixStore(f"group/{self._calls}", self._store)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        store = self._store.under(f"group/{self._calls}").store
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=collective_timeout())
         try:
             yield
         finally:

@@ -15,6 +15,7 @@ from qsync_core.errors import QSyncError
 from qsync_core.progress import ProgressCallback
 from qsync_torch.demo.cores import WORKERS, die_with_parent, pin_to_core
 from qsync_torch.demo.messages import GROUPS, MeasureTask, Rendezvous, TrainTask, parse, read_json, report_error, write_json
+from qsync_torch.distributed.watch import watched
 
 _LOG_LINES_SHOWN = 12
 
@@ -81,14 +82,16 @@ def main(kind: str, path: str) -> int:
     core = pin_to_core(rank)
     os.environ["QSYNC_GROUP"] = GROUPS[rank]
     try:
-        if kind == "measure":
-            from qsync_torch.demo.measuring import measure
+        rendezvous = Rendezvous()
+        with watched(f"the demo's task to {kind}", rendezvous.members):
+            if kind == "measure":
+                from qsync_torch.demo.measuring import measure
 
-            measure(read_json(Path(path), MeasureTask), Rendezvous(), core)
-        else:
-            from qsync_torch.demo.training import train
+                measure(read_json(Path(path), MeasureTask), rendezvous, core)
+            else:
+                from qsync_torch.demo.training import train
 
-            train(read_json(Path(path), TrainTask), Rendezvous(), core)
+                train(read_json(Path(path), TrainTask), rendezvous, core)
     except QSyncError as error:
         report_error(str(error))
         return 1

@@ -7,7 +7,6 @@ that has said nothing, and not a hang or a garbled answer.  Keys of a round go w
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +17,16 @@ import attrs
 import torch.distributed as dist
 
 from qsync_core.errors import RankError
+from qsync_torch.distributed.bounded_store import TIMEOUT_VARIABLE, BoundedStore, StoreSilent
 from qsync_torch.distributed.process_group import rank_count
 
-TIMEOUT_VARIABLE = "QSYNC_RANK_TIMEOUT_S"
 _GRACE_S = 5.0
-"""How long a rank that gives up stays, at least, so that the others hear why: rank 0 may hold the store."""
+"""How long a rank that gives up stays at most, so that the others hear why: rank 0 may hold the store."""
+_GRACE = 0.25
+"""Likewise, as a share of the time that it has waited."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
-_BEATS_PER_TIMEOUT = 10
+BEATS_PER_TIMEOUT = 10
 _WATCH_EVERY_S = 0.5
-_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @attrs.frozen
@@ -59,7 +59,7 @@ class Members:
 
     rank: int
     ranks: Sequence[int]
-    store: dist.Store
+    store: BoundedStore = attrs.field(converter=BoundedStore.of)
     patience_s: float
 
     @classmethod
@@ -72,24 +72,6 @@ class Members:
         store = whole.get_group_store()
         patience: timedelta = store.timeout  # type: ignore[attr-defined]  # which torch's stubs leave out
         return cls(dist.get_rank(), dist.get_process_group_ranks(group), store, patience.total_seconds())
-
-    @classmethod
-    def of_environment(cls, timeout_s: float) -> Members | None:
-        """Of the process group that ``init_process_group`` will make of torchrun's variables; None where that is one of this rank
-        alone, or the variables are not set.
-
-        The store is the one that it will use: it must live until then.
-
-        Args:
-            timeout_s: how long it may take to be there.
-
-        Raises:
-            DistError: when it is not there in time.
-        """
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not all(os.environ.get(name) for name in _RENDEZVOUS):
-            return None
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        return cls(rank, range(ranks), dist.PrefixStore("qsync/before", store), timeout_s)
 
 
 class Exchange:
@@ -108,7 +90,7 @@ class Exchange:
         self._what, self._timeout_s, self._slow = what, timeout_s, slow
         self._limit_s = max(timeout_s, members.patience_s) if slow else timeout_s
         number = store.add(f"qsync/rounds/{self.rank}", 1)
-        self._store, self._previous = (dist.PrefixStore(f"qsync/{n}", store) for n in (number, number - 1))
+        self._store, self._previous = (store.under(f"qsync/{n}") for n in (number, number - 1))
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -121,7 +103,7 @@ class Exchange:
             with suppress(RuntimeError):  # a store that has gone is noticed by the thread that needs it
                 while True:
                     self._store.add(f"alive/{self.rank}", 1)
-                    if done.wait(self._timeout_s / _BEATS_PER_TIMEOUT):
+                    if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
                         return
 
         with beside("qsync-alive", beat):
@@ -142,7 +124,7 @@ class Exchange:
                 return None
         found = self._missing(), self._reports()
         self._store.set(f"heard/{self.rank}", "")
-        return None if until.wait(_GRACE_S) else found
+        return None if until.wait(grace_s(self._timeout_s)) else found
 
     def say(self, mine: Report) -> None:
         """Publish this rank's report, and where it refuses end the round for all."""
@@ -167,12 +149,13 @@ class Exchange:
         self._await_reports(time.monotonic())
         missing, reports = self._missing(), self._reports()
         self._store.set(f"heard/{self.rank}", "")
-        until = time.monotonic() + max(self._timeout_s, _GRACE_S)
+        # One that has reported looks every tenth of a second; where one is missing, that long was waited already.
+        until = time.monotonic() + (grace_s(self._timeout_s) if missing else self._timeout_s)
         with suppress(dist.DistError):  # all that matters is read: the rank that holds the store may have left
             all_heard = self._poll([f"heard/{rank}" for rank in (reports if missing else self.ranks)], until)
             if self._store.check(["over"]):  # now that all have heard, all see the same
                 missing, reports = self._missing(), self._reports()
-            elif not all_heard:  # one that has reported looks every tenth of a second
+            elif not all_heard:
                 missing = self._dead(next(rank for rank in self.ranks if not self._store.check([f"heard/{rank}"])))
             else:  # so all have left the round before
                 for key in (f"report/{self.rank}", f"heard/{self.rank}", f"alive/{self.rank}", "over"):
@@ -186,14 +169,14 @@ class Exchange:
         keys = [f"report/{rank}" for rank in self.ranks]
         watched, since = (-1, -1), came
         while not self._poll(
-            keys, min(time.monotonic() + self._timeout_s / _BEATS_PER_TIMEOUT, came + self._limit_s), or_key="over"
+            keys, min(time.monotonic() + self._timeout_s / BEATS_PER_TIMEOUT, came + self._limit_s), or_key="over"
         ):
             now = time.monotonic()
             silent = [rank for rank in self.ranks if not self._store.check([f"report/{rank}"])]
             if not silent:
                 return
             if now - came >= self._limit_s:
-                self._store.set("over", self._late(silent))
+                self._store.set("over", late(silent, self._what, self._limit_s, self.rank))
                 return
             if self._slow:  # the first silent one alone: the others' turn comes when it has reported
                 beat = (silent[0], self._store.add(f"alive/{silent[0]}", 0))
@@ -207,19 +190,8 @@ class Exchange:
         """Who has not come, as the rank that ended the round for this says; else empty."""
         return self._store.get("over").decode() if self._store.check(["over"]) else ""
 
-    def _late(self, silent: Sequence[int]) -> str:
-        return (
-            f"{rank_list(silent)} did not reach {self._what} within {self._limit_s:g} s of rank {self.rank}: see what was printed "
-            "there last, and call it on every rank, in the same order; where a rank takes longer to come there, set "
-            f"{TIMEOUT_VARIABLE} to more seconds"
-        )
-
     def _dead(self, silent: int) -> str:
-        return (
-            f"rank {silent} gave no sign of life for {self._timeout_s:g} s while rank {self.rank} waited for it in {self._what}: "
-            "its process has ended or hangs, see what it printed last; where it only takes long, set "
-            f"{TIMEOUT_VARIABLE} to more seconds"
-        )
+        return no_sign_of_life([silent], self._what, self._timeout_s, self.rank)
 
     def _poll(self, keys: Sequence[str], until: float, or_key: str = "") -> bool:
         """Whether all keys (or the other one) are there, before the time is over.
@@ -253,6 +225,44 @@ def beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]
     finally:
         done.set()
         thread.join()
+
+
+def grace_s(timeout_s: float) -> float:
+    """How long a rank stays that gives up after a time of waiting."""
+    return min(_GRACE_S, _GRACE * timeout_s)
+
+
+def late(silent: Sequence[int], what: str, limit_s: float, rank: int) -> str:
+    """Who has not come, as a sentence."""
+    return (
+        f"{rank_list(silent)} did not reach {what} within {limit_s:g} s of rank {rank}: see what was printed "
+        "there last, and call it on every rank, in the same order; where a rank takes longer to come there, set "
+        f"{TIMEOUT_VARIABLE} to more seconds"
+    )
+
+
+def no_sign_of_life(silent: Sequence[int], what: str, timeout_s: float, rank: int) -> str:
+    """Who came and is silent, as a sentence."""
+    those = ("it", "its process has ended or hangs") if len(silent) == 1 else ("them", "their processes have ended or hang")
+    return (
+        f"{rank_list(silent)} gave no sign of life for {timeout_s:g} s while rank {rank} waited for {those[0]} in {what}: "
+        f"{those[1]}, see what was printed there last; where it only takes long, set {TIMEOUT_VARIABLE} to more seconds"
+    )
+
+
+def store_has_gone(what: str, error: Exception) -> str:
+    """What has become of the store, as a sentence."""
+    holder = "it is rank 0's, or the torchrun of node rank 0"
+    if isinstance(error, StoreSilent):
+        return (
+            f"the process that holds the process group's store is silent while this rank is in {what} ({error}): {holder}, and is "
+            f"stopped or cannot be reached any more; where it only takes long, set {TIMEOUT_VARIABLE} to more seconds"
+        )
+    first = str(error).partition("\n")[0]
+    return (
+        f"the process that holds the process group's store has ended while this rank was in {what}: {holder}, see what it printed "
+        f"last ({first})"
+    )
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -6,21 +6,20 @@ Groups come and go from one start of a job to the next, so the plan that holds i
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import attrs
-import torch.distributed as dist
 
-from qsync_core.errors import PlanError, RankError
+from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
+from qsync_torch.distributed.bounded_store import rank_timeout_s
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.process_group import in_process_group
-from qsync_torch.distributed.ranks import plan_facts, rank_timeout_s, together, told_by_all, which_group_of_cluster
+from qsync_torch.distributed.ranks import members_to_be, plan_facts, together, told_by_all, which_group_of_cluster
 
 _PLAN_SUFFIX = ".qsync"
 
@@ -92,10 +91,7 @@ def plan_before_ranks_meet(what: str, run: RunFolder) -> PrecisionPlan:
     if not in_process_group():
         if "WORLD_SIZE" not in os.environ:
             return run.load_plan([group.name for group in run.read_cluster().groups])
-        try:
-            members = _members_to_be(*(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")))
-        except dist.DistError as error:
-            raise RankError(f"{what} cannot reach the store that MASTER_ADDR and MASTER_PORT name: {error}") from None
+        members = members_to_be("before", rank_timeout_s())
     present = groups_present(what, run, members=members)
     with together(f"{what}, reading the plan", group=members) as facts:
         plan = run.load_plan(present.names)
@@ -114,9 +110,3 @@ def warn_of_restarts(stacklevel: int) -> None:
             "(docs/coming-and-going.md)",
             stacklevel=stacklevel,
         )
-
-
-@functools.lru_cache(maxsize=1)
-def _members_to_be(*_: str | None) -> Members | None:
-    """Kept, because where rank 0 holds the store ``init_process_group`` is to find it alive."""
-    return Members.of_environment(rank_timeout_s())

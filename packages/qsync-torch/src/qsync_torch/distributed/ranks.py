@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import sys
@@ -21,7 +20,9 @@ from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSync
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
-from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Members, Report, beside, by_value, rank_list
+from qsync_torch.distributed.bounded_store import collective_timeout, rank_timeout_s
+from qsync_torch.distributed.exchange import Exchange, Members, Report, beside, by_value, grace_s, rank_list, store_has_gone
+from qsync_torch.distributed.meeting import store_of_environment
 from qsync_torch.distributed.process_group import in_process_group
 
 GROUP_VARIABLE = "QSYNC_GROUP"
@@ -30,8 +31,6 @@ VERSIONS, PLAN = "versions", "plan"
 """Names of the facts that have a sentence of their own where ranks differ."""
 KIND_OF_DEVICE = "kind of device"
 """A fact of ranks that are to make a process group: of a CUDA device and a CPU each would wait in another backend."""
-_GRACE_S = 5.0
-"""How long a rank that the store has left may take to end by itself."""
 
 
 @contextmanager
@@ -51,14 +50,13 @@ def process_group_from_environment(device: torch.device) -> Iterator[int]:
     if found is None:
         yield 0
         return
-    store, rank, world_size = found
+    place, store = found
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    keys = dist.PrefixStore(f"qsync/group{next(_NUMBERS)}", store)
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=keys, rank=rank, world_size=world_size)
-    except dist.DistError as error:
-        raise RankError(not_met(error)) from None
+    keys = store.under(f"qsync/group{next(_NUMBERS)}").store
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with naming_lost_ranks("init_process_group"):
+        dist.init_process_group(backend, store=keys, rank=place.rank, world_size=place.world, timeout=collective_timeout())
     try:
         yield dist.get_rank()
     finally:
@@ -69,30 +67,11 @@ _NUMBERS = itertools.count()
 """Of the process groups that this process makes, which are the same on all ranks."""
 
 
-@functools.cache
-def store_of_environment() -> tuple[dist.Store, int, int] | None:
-    """The store that torchrun's environment names, this process's rank, and how many there are; None without such an environment.
-
-    It is kept until the process ends, and with it, where rank 0 serves it and not torchrun, the port.
-
-    Raises:
-        RankError: when the ranks do not meet: the port of the first one is in use, or one does not come.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
-        return None
-    try:
-        store, rank, world_size = next(dist.rendezvous("env://"))
-    except dist.DistError as error:
-        raise RankError(not_met(error)) from None
-    store.set_timeout(dist.constants.default_pg_timeout)
-    return store, rank, world_size
-
-
 def members_to_be(round_name: str, patience_s: float | None = None) -> Members | None:
     """The ranks that :func:`process_group_from_environment` will put into a process group, for :func:`together` before that.
 
     A rank that cannot join them (no MPS daemon, no such device) then says so: without, the others would wait for it in
-    ``init_process_group``, over gloo for half an hour.
+    ``init_process_group``.
 
     Args:
         round_name: what they do together, equal on all ranks.
@@ -102,13 +81,13 @@ def members_to_be(round_name: str, patience_s: float | None = None) -> Members |
         None in a process that is alone; in a process group, whose ranks take part then by default.
 
     Raises:
-        RankError: as :func:`store_of_environment`.
+        RankError: as :func:`~qsync_torch.distributed.meeting.store_of_environment`.
     """
     if in_process_group() or (found := store_of_environment()) is None:
         return None
-    store, rank, world_size = found
+    place, store = found
     patience_s = dist.constants.default_pg_timeout.total_seconds() if patience_s is None else patience_s
-    return Members(rank, range(world_size), dist.PrefixStore(f"qsync/{round_name}", store), patience_s)
+    return Members(place.rank, range(place.world), store.under(f"qsync/{round_name}"), patience_s)
 
 
 FindDevice = Callable[[], tuple[str, DeviceKind]]
@@ -263,7 +242,7 @@ def together(
     except RankError as error:
         wrong = error
     except dist.DistError as error:
-        wrong = RankError(_store_has_gone(what, error))
+        wrong = RankError(store_has_gone(what, error))
     if mine is not None:
         raise _with_more(mine, str(wrong)) if wrong else mine
     if wrong is not None:
@@ -281,7 +260,7 @@ def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> It
         try:
             found = exchange.given_up(done)
         except dist.DistError as error:
-            found = None if done.wait(_GRACE_S) else (_store_has_gone(what, error), {})
+            found = None if done.wait(grace_s(rank_timeout_s())) else (store_has_gone(what, error), {})
         if found is not None:
             missing, reports = found
             print(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}", file=sys.stderr, flush=True)
@@ -308,7 +287,7 @@ def told_by_all(
         exchange.say(Report(what, mine))
         reports = _heard(exchange, what)
     except dist.DistError as error:
-        raise RankError(_store_has_gone(what, error)) from None
+        raise RankError(store_has_gone(what, error)) from None
     if elsewhere := _different_calls(reports):
         raise elsewhere
     return {rank: report.facts for rank, report in reports.items()}
@@ -351,18 +330,6 @@ def naming_lost_ranks(what: str) -> Iterator[None]:
 def is_of_lost_rank(error: BaseException) -> bool:
     """Whether a collective, or the store, failed because another rank has gone."""
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
-
-
-def rank_timeout_s() -> float:
-    """What ``QSYNC_RANK_TIMEOUT_S`` says, else 30 seconds."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "") or "30"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise PlanError(f"{TIMEOUT_VARIABLE} is {text!r}; set it to a number of seconds above 0")
-    return seconds
 
 
 def check_ranks_agree(plan: PrecisionPlan, group: dist.ProcessGroup | None = None) -> None:
@@ -430,27 +397,6 @@ def _with_more(error: Exception, more: str) -> Exception:
     else:
         error.add_note(more)
     return error
-
-
-def not_met(error: Exception) -> str:
-    """Why the ranks have no store in common, as a sentence of its own."""
-    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    if "EADDRINUSE" in str(error):
-        return (
-            f"the ranks of this job cannot meet at {where}: another process has that port; end it, or give torchrun another one "
-            "(--master-port), the same on all machines"
-        )
-    return (
-        f"the ranks of this job did not meet at {where} ({_first_line(error)}): see that every machine was started with the same "
-        "address and port, and reaches it"
-    )
-
-
-def _store_has_gone(what: str, error: Exception) -> str:
-    return (
-        f"the process that holds the process group's store has ended while this rank was in {what}: it is rank 0's, or the "
-        f"torchrun of node rank 0, see what it printed last ({_first_line(error)})"
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,9 +21,12 @@ import torch.distributed as dist
 
 from qsync_core.errors import RankError
 from qsync_core.plugins.doctor import JobFindings
-from qsync_torch.distributed.ranks import rank_timeout_s, versions_text
+from qsync_torch.distributed.bounded_store import StoreSilent, rank_timeout_s
+from qsync_torch.distributed.exchange import grace_s
+from qsync_torch.distributed.meeting import Place
+from qsync_torch.distributed.ranks import versions_text
 from qsync_torch.doctor.findings import job_findings
-from qsync_torch.doctor.mailbox import PAUSE_S, Mailbox, Place
+from qsync_torch.doctor.mailbox import BEAT_S, PAUSE_S, Mailbox
 from qsync_torch.doctor.probe import SIZES
 from qsync_torch.doctor.rank_facts import RankFacts
 from qsync_torch.doctor.seen import Seen, Trouble
@@ -32,8 +35,6 @@ PROBE = (sys.executable, "-m", "qsync_torch.doctor.probe")
 """Command of the process that measures."""
 START_S = 180.0
 """For importing torch and starting CUDA, from a cold disk and on all ranks of a machine at once."""
-_SILENCE_S = 30.0
-"""After which ranks no longer believe in a rank 0 that shows no sign of life."""
 _BEATS_S = 3.0
 """How long a process is watched for signs of life, of which it gives two a second."""
 _LEAVE_S = 5.0
@@ -116,7 +117,7 @@ def doctor_of_job(timeout_s: float) -> JobFindings | None:
     place = Place.from_environment()
     if place is None:
         return None
-    box = Mailbox(place, rank_timeout_s(), holds=True)
+    box = Mailbox(place, holds=True)
     box.beat("alive")
     box.say("here", [socket.gethostname(), versions_text()])
     probe = _Probe(box)
@@ -139,7 +140,7 @@ def _let_go(box: Mailbox, failed: bool) -> None:
 
 
 def _follow(box: Mailbox, probe: _Probe) -> JobFindings:
-    rank = box.place.rank
+    rank, silence_s = box.place.rank, rank_timeout_s()
     try:
         beats, since = -1, time.monotonic()
         while not box.has("over"):
@@ -147,14 +148,19 @@ def _follow(box: Mailbox, probe: _Probe) -> JobFindings:
             now = time.monotonic()
             if (found := box.beats("alive", [0])[0]) != beats:
                 beats, since = found, now
-            elif now - since > _SILENCE_S:
-                raise RankError(f"rank 0 has given no sign of life for {_SILENCE_S:g} s while rank {rank} waited for what it found")
+            elif now - since > silence_s:
+                raise RankError(f"rank 0 has given no sign of life for {silence_s:g} s while rank {rank} waited for what it found")
             time.sleep(PAUSE_S)
         failed = box.read("over")
         box.say("left")
     except _ToldToEnd:
         raise RankError(
             f"rank {rank} was told to end (SIGTERM) before rank 0 said what it found: another rank has failed"
+        ) from None
+    except StoreSilent as error:
+        raise RankError(
+            f"the job's store, which rank 0 or the torchrun of node rank 0 holds, is silent while rank {rank} waits for what rank "
+            f"0 finds ({error}): that process is stopped, or cannot be reached any more"
         ) from None
     except dist.DistError as error:
         raise RankError(
@@ -206,13 +212,23 @@ class _Gathering:
 
     def _await(self, step: str, limit_s: float) -> None:
         self._step = step
-        begin = time.monotonic()
+        begin = looked = time.monotonic()
+        heard: dict[tuple[str, int], tuple[int, float]] = {}
         while missing := self._box.missing(step):
             self._probe.report()
             if any(self._box.has(f"failed/{rank}") for rank in missing):
                 raise _Troubled(self._trouble())
-            if time.monotonic() - begin > limit_s:
+            now = time.monotonic()
+            if now - begin > limit_s:
                 raise _Troubled(self._trouble(after_s=limit_s))
+            if now - looked > BEAT_S:
+                looked = now
+                for what in ("alive", "probe alive"):
+                    for rank, beats in self._box.beats(what, missing).items():
+                        known, since = heard.get((what, rank), (0, now))
+                        heard[what, rank] = (beats, now if beats != known else since)
+                        if beats and now - heard[what, rank][1] > rank_timeout_s():  # frozen: not even its other threads run
+                            raise _Troubled(self._trouble(after_s=rank_timeout_s()))
             time.sleep(PAUSE_S)
 
     def _trouble(self, after_s: float = 0.0, *, told: bool = False) -> Trouble:
@@ -224,7 +240,7 @@ class _Gathering:
         before = {what: self._box.beats(what, came) for what in ("alive", "probe alive")}
         self._box.post("trouble", self._step)
         self._probe.report()
-        until = time.monotonic() + _BEATS_S
+        until = time.monotonic() + min(_BEATS_S, grace_s(rank_timeout_s()))
         while time.monotonic() < until:
             self._probe.report()
             time.sleep(PAUSE_S)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qsync_torch.doctor.mailbox import Mailbox, Place
+from qsync_torch.distributed.meeting import Place
+from qsync_torch.doctor.mailbox import Mailbox
 from qsync_torch.doctor.rank_facts import find_facts, own_device
 
 SIZES = tuple(mib << 20 for mib in (1, 4, 25, 100))
@@ -39,7 +40,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not to be left over, stopped or hung, when the parent is killed
     place = Place.from_environment()
     assert place is not None
-    box = Mailbox(place, _NEVER.total_seconds())
+    box = Mailbox(place)
     box.beat("probe alive")
     box.say("facts", find_facts(place.rank).data())
     plan = box.wait("plan")
@@ -47,8 +48,10 @@ def main() -> None:
     device = own if plan["backend"] == "nccl" else torch.device("cpu")
     work = product(own)
     box.say("speed", [quick_median(work, own), quick_median(copy(own), own)])
-    store = dist.PrefixStore("collectives", place.store(_NEVER.total_seconds()))
-    dist.init_process_group(plan["backend"], store=store, rank=place.rank, world_size=place.world, timeout=_NEVER)
+    store = place.store(holds=False)
+    store.set_timeout(_NEVER)
+    keys = dist.PrefixStore("collectives", store)
+    dist.init_process_group(plan["backend"], store=keys, rank=place.rank, world_size=place.world, timeout=_NEVER)
     all_reduce(torch.ones(1, device=device))
     box.say("connected")
     taken_ns = 0

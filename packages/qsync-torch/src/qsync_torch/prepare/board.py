@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from qsync_core.cli.output import progress_lines
 from qsync_core.progress import ProgressCallback
+from qsync_torch.distributed.bounded_store import BoundedStore
 from qsync_torch.distributed.exchange import Members
 
 _TELL_EVERY_S = 0.5
@@ -87,7 +88,7 @@ class Board:
     def _set(self, name: str, value: object) -> None:
         assert self.members is not None
         with suppress(dist.DistError):  # that the store has gone is noticed where it is needed
-            dist.PrefixStore("qsync/prepare/board", self.members.store).set(name, json.dumps(value))
+            self.members.store.under("qsync/prepare/board").set(name, json.dumps(value))
 
 
 class _Reader:
@@ -109,7 +110,7 @@ class _Reader:
 
     def _run(self) -> None:
         assert self._board.members is not None
-        store = dist.PrefixStore("qsync/prepare/board", self._board.members.store)
+        store = self._board.members.store.under("qsync/prepare/board")
         with suppress(dist.DistError):
             while True:
                 last = self._done.wait(_LOOK_EVERY_S)
@@ -118,7 +119,7 @@ class _Reader:
                 if last:
                     return
 
-    def _look(self, store: dist.Store, rank: int) -> None:
+    def _look(self, store: BoundedStore, rank: int) -> None:
         while store.check([name := f"note/{rank}/{self._read[rank]}"]):
             self._board._say(json.loads(store.get(name)))
             store.delete_key(name)

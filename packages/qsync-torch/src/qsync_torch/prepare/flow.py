@@ -25,6 +25,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
 from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
+from qsync_torch.distributed.bounded_store import rank_timeout_s
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import (
     KIND_OF_DEVICE,
@@ -32,10 +33,10 @@ from qsync_torch.distributed.ranks import (
     members_to_be,
     naming_lost_ranks,
     process_group_from_environment,
-    rank_timeout_s,
     together,
     versions_text,
 )
+from qsync_torch.distributed.watch import watched
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import check_store
 from qsync_torch.load_job import job_code, load_job
@@ -138,20 +139,25 @@ def prepare(request: Request) -> Prepared:
         QSyncError: on every rank; the folder then continues from what is finished.
     """
     started = time.monotonic()
-    # A script runs before there is a process group, because it may make that itself.
-    load = _of_script(request) if is_script(request.job) else lambda: (load_job(request.job, request.batch_size), None)
-    with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
-        members = Members.of_group(None)
-        if members is not None:
-            members = attrs.evolve(members, patience_s=_LONGEST_PART_S)
-        board = Board(members)
-        with board.shown(quiet=request.quiet), open_folder(request.output, members) as folder, job_code(request.job):
-            flow = _Flow(request, folder, board)
-            cluster = flow.run(load)
-            planned = flow.planned(cluster) if rank == 0 else ()
-            report = folder.run.report if "report" in folder.parts else None
-            start = flow.start(cluster) if rank == 0 else None
-        return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report, start)
+    with watched(WHAT, members_to_be("watch") or Members.of_group(None)):
+        # A script runs before there is a process group, because it may make that itself.
+        load = _of_script(request) if is_script(request.job) else lambda: (load_job(request.job, request.batch_size), None)
+        with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
+            return _prepare(request, load, rank, started)
+
+
+def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepared:
+    members = Members.of_group(None)
+    if members is not None:
+        members = attrs.evolve(members, patience_s=_LONGEST_PART_S)
+    board = Board(members)
+    with board.shown(quiet=request.quiet), open_folder(request.output, members) as folder, job_code(request.job):
+        flow = _Flow(request, folder, board)
+        cluster = flow.run(load)
+        planned = flow.planned(cluster) if rank == 0 else ()
+        report = folder.run.report if "report" in folder.parts else None
+        start = flow.start(cluster) if rank == 0 else None
+    return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report, start)
 
 
 def _of_script(request: Request) -> Load:

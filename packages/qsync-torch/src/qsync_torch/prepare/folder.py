@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
-import torch.distributed as dist
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import to_plain
@@ -26,6 +25,7 @@ from qsync_core.artifacts.files import MAX_BYTES
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError, QSyncError
 from qsync_core.run_folder import RunFolder
+from qsync_torch.distributed.bounded_store import BoundedStore
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import together, told_by_all
 from qsync_torch.prepare.ledger import (
@@ -183,7 +183,7 @@ class Folder:
             raise ArtifactError(f"cannot read {path}: {error.strerror or error}") from None
 
     @property
-    def _store(self) -> dist.Store:
+    def _store(self) -> BoundedStore:
         assert self.members is not None
         return self.members.store
 

@@ -1,0 +1,105 @@
+"""Ranks that watch each other for as long as a command runs: one that is frozen, killed or has failed ends all, with a sentence.
+
+A rank may wait for another one in a collective, in the store or in a driver, and nothing in Python interrupts that.  So a thread
+of each rank shows that its process lives, and looks whether the others do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from qsync_core.errors import RankError
+from qsync_torch.distributed.bounded_store import BoundedStore, rank_timeout_s
+from qsync_torch.distributed.exchange import BEATS_PER_TIMEOUT, Members, beside, grace_s, late, no_sign_of_life, store_has_gone
+
+_LEFT = "left"
+
+
+@contextmanager
+def watched(what: str, members: Members | None) -> Iterator[None]:
+    """Run a block on every rank, which ends with the process where another rank gives no sign of life or fails.
+
+    The others' silence is noticed after ``QSYNC_RANK_TIMEOUT_S`` seconds.  This rank then has a moment to end by itself, where it
+    has noticed too; else the sentence goes to standard error, and the process ends with status 1.
+
+    Args:
+        what: the call, as its user knows it; equal on all ranks.
+        members: the ranks that take part; None where this one is alone.
+
+    Raises:
+        RankError: when the store does not answer.
+    """
+    if members is None:
+        yield
+        return
+    try:
+        watch = _Watch(what, members)
+    except dist.DistError as error:
+        raise RankError(store_has_gone(what, error)) from None
+    try:
+        with beside("qsync-watch", watch.run):
+            yield
+    except BaseException as error:
+        watch.leave(f"{type(error).__name__}: {error}".partition("\n")[0])
+        raise
+    watch.leave("")
+
+
+class _Watch:
+    def __init__(self, what: str, members: Members) -> None:
+        self._what, self._rank, self._timeout_s = what, members.rank, rank_timeout_s()
+        self._others = [rank for rank in members.ranks if rank != members.rank]
+        store = members.store.own_connection()
+        number = store.add(f"qsync/watches/{self._rank}", 1)
+        self._store: BoundedStore = store.under(f"qsync/watch{number}")
+        self._beats = 0
+
+    def leave(self, error: str) -> None:
+        """Tell the others that this rank is not to be waited for: it is done, or has failed."""
+        with suppress(dist.DistError):
+            self._say({_LEFT: error})
+
+    def run(self, done: threading.Event) -> None:
+        """Show that this rank lives, and look after the others until one is missing."""
+        heard, since = dict.fromkeys(self._others, b""), dict.fromkeys(self._others, time.monotonic())
+        while True:
+            try:
+                self._beats += 1
+                self._say({"beats": self._beats})
+                found = self._look(heard, since)
+            except dist.DistError as error:
+                found = store_has_gone(self._what, error)
+            if found and not done.wait(grace_s(self._timeout_s)):
+                print(f"error: {found}", file=sys.stderr, flush=True)
+                os._exit(1)
+            if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
+                return
+
+    def _say(self, state: dict[str, object]) -> None:
+        self._store.set(str(self._rank), json.dumps(state))
+
+    def _look(self, heard: dict[int, bytes], since: dict[int, float]) -> str:
+        """What is wrong with the other ranks, as a sentence that may be empty."""
+        came = [rank for rank in since if heard[rank] or self._store.check([str(rank)])]
+        said = dict(zip(came, self._store.multi_get(list(map(str, came))) if came else [], strict=True))
+        now = time.monotonic()
+        for rank, state in said.items():
+            if state != heard[rank]:
+                heard[rank], since[rank] = state, now
+            if (error := json.loads(state).get(_LEFT)) is not None:
+                del since[rank]
+                if error:
+                    return f"rank {rank} has failed in {self._what} ({error}): see what it printed last"
+        silent = [rank for rank, last in since.items() if now - last >= self._timeout_s]
+        absent = [rank for rank in silent if not heard[rank]]
+        if absent:
+            return late(absent, self._what, self._timeout_s, self._rank)
+        return no_sign_of_life(silent, self._what, self._timeout_s, self._rank) if silent else ""
