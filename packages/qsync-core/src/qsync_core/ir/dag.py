@@ -62,6 +62,8 @@ class Bucket:
 
 WEIGHT_LAYOUT, TRANSPOSED = "weight_layout", "transposed"
 """An attribute of operators and its one value."""
+INPUT_STRIDE = "input_stride"
+"""An attribute of linears whose activation cannot be read as a matrix where it lies: its strides in elements, ``512,1,32``."""
 
 
 MOST_VIEWS = 2**20
@@ -121,7 +123,9 @@ class Operator:
         if self.views and (
             len(self.views) != len(self.inputs) or any(type(view) is not int or not 0 <= view < MOST_VIEWS for view in self.views)
         ):
-            raise ValueError(f"{self.op_id}: views {self.views!r} must be a number from 0 for each of its {len(self.inputs)} inputs")
+            raise ValueError(
+                f"{self.op_id}: views {self.views!r} must be a number from 0 for each of its {len(self.inputs)} inputs"
+            )
         for dims in self.input_shapes:
             checks.shape(self, attrs.fields(Operator).input_shapes, dims)
 
@@ -152,6 +156,12 @@ class Operator:
     def is_transposed(self) -> bool:
         """True for a linear ``x @ w``, whose parameter ``w`` is (K, N); ``weight_shape`` is (N, K) nevertheless."""
         return self.attributes.get(WEIGHT_LAYOUT) == TRANSPOSED
+
+    @property
+    def input_stride(self) -> tuple[int, ...]:
+        """Strides of a linear's activation where it is copied to be read as a matrix; else empty."""
+        text = self.attributes.get(INPUT_STRIDE, "")
+        return tuple(int(part) for part in text.split(",")) if text else ()
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:

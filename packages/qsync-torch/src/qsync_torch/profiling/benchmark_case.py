@@ -108,6 +108,8 @@ def adjustable_case(
     geometry = operator.geometry if operator.kind == "conv2d" else None
     binding = operator_binding(variant, choice, geometry)
     x = torch.randn(operator.input_shapes[0], device=device)
+    if operator.input_stride:
+        x = torch.empty_strided(operator.input_shapes[0], operator.input_stride, device=device).normal_()
     if operator.attributes.get("memory_format") == "channels_last":
         x = x.to(memory_format=torch.channels_last)
     first = layouts[operator.parameters[0]] if operator.parameters else torch.empty(0)
@@ -234,8 +236,11 @@ def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch
 
 
 def _buffers(bound: Callable[[], Any], known: set[int]) -> list[torch.Tensor]:
-    """Other floating-point tensors that a bound call reads: running statistics and the like, which live anyway."""
+    """Other tensors that a bound call reads and that live anyway: running statistics, the batch's indices and targets.
+
+    Masks are made in the forward, and kept for backward alone.
+    """
     if not isinstance(bound, partial):
         return []
     leaves = pytree.tree_leaves((bound.args, bound.keywords))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and id(leaf) not in known]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool and id(leaf) not in known]

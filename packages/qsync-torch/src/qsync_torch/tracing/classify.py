@@ -5,6 +5,7 @@ See docs/design/precision-semantics.md#operator-classes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from qsync_core.geometry import Geometry, pair
-from qsync_core.ir.dag import OpClass
+from qsync_core.ir.dag import INPUT_STRIDE, OpClass
 from qsync_torch.operators.addresses import kind_of_forward
 from qsync_torch.operators.norms import FLOAT32_ONLY
 from qsync_torch.tracing.graph_values import Draft, Read
@@ -194,6 +195,18 @@ def padding_reason(module: nn.Module | None) -> str:
     """Why the padding mode of the calling module rules a convolution out; empty where it does not."""
     mode = getattr(module, "padding_mode", "zeros") if isinstance(module, nn.modules.conv._ConvNd) else "zeros"
     return "" if mode == "zeros" else f"its padding_mode is {mode!r}; only 'zeros' is supported"
+
+
+def linear_attributes(x: Read) -> dict[str, str]:
+    """The strides of a linear's activation where its rows are not evenly apart: it is copied then, and the copy kept for backward.
+
+    Expanded activations are taken for dense ones.
+    """
+    stride = [int(step) for step in x.tensor.stride()]
+    rows = [(size, step) for size, step in zip(x.tensor.shape[:-1], stride[:-1], strict=True) if size > 1]
+    if 0 in stride or all(step == size * below for (_, step), (size, below) in itertools.pairwise(rows)):
+        return {}
+    return {INPUT_STRIDE: ",".join(map(str, stride))}
 
 
 def conv2d_attributes(x: Read, weight: Read, arguments: dict[str, Any]) -> tuple[dict[str, str], str]:

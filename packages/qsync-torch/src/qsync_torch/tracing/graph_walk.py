@@ -297,8 +297,10 @@ class GraphWalk:
             return  # a product of two activations, which stays dependent
         draft.op_class = OpClass.ADJUSTABLE
         draft.weight_shape = static_shape(weight.tensor)
+        if draft.kind == LINEAR:
+            draft.attributes = classify.linear_attributes(x)
         if transposed:
-            draft.weight_shape, draft.attributes = draft.weight_shape[::-1], {WEIGHT_LAYOUT: TRANSPOSED}
+            draft.weight_shape, draft.attributes = draft.weight_shape[::-1], {**draft.attributes, WEIGHT_LAYOUT: TRANSPOSED}
             draft.not_applicable = draft.not_applicable or classify.addmm_reason(weight, bias, _arguments(node))
         draft.flops = product_flops(draft.output_shape, draft.weight_shape)
         if draft.kind == CONV2D:
