@@ -204,7 +204,7 @@ def _sentence(best: Way, told: str, groups: tuple[str, ...], hybrid: JobOfGroups
     how = _HOW[best.means] + options
     if groups == hybrid.groups and speedup >= WORTH_IT and not without:
         nothing = f", and {_NOTHING}" if best.means in (Means.PLAIN, Means.UNEVEN) else ""
-        return f"{told}; {how} even {_rate(job)}{nothing}"
+        return f"{told}; faster {how}: {_rate(job)}{nothing}"
     start = f"leave {without} out, and train {how}" if without else f"train {how}"
     if best.means in (Means.PLAIN, Means.UNEVEN):
         start = f"{_NOTHING}: {start}"
