@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import attrs
 import pytest
-from planning_cases import Case, leanest, random_case, random_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import FULL, Case, leanest, random_case, random_costs
 
 from qsync_core.ir.cluster import Link
-from qsync_core.ir.plan import Verdict
+from qsync_core.ir.plan import Role, Verdict
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.communication import ways_to_communicate
-from qsync_planner.allocator.verdict import WORTH_IT
+from qsync_planner.allocator.dynamic_batch import replay_batches
+from qsync_planner.allocator.fastest import WORTH_IT
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
+
+TRACED = 4
+ASKED = {
+    "--solver full": {"solver": "full"},
+    "--solver dynamic-batch": {"solver": "dynamic-batch"},
+    "--minimise time": {"objective": "time"},
+    "--batch free --minimise time": {"batch": "free", "objective": "time"},
+}
+"""What the command that a verdict names asks of the allocator."""
 
 
 def slowed(profile: Profile, factor: int) -> Profile:
@@ -28,6 +41,89 @@ def slowed(profile: Profile, factor: int) -> Profile:
         for cost in profile.costs
     )
     return attrs.evolve(profile, costs=costs)
+
+
+def brute_force_best(case: Case) -> float:
+    """Samples per second of the best way: every set of groups, every split of the batch and every assignment of precisions.
+
+    The paces of the groups are those of whole replays, in each of which all groups run alike.
+    """
+    best = 0.0
+    names = [group.name for group in case.cluster.groups]
+    for size in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, size):
+            groups = [case.cluster.group(name) for name in chosen]
+            trains = [g.name for g in groups if g.role is Role.TRAIN] or [min(chosen, key=lambda name: alone_ns(case, name))]
+            total = case.dag.batch_size * sum(group.count for group in groups)
+            for batches in itertools.product(range(1, total + 1), repeat=size):
+                if sum(group.count * batch for group, batch in zip(groups, batches, strict=True)) != total:
+                    continue
+                local = dict(zip(chosen, batches, strict=True))
+                links = tuple(link for link in case.cluster.links if set(link.between) <= set(chosen))
+                cluster = attrs.evolve(case.cluster, groups=tuple(groups), links=links)
+                replayer = Replayer(case.dag, cluster, {name: case.profiles[name] for name in chosen})
+                at, _ = replay_batches(replayer, {}, local, {})
+                own = [
+                    min(
+                        at.alone(g.name, v).period_ns
+                        for v in ([at.base_variants(g.name)] if g.name in trains else case.assignments(g.name))
+                    )
+                    for g in groups
+                ]
+                best = max(best, total * 1e9 / max(own))
+    return best
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from([*DeviceKind, None]), train=st.integers(1, 2))
+def test_no_way_is_better_than_the_recommended_one_by_a_percent(seed: int, kind: DeviceKind | None, train: int) -> None:
+    case = random_case(seed, blocks=1, kind=kind, train=train, infer_groups=2 - train + (seed % 2))
+    way = allocate(*case.arguments).recommended_way
+    if way is not None:
+        assert way.samples_per_second >= 0.99 * brute_force_best(case)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_command_that_is_named_makes_what_is_promised(seed: int) -> None:
+    case = random_case(seed, kind=DeviceKind.CPU)
+    way = allocate(*case.arguments).recommended_way
+    assert way is not None
+    if way.options and len(way.groups) == 2:
+        plan = allocate(*case.arguments, **ASKED[way.options])
+        samples = sum(case.cluster.group(name).count * batch for name, batch in plan.local_batches.items())
+        assert samples * 1e9 / plan.predicted_iteration_ns >= way.samples_per_second * (1 - 1e-9)
+        assert plan.recommended_way is not None
+        assert plan.recommended_way.samples_per_second <= samples * 1e9 / plan.predicted_iteration_ns * WORTH_IT
+
+
+def test_a_faster_way_without_lower_precision_is_not_withheld() -> None:
+    """Equal batches make the slow group a brake, lowered or not; with uneven ones it helps."""
+    case = with_slow(random_case(0, kind=DeviceKind.CPU, ladder=(FULL,)), {"infer0": 2})
+    plan, balanced = (allocate(*case.arguments, solver=solver) for solver in ("auto", "dynamic-batch"))
+    assert plan.verdict is not None
+    assert plan.recommended_way is not None
+    assert plan.verdict.speedup < 1
+    assert plan.recommended_groups == ("train0",)
+    assert plan.recommended_way.groups == ("train0", "infer0")
+    assert plan.recommended_way.local_batches == balanced.local_batches
+    assert plan.recommended_way.iteration_ns == balanced.predicted_iteration_ns
+    rate = TRACED * sum(group.count for group in case.cluster.groups) * 1e9 / balanced.predicted_iteration_ns
+    assert plan.recommended_way.samples_per_second == pytest.approx(rate)
+    assert plan.verdict.sentence.startswith(
+        "nothing to gain from lower precision: train with uneven batches (qsync plan … --solver dynamic-batch): "
+    )
+
+
+def test_where_nothing_pays_the_verdict_says_to_train_without_qsync() -> None:
+    """Two groups of one device: equal batches are the balanced ones, and no precision is faster than the base."""
+    case = random_case(1, kind=DeviceKind.CPU, ladder=(FULL,))
+    case = attrs.evolve(case, profiles=dict.fromkeys(case.profiles, case.profiles["train0"]))
+    groups = tuple(attrs.evolve(group, device="device-train0") for group in case.cluster.groups)
+    plan = allocate(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles, case.sensitivity)
+    assert plan.verdict is not None
+    assert plan.recommended_way is not None
+    assert plan.verdict.sentence.endswith("; nothing to gain from lower precision: train without QSync")
+    assert (plan.recommended_way.groups, plan.recommended_way.options) == (("train0", "infer0"), "--solver full")
 
 
 def with_slow(case: Case, factors: dict[str, int]) -> Case:
@@ -72,7 +168,8 @@ def test_throughputs_are_samples_over_periods(seed: int) -> None:
     assert plan.verdict.training_only_ns == periods["train0"]
     assert plan.verdict.hybrid_ns == plan.predicted_iteration_ns
     assert plan.verdict.speedup == pytest.approx((ranks / plan.predicted_iteration_ns) / rates[best])
-    assert plan.verdict.sentence.endswith(f"with {best} alone")
+    assert f"against {rates[best] * 4e9:,.1f} (" in plan.verdict.sentence
+    assert f" with {best} alone" in plan.verdict.sentence
     assert plan.recommended_groups == (("train0", "infer0") if plan.verdict.speedup >= WORTH_IT else (best,))
 
 
@@ -136,7 +233,9 @@ def test_only_the_group_that_hurts_is_left_out(groups: int) -> None:
     case = with_slow(case, {"train0": 20, "infer0": 10, "infer1": 500, "infer2": 10, "infer3": 10, "infer4": 10})
     plan = allocate(*case.arguments)
     assert plan.verdict is not None
-    assert plan.verdict.sentence.startswith("leave infer1 out: without it ")
+    assert plan.verdict.sentence.startswith("leave infer1 out")
+    assert plan.recommended_way is not None
+    assert "infer1" not in plan.recommended_way.groups
     assert plan.recommended_groups == tuple(group.name for group in case.cluster.groups if group.name != "infer1")
 
 

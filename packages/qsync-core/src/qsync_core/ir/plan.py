@@ -102,7 +102,7 @@ class RecommendedWay:
         groups: which train; the others are left out.
         local_batches: samples of one rank in a step, of each of them.
         iteration_ns, samples_per_second: its predicted step and throughput.
-        options: of ``qsync plan``, which plans it; empty where it is this plan, or this plan without some groups, or no plan at all.
+        options: of ``qsync plan``, which plans it; empty where it is this plan, or this plan without some groups.
     """
 
     groups: tuple[str, ...]

@@ -1,9 +1,9 @@
 """``--batch free``: local batches and precisions together (docs/decisions/free-batches.md).
 
 For the shortest time, samples go wherever that is.  For the least Σ Ω under the limits of equal batches they move from inference
-ranks to training ranks, and the global batch stays.  A rank with fewer samples needs less time, so that more of it may stay precise,
-and it counts less in the gradient: with a share r of the traced batch its Ω counts r times.  (Rounding that differs from sample to
-sample averages out over them and leaves r; rounding that all samples share, as of weights, leaves r², which is less.)
+ranks to training ranks, and the global batch stays.  A rank with fewer samples needs less time, so that more of it may stay
+precise, and it counts less in the gradient: with a share r of the traced batch its Ω counts r times.  (Rounding that differs from
+sample to sample averages out over them and leaves r; rounding that all samples share, as of weights, leaves r², which is less.)
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def free_batches(
         solution = balanced.solution.with_one_reason(problem, "with these local batches nothing need be lowered")
         before = f"{format_ns(equal.prediction.iteration_ns)} and a Σ Ω of {omega:.4g}" if omega else format_ns(limit_ns)
         note = (
-            f"local batches differ: nothing is lowered, and a step takes {format_ns(full_ns)} instead of {before} with equal batches; "
-            f"{HONOUR}"
+            f"local batches differ: nothing is lowered, and a step takes {format_ns(full_ns)} instead of {before} with equal "
+            f"batches; {HONOUR}"
         )
         return Freed(problem, attrs.evolve(solution, notes=(note, *solution.notes)))
     if omega == 0:

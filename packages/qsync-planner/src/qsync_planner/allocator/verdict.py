@@ -49,11 +49,12 @@ class Means(enum.IntEnum):
 
     @property
     def options(self) -> str:
-        """Of ``qsync plan``, which makes the plan; empty where there is nothing to make."""
+        """Of ``qsync plan``, which makes the plan; empty where it is made."""
         return _OPTIONS.get(self, "")
 
 
 _OPTIONS = {
+    Means.PLAIN: "--solver full",
     Means.UNEVEN: "--solver dynamic-batch",
     Means.LOWERED: "--minimise time",
     Means.BOTH: "--batch free --minimise time",
@@ -199,11 +200,11 @@ def _sentence(best: Way, told: str, groups: tuple[str, ...], hybrid: JobOfGroups
     plain = f"{_NOTHING}: train without QSync"
     if best.means in (Means.PLAIN, Means.PLAN, Means.PLAN_OF_SOME) and job.groups == groups:
         return f"{told}; {plain}" if best.means is Means.PLAIN else told
-    options = f" (qsync plan … {best.means.options})" if best.means.options else ""
+    options = f" (qsync plan … {best.means.options})" if best.means > Means.PLAN_OF_SOME else ""
     how = _HOW[best.means] + options
     if groups == hybrid.groups and speedup >= WORTH_IT and not without:
         nothing = f", and {_NOTHING}" if best.means in (Means.PLAIN, Means.UNEVEN) else ""
-        return f"{told}; {how} even {_rate(job)}{nothing}"
+        return f"{told}; faster {how}: {_rate(job)}{nothing}"
     start = f"leave {without} out, and train {how}" if without else f"train {how}"
     if best.means in (Means.PLAIN, Means.UNEVEN):
         start = f"{_NOTHING}: {start}"
