@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import site
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +41,13 @@ def deepest_line(error: BaseException) -> str:
     return _deepest(_frames_of(error), _USER, _LIBRARY)
 
 
+def numbered_line(error: BaseException) -> str:
+    """The deepest line of a user's that an error comes through, or of another library's, as ``line 5 of train.py``; else empty."""
+    frames = _frames_of(error)
+    found = next(itertools.chain(_deepest_frames(frames, _USER), _deepest_frames(frames, _LIBRARY)), None)
+    return "" if found is None else f"line {found[1]} of {Path(found[0]).name}"
+
+
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its text, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -50,10 +58,14 @@ def _frames_of(error: BaseException) -> list[Frame]:
     return [(frame.filename, frame.lineno, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
 
 
+def _deepest_frames(frames: Sequence[Frame], *owners: int) -> Iterator[Frame]:
+    """Those of some owners, the deepest first."""
+    return (frame for frame in reversed(frames) if _owner(frame[0]) in owners)
+
+
 def _deepest(frames: Sequence[Frame], *owners: int) -> str:
-    for filename, number, code in reversed(frames):
-        if _owner(filename) in owners:
-            return f"{filename}:{number}" + (f" ({code})" if code else "")
+    for filename, number, code in _deepest_frames(frames, *owners):
+        return f"{filename}:{number}" + (f" ({code})" if code else "")
     return ""
 
 

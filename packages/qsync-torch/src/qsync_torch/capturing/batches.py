@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -121,13 +121,22 @@ def as_batch(name: str, model: nn.Module, loss_fn: Loss | None, given: Any) -> B
 
 
 def check_samples_first(name: str, batch: Batch) -> None:
-    """Refuse targets that are flattened or repeated, which cannot be cut along dimension 0 with their samples.
+    """Refuse batches that cannot be cut along dimension 0 with their samples.
 
-    Of targets of which one has the samples there, the others may be anything, such as weights of classes.
+    Those are lists with an entry for each sample, as of images of several sizes, and targets that are flattened or repeated.  Of
+    targets of which one has the samples there, the others may be anything, such as weights of classes.
 
     Raises:
-        JobError: naming the shape.
+        JobError: naming the list or the shape.
     """
+    parts = list(_parts(batch))
+    for index, (where, part) in enumerate(parts):
+        if entry := _entry_by_sample(part, [_samples(other) for _, other in (*parts[:index], *parts[index + 1 :])]):
+            raise JobError(
+                f"the loader of {name} yields a {type(part).__name__} with {entry} for each sample ({where}), and measurements cut "
+                "batches to other sizes along dimension 0 of tensors: pad the entries in collate_fn and stack them, with how many "
+                "of each count in a tensor of their own, and take them apart in the loss or in the model's forward"
+            )
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch.target) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     wrong = [size for size in sizes if size > 1 and batch.size > 1 and (size % batch.size == 0 or batch.size % size == 0)]
     if batch.size in sizes or not wrong:
@@ -137,6 +146,46 @@ def check_samples_first(name: str, batch: Batch) -> None:
         "other sizes along dimension 0: yield it with the samples there and reshape it in the loss, as in lambda output, target: "
         "loss_fn(output.flatten(0, 1), target.flatten())"
     )
+
+
+def _parts(batch: Batch) -> Iterator[tuple[str, Any]]:
+    """What a model and its loss are given, each with where it is."""
+    yield from ((f"argument {index} of the model", value) for index, value in enumerate(batch.args))
+    yield from batch.kwargs.items()
+    targets = batch.target
+    if isinstance(targets, Mapping):
+        yield from targets.items()
+    elif isinstance(targets, tuple):
+        yield from ((f"target {index} of the loss", value) for index, value in enumerate(targets))
+    else:
+        yield "the target of the loss", targets
+
+
+def _entry_by_sample(part: Any, samples: Sequence[int]) -> str:
+    """What a list has for each sample, in words; empty for something else, such as several inputs that hold all samples.
+
+    Args:
+        part: of a batch.
+        samples: how many the other parts may have.
+    """
+    if not isinstance(part, (list, tuple)) or not part:
+        return ""
+    if _are_dictionaries(part):
+        return "a dictionary"
+    if not all(isinstance(entry, torch.Tensor) for entry in part) or any(entry.shape[:1] == (len(part),) for entry in part):
+        return ""
+    return "a tensor" if len(part) in samples else ""
+
+
+def _samples(part: Any) -> int:
+    """How many samples a part of a batch may have; 0 where it does not say."""
+    if isinstance(part, torch.Tensor):
+        return part.shape[0] if part.dim() else 0
+    return len(part) if isinstance(part, (list, tuple)) and _are_dictionaries(part) else 0
+
+
+def _are_dictionaries(part: Sequence[Any]) -> bool:
+    return all(isinstance(entry, Mapping) and any(isinstance(value, torch.Tensor) for value in entry.values()) for entry in part)
 
 
 @attrs.frozen(eq=False)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,7 +16,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import JobError
-from qsync_torch.failures import first_line
+from qsync_torch.failures import first_line, numbered_line
 from qsync_torch.job import Batch
 
 Loss = Callable[..., torch.Tensor]
@@ -202,9 +200,8 @@ def _not_for_this(name: str, error: Exception | None, otherwise: str, *given: An
     kinds = " and ".join(map(_kind, given))
     if error is None:
         return f"the loss_fn of {name}, called with {kinds}, returned None; {otherwise}"
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call itself
-    place = f" in line {frames[0].lineno} of {Path(frames[0].filename).name}" if frames else ""
-    return f"the loss_fn of {name}, called with {kinds}, failed{place} ({first_line(error)}); {otherwise}"
+    line = numbered_line(error)
+    return f"the loss_fn of {name}, called with {kinds}, failed{line and f' in {line}'} ({first_line(error)}); {otherwise}"
 
 
 def _kind(value: Any) -> str:

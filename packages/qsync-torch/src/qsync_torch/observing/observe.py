@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from qsync_core.artifacts.files import digest
-from qsync_core.errors import ObservationError
+from qsync_core.errors import JobError, ObservationError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.precision import Precision
@@ -64,7 +64,7 @@ def observe(
         variants: what the collectors are asked about: every ladder that a plan may use.
         warmup: updates before the first that is observed.
         steps: updates to observe at most.
-        batch_size: samples per update; None for half the job's, as in the paper.
+        batch_size: samples per update; None for half the job's, as in the paper, or all where the loss does not take half.
         device: where to train; the numbers do not depend on it.
         collectors: None for those of all installed plugins, but those that take long.
         settled: when to stop earlier; None to use all steps.
@@ -97,13 +97,11 @@ def observe(
         raise ObservationError(
             f"only {dag.base} is asked about, which rounds nothing beyond the job's base; name at least one lower precision"
         )
+    half = max(job.batch_size // 2, min(2, job.batch_size))
+    if earlier is not None and earlier.batch_size == job.batch_size:
+        half = job.batch_size
     run = _Run(
-        job=attrs.evolve(
-            job,
-            batch_size=batch_size or max(job.batch_size // 2, min(2, job.batch_size)),
-            loss=_differentiable_loss(job),
-            amp=None,
-        ),
+        job=attrs.evolve(job, batch_size=batch_size or half, loss=_differentiable_loss(job), amp=None),
         dag=dag,
         warmup=warmup,
         steps=steps,
@@ -112,6 +110,13 @@ def observe(
         collectors=RunningCollectors(dag.model, ladder, active, asked_for=collectors is not None, announce=announce),
     )
     check_same_model(job, dag)
+    try:
+        return run.observe(settled, earlier, checkpoint, progress)
+    except JobError as error:
+        if batch_size is not None or half == job.batch_size:
+            raise
+        announce(f"updates of {job.batch_size} samples are observed instead of {half}: {error}")
+    run.job = attrs.evolve(run.job, batch_size=job.batch_size)
     return run.observe(settled, earlier, checkpoint, progress)
 
 

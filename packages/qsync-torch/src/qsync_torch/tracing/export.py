@@ -184,7 +184,7 @@ def _as_in_training() -> Iterator[None]:
 
     Parts that reentrant checkpointing runs are exported with their gradients.  The forward of an ``autograd.Function`` runs without
     autograd in any case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  A module's conversion to the
-    formats that it has is none.
+    formats that it has is none.  Distributions do not look at their arguments' values.
     """
     inside = 0
     apply = vars(torch.autograd.Function)["apply"]
@@ -207,28 +207,47 @@ def _as_in_training() -> Iterator[None]:
         patch.object(torch.autograd.Function, "apply", classmethod(counted)),
         patch.object(torch._C, "_set_grad_enabled", enable_outside),
         patch.object(torch.nn.Module, "_apply", _without_conversion),
+        patch.object(torch.distributions.Distribution, "_validate_args", False),
     ):
         yield
 
 
 class _CertainChoices(TorchFunctionMode):
-    """A random number of 0..1 is never below 0 and always below 1: with p = 0, ``if torch.rand([]) < p: skip`` needs no value.
+    """Makes choices that need no values: those of an ordinary step.
 
-    transformers' models with LayerDrop (Whisper, BART) ask so in every layer, whatever p is.
+    Numbers are finite (the encoders of DETR ask that in every layer, some losses ask it of themselves).  A random number of 0..1 is
+    on the likelier side of what it is compared with: with LayerDrop (Wav2Vec2, Whisper, BART), no layer is left out.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._drawn: list[torch.Tensor] = []
+        self._asked: list[tuple[torch.Tensor, bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_comparison = func in (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt) and isinstance(args[1], (int, float))
-        if is_comparison and not 0 < args[1] < 1 and any(args[0] is drawn for drawn in self._drawn):
-            return torch.tensor(args[1] >= 1)
+        if func in _BELOW and isinstance(args[1], (int, float)) and any(args[0] is drawn for drawn in self._drawn):
+            return torch.tensor(args[1] > 0.5).reshape(args[0].shape)
+        if func in _OF_ALL and len(args) == 1 and not kwargs:
+            for asked, answer in self._asked:
+                if args[0] is asked:
+                    return torch.tensor(answer)
+        if func in _FINITE and args[0].dim() == 0:
+            return torch.tensor(_FINITE[func])
         result = func(*args, **(kwargs or {}))
-        if func is torch.rand and result.dim() == 0:
+        if func is torch.rand and result.shape in ((), (1,)):
             self._drawn.append(result)
+        elif func in _FINITE:
+            self._asked.append((result, _FINITE[func]))
         return result
+
+
+_BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
+_OF_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)
+_FINITE = {
+    **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
+    **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
+}
+"""Questions about numbers, and what an ordinary step answers."""
 
 
 @contextmanager
@@ -291,7 +310,7 @@ _ADVICE = (
     (
         r"data.dependent|Data.dependent|GuardOnDataDependent|unbacked|\.item\(\)|_local_scalar_dense|nonzero|DynamicOutputShape",
         "its control flow or shapes depend on tensor values: choose between values with torch.where, or use torch.cond, "
-        "or make the decision outside the model's forward",
+        "or make the decision outside the model's forward; a loss that is passed as loss_fn may depend on values",
     ),
     (
         r"forward converts",
@@ -299,7 +318,8 @@ _ADVICE = (
     ),
     (
         r"numpy|\.numpy\(\)",
-        "it leaves PyTorch for NumPy: compute with tensors instead",
+        "it leaves PyTorch for NumPy: compute with tensors instead, or outside the model's forward, as in a loss that is passed as "
+        "loss_fn",
     ),
     (
         r"Invalid input for|unsupported input type|Unsupported.*input|register_dataclass|pytree",
@@ -307,7 +327,10 @@ _ADVICE = (
     ),
 )
 """What to do about a failure whose text matches."""
-_OTHER_ADVICE = "see that the model runs on the job's first batch, and that its forward uses only PyTorch operations on tensors"
+_OTHER_ADVICE = (
+    "see that the model runs on the job's first batch, also where torch.compiler.is_compiling() is true, as it is in an export, and "
+    "that its forward uses only PyTorch operations on tensors"
+)
 
 
 def explain_export_failure(model: str, error: BaseException) -> str:
@@ -320,4 +343,8 @@ def explain_export_failure(model: str, error: BaseException) -> str:
 def explain_node_failure(model: str, node: torch.fx.Node, error: BaseException) -> str:
     """The same for a node of the exported graph that has no static shape."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n *(.*)', node.meta.get("stack_trace") or "")
-    return f"{model} cannot be traced{place_in(frames)}: {_ADVICE[0][1]} ({first_line(error)})"
+    advice, pattern = _ADVICE[0][1], _ADVICE[0][0]
+    text = first_line(error)
+    # Whatever else fails here had a shape from a value that an export does not have, such as the end of an arange.
+    said = text if re.search(pattern, text) else "a shape is made from a number that is read from a tensor"
+    return f"{model} cannot be traced{place_in(frames)}: {advice} ({said})"

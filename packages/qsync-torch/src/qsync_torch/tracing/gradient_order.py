@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import TraceError
 from qsync_core.ir.dag import Bucket
+from qsync_torch.failures import first_line
 from qsync_torch.tracing.export import ExportedStep, explain_node_failure
 
 
@@ -57,7 +58,10 @@ class _Recorder(torch.fx.Interpreter):
         if n.target in _VALUE_CHECKS:
             return None
         try:
-            result = self._run_operator(n) if _is_foreign(n) else super().run_node(n)
+            if n.target in _WRITES and _by_mask(n):
+                result = self._write_by_mask(n)
+            else:
+                result = self._run_operator(n) if _is_foreign(n) else super().run_node(n)
         except Exception as error:
             raise TraceError(explain_node_failure(self._model, n, error)) from error
         if isinstance(result, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(result):
@@ -73,6 +77,20 @@ class _Recorder(torch.fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return _ShapesOnly.apply(n.target, spec, *leaves)  # type: ignore[no-untyped-call]  # a class of ours, a method of torch's
+
+
+    def _write_by_mask(self, n: torch.fx.Node) -> Any:
+        """``x[mask] = values``: the gradient of the values would have as many rows as the mask has, which no fake tensor knows."""
+        (x, _, values, *_), _ = self.fetch_args_kwargs_from_env(n)
+        return x.add_(values.sum()) if n.target is torch.ops.aten.index_put_.default else x.add(values.sum())
+
+
+_WRITES = (torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
+
+
+def _by_mask(n: torch.fx.Node) -> bool:
+    indices = [index.meta.get("val") for index in n.all_input_nodes[1:]]
+    return any(isinstance(index, torch.Tensor) and index.dtype is torch.bool for index in indices)
 
 
 class _ShapesOnly(torch.autograd.Function):
@@ -134,7 +152,13 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         if step.loss is None:
             ends = [loss for loss in ends[-1:] if isinstance(loss, torch.Tensor) and loss.numel() == 1]
         ends = [end for end in ends if end.requires_grad]
-        torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+        try:
+            torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+        except Exception as error:
+            raise TraceError(
+                f"{model} cannot be traced: a formula of its backward pass has shapes that depend on tensor values "
+                f"({first_line(error)}); choose between values with torch.where instead of by an index"
+            ) from error
         if step.loss is not None:
             order[:0] = [name for name in step.loss.parameters if name not in order]
     return FakeRun(tuple(order), recorder.storage, frozenset(recorder.requires_grad))
