@@ -39,7 +39,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 3,
     "PrecisionDag": 2,
     "PrecisionPlan": 4,
-    "Profile": 6,
+    "Profile": 7,
     "Timeline": 2,
 }
 
@@ -63,6 +63,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 4): {},
     ("Profile", 5): {"handed_on": []},
     ("Profile", 6): {"alternating": None},
+    ("Profile", 7): {"check": None},
     ("Sensitivity", 3): {"copies": {}},
     ("Timeline", 2): {"software": {}},
 }
