@@ -56,6 +56,14 @@ def compute_capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
 
 
+def gpu_and_sms(device: torch.device) -> tuple[str, int]:
+    """UUID of a GPU, and how many of its streaming multiprocessors this process may use; ``("", 0)`` of a CPU."""
+    if device.type != "cuda":
+        return "", 0
+    found = torch.cuda.get_device_properties(device)
+    return str(found.uuid), found.multi_processor_count
+
+
 def device_facts(device: torch.device) -> tuple[str, str]:
     """Kind and compute capability, as requests for kernels say them."""
     return device.type, compute_capability(device)

@@ -39,7 +39,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 4,
     "PrecisionDag": 3,
     "PrecisionPlan": 5,
-    "Profile": 6,
+    "Profile": 7,
     "Timeline": 2,
 }
 
@@ -65,6 +65,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 4): {},
     ("Profile", 5): {"handed_on": []},
     ("Profile", 6): {"alternating": None},
+    ("Profile", 7): {"check": None},
     ("Sensitivity", 3): {"copies": {}},
     ("Sensitivity", 4): {"errors": {}},
     ("Timeline", 2): {"software": {}},

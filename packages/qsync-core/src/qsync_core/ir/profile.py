@@ -222,6 +222,40 @@ class DeviceMemory:
 
 
 @attrs.frozen
+class WrongKernels:
+    """A kernel that computes wrong numbers on the device that was measured, and is left out (docs/shared-gpus.md#canary).
+
+    Attributes:
+        operators: that would have run it.
+        variant: in which they would have.
+        kernel: what it computes, and whose it is: ``linear.output of cutlass``.
+        problem: what was wrong, in half a sentence.
+    """
+
+    operators: tuple[OpId, ...]
+    variant: Variant
+    kernel: str
+    problem: str
+
+
+@attrs.frozen
+class KernelCheck:
+    """What was checked before anything was measured: each kernel against exact products, on the shapes that it gets.
+
+    Attributes:
+        kernels: how many were.
+        gpu: UUID of the GPU; empty of a CPU.
+        sms: streaming multiprocessors of it that the process had; 0 of a CPU.
+        wrong: those that were wrong; nothing was measured with them.
+    """
+
+    kernels: int = attrs.field(validator=checks.non_negative_int)
+    gpu: str = ""
+    sms: int = attrs.field(default=0, validator=checks.non_negative_int)
+    wrong: tuple[WrongKernels, ...] = ()
+
+
+@attrs.frozen
 class Profile:
     """Measured costs of one model on one device type (docs/design/cost-mapper.md#profiled-costs).
 
@@ -245,6 +279,7 @@ class Profile:
         handed_on: operators whose output is their input itself on this device, although the graph, traced on another one, has them
             copy it (``contiguous`` of what lies in order already).
         alternating: what steps with every other adjustable operator lowered say of the CPU; absent where it cannot be the step.
+        check: what is known of the kernels that were measured; absent in profiles of earlier versions, and estimated ones.
     """
 
     device: DeviceType
@@ -266,6 +301,7 @@ class Profile:
     chains: tuple[ChainCost, ...] = ()
     handed_on: tuple[OpId, ...] = ()
     alternating: AlternatingDispatch | None = None
+    check: KernelCheck | None = None
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
-from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
@@ -28,8 +27,8 @@ from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_o
 from qsync_torch.kernels.operands import Arguments, make_operands
 from qsync_torch.kernels.selection import build_kernel
 
-_CPU_TERMS = 1 << 22
-"""Products of two numbers in one call on a CPU, where images and batches are made smaller: the kernels are the same."""
+_CPU_SIZE, _CPU_PIXELS, _CPU_GROUPS = 64, 12, 8
+"""Rows and channels, height and width of an image, and groups that are checked on a CPU, about: the kernels are the same."""
 _INT8_SCALE = 1e-4
 """Keeps products of integers within float16."""
 
@@ -120,7 +119,8 @@ class Canary:
         self, call: CallShapes, variant: Variant, requests: tuple[OperatorRequest, ...], channels_last: bool
     ) -> list[WrongKernel]:
         def find() -> Iterator[WrongKernel]:
-            problems = dict(_float_problems(call, variant, self.device, channels_last))
+            products = float_products_of(call, variant, self.device, channels_last)
+            problems = {product.what: problem_of(product) for product in products}
             self.checked += len(problems)
             for asked in requests:
                 if problem := problems[asked.role.partition(".")[2]]:
@@ -136,24 +136,29 @@ class Canary:
 
 
 def smaller(call: CallShapes) -> CallShapes:
-    """A call with few enough rows, or images that are small enough, for a CPU to check it in milliseconds."""
+    """A call with fewer rows, channels and pixels, for a CPU to check in milliseconds; calls that differ in size alone become one.
+
+    What remains of each size by eight, in which kernels work, is kept.
+    """
     if call.kind == "linear":
-        n, k = call.w
-        rows = max(1, min(math.prod(call.x[:-1]), _CPU_TERMS // max(1, n * k)))
-        return attrs.evolve(call, x=(rows, k), y=(rows, n))
+        n, k, rows = (_capped(size) for size in (*call.w, math.prod(call.x[:-1])))
+        return attrs.evolve(call, x=(rows, k), w=(n, k), y=(rows, n))
     g, kernel = call.geometry, call.w[2:]
-    per_pixel = max(1, math.prod(call.w))
-    pixels = max(4, math.isqrt(max(1, _CPU_TERMS // per_pixel)))
-    image = tuple(
-        min(call.x[2 + i], max(1, (pixels - 1) * g.stride[i] + g.dilation[i] * (kernel[i] - 1) + 1 - 2 * g.padding[i])) for i in range(2)
-    )
-    return attrs.evolve(call, x=(1, call.x[1], *image), y=(1, call.y[1], *g.output_size(image, kernel)))
+    groups = min(g.groups, _CPU_GROUPS)
+    inputs, outputs = _capped(call.w[1]), _capped(call.w[0] // g.groups)
+    least = [g.dilation[i] * (kernel[i] - 1) + 1 - 2 * g.padding[i] for i in range(2)]
+    image = tuple(max(1, least[i], min(call.x[2 + i], _CPU_PIXELS + call.x[2 + i] % 2)) for i in range(2))
+    geometry = attrs.evolve(g, groups=groups)
+    x, y = (1, groups * inputs, *image), (1, groups * outputs, *geometry.output_size(image, kernel))
+    return attrs.evolve(call, x=x, w=(groups * outputs, inputs, *kernel), y=y, geometry=geometry)
 
 
-def _float_problems(
-    call: CallShapes, variant: Variant, device: torch.device, channels_last: bool
-) -> Iterator[tuple[str, str]]:
-    """What is wrong with the products of a float operator, by their names."""
+def _capped(size: int) -> int:
+    return size if size <= _CPU_SIZE else _CPU_SIZE + size % 8
+
+
+def float_products_of(call: CallShapes, variant: Variant, device: torch.device, channels_last: bool = False) -> Iterator[Product]:
+    """The products of a float operator on random numbers, forward and as autograd calls them backward."""
     dtype, step = TORCH_DTYPE[variant.compute], STEPS[TORCH_DTYPE[variant.compute]]
     x, w = (torch.randn(shape, device=device, dtype=dtype) for shape in (call.x, call.w))
     bias = torch.randn(call.w[0], device=device, dtype=dtype)
@@ -165,12 +170,15 @@ def _float_problems(
         y = float_products.linear(x, w, bias) if linear else float_products.conv2d(x, w, bias, geometry)
         grad = torch.randn_like(y)
         grads = torch.autograd.grad(y, wanted, grad)
-    flat = (lambda t: t.detach().reshape(-1, t.shape[-1])) if linear else torch.Tensor.detach
+
+    def flat(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().reshape(-1, tensor.shape[-1]) if linear else tensor.detach()
+
     fx, fw, fg = Factor(flat(x)), Factor(w.detach()), Factor(flat(grad))
-    yield "output", problem_of(Product("output", fx, fw, flat(y), step, bias=bias, geometry=geometry))
-    yield "grad_weight", problem_of(Product("grad_weight", fg, fx, grads[0], step, geometry=geometry))
+    yield Product("output", fx, fw, flat(y), step, bias=bias, geometry=geometry)
+    yield Product("grad_weight", fg, fx, grads[0], step, geometry=geometry)
     if call.input_gradient:
-        yield "grad_input", problem_of(Product("grad_input", fg, fw, flat(grads[1]), step, geometry=geometry))
+        yield Product("grad_input", fg, fw, flat(grads[1]), step, geometry=geometry)
 
 
 def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
@@ -194,13 +202,12 @@ def problem_of_call(asked: OperatorRequest, arguments: Arguments) -> str:
     request = asked.request
     if request.op == Op.QUANTIZE:
         return _quantize_problem(request, arguments)
-    kind, _, what = request.op.partition(".")
-    return problem_of(product_of_call(request, arguments, what, request.geometry if kind == "conv2d" else Geometry()))
+    return problem_of(product_of_call(request, arguments))
 
 
-def product_of_call(request: KernelRequest, arguments: Arguments, what: str, geometry: Geometry) -> Product:
-    """A kernel's arguments as a product."""
-    variant, out = request.variant, arguments[-1]
+def product_of_call(request: KernelRequest, arguments: Arguments) -> Product:
+    """A kernel's arguments after its call, as a product."""
+    variant, out, geometry, what = request.variant, arguments[-1], request.geometry, request.op.partition(".")[2]
     formats = {out.dtype, *(a.dtype for a in arguments[:-1] if isinstance(a, torch.Tensor) and a.dim() > 1)}
     step = max(STEPS.get(dtype, 0.0) for dtype in formats)
     if what == "output":
@@ -242,9 +249,8 @@ def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
     error = ((values * step - x.float()).abs() / (1.01 * allowed + 1e-30)).nan_to_num(torch.inf).max()
     # A copy with too large a scale has small steps only in name.
     largest = (x.abs().max() / (448.0 if variant.compute is Precision.FLOAT8_E4M3FN else 100.0)).float()
-    worst, scales, is_other = torch.stack([
-        error, scale.max() / largest, (more[1].view(torch.int8) != q.view(torch.int8).t()).any().float() if len(more) > 1 else error * 0
-    ]).tolist()  # fmt: skip
+    differs = (more[1].view(torch.int8) != q.view(torch.int8).t()).any() if len(more) > 1 else torch.zeros_like(error)
+    worst, scales, is_other = torch.stack([error, scale.max() / largest, differs.float()]).tolist()
     if not worst <= 1:
         return f"its copies are up to {worst:.1e} steps off"
     if not scales <= 2.1:

@@ -1,4 +1,4 @@
-"""Whether a product of matrices or a convolution is right, without any library that multiplies matrices (docs/shared-gpus.md#canary).
+"""Whether a product is right, found out without any library that multiplies matrices (docs/shared-gpus.md#canary).
 
 A product with N columns is multiplied by a random vector r of signs and compared with the operands multiplied by r one after the
 other (Freivalds): every element of the result takes part, and the reference takes as many operations as the result has elements.
@@ -46,8 +46,10 @@ class Factor:
                 continue
             each = part.double()
             if each.numel() > 1:
-                each = each.view(self.values.shape[0], *self.values.shape[1:-1], -1) if each.numel() != self.values.shape[0] else (
-                    each.view(-1, *(1,) * (self.values.dim() - 1))
+                each = (
+                    each.view(self.values.shape[0], *self.values.shape[1:-1], -1)
+                    if each.numel() != self.values.shape[0]
+                    else (each.view(-1, *(1,) * (self.values.dim() - 1)))
                 )
                 each = each[first:last]
             x = join(x, each)
@@ -107,7 +109,8 @@ def problem_of(product: Product, seed: int = 0) -> str:
     if infinite:
         return f"{infinite:.0f} of its {product.found.numel()} elements are not finite"
     if not worst <= 1:
-        return f"errors are {worst * _SIGMAS * product.step:.1e} of the numbers themselves, where its formats explain {product.step:.0e}"
+        error = worst * _SIGMAS * product.step
+        return f"its errors are {error:.1e} of its numbers, where the formats explain {product.step:.0e}"
     return ""
 
 
@@ -155,10 +158,27 @@ def _meet(geometry: Geometry, axis: int, place: int, size: int, out: int) -> tup
     return slice(first, last + 1), slice(first * stride + start, last * stride + start + 1, stride)
 
 
-def _of_groups(per_output: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """Filters (O, C / groups, ...) times a factor of each output, summed over the outputs of each group: (C, ...)."""
-    sums = (per_output.view(-1, 1, 1, 1) * weight).view(groups, -1, *weight.shape[1:]).sum(1)
-    return sums.reshape(-1, *weight.shape[2:])
+def _over_outputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filters (O, C / groups, KH, KW), each times a factor of its output, and their squares, summed over the outputs of each group:
+    two of (C, KH, KW)."""
+    sums: list[torch.Tensor] = []
+    # A group's outputs are summed together; weights with many groups are small.
+    for first, last in weight.chunks() if groups == 1 else [(0, weight.count)]:
+        part = weight.wide(first, last)
+        for place, each in enumerate((part * factors[first:last].view(-1, 1, 1, 1), part**2)):
+            total = each.view(groups, -1, *part.shape[1:]).sum(1).reshape(-1, *part.shape[2:])
+            sums[place : place + 1] = [sums[place] + total if place < len(sums) else total]
+    return sums[0], sums[1]
+
+
+def _over_inputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filters, each weight times a factor of its input channel, and their squares, summed over those: two of (O, KH, KW)."""
+    own = factors.view(groups, 1, -1).expand(-1, weight.count // groups, -1).reshape(weight.count, -1, 1, 1)
+    pairs = []
+    for first, last in weight.chunks():
+        part = weight.wide(first, last)
+        pairs.append(((part * own[first:last]).sum(1), (part**2).sum(1)))
+    return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
 
 
 def _scaled(value: torch.Tensor, scale: torch.Tensor | None, power: int = 1) -> torch.Tensor:
@@ -167,10 +187,10 @@ def _scaled(value: torch.Tensor, scale: torch.Tensor | None, power: int = 1) -> 
 
 def _output(product: Product, generator: torch.Generator) -> _Worst:
     """Outputs are summed over channels, of which each pixel has one sum."""
-    g, weight = product.geometry, product.second.wide(0, product.second.count)
-    signs = _signs(weight.shape[0], weight, generator)
-    filters, squares = _of_groups(signs, weight, g.groups), _of_groups(torch.ones_like(signs), weight**2, g.groups)
-    constant = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    g, kernel = product.geometry, _size(product.second.values)
+    signs = _signs(product.second.count, product.found, generator)
+    filters, squares = _over_outputs(product.second, signs, g.groups)
+    constant = torch.zeros(2, dtype=torch.float64, device=signs.device)
     if product.bias is not None:
         bias = product.bias.double()
         constant = torch.stack([(signs * bias).sum(), (bias**2).sum()])
@@ -178,7 +198,7 @@ def _output(product: Product, generator: torch.Generator) -> _Worst:
     for first, last in product.first.chunks():
         x, y = product.first.wide(first, last), _wide(product.found[first:last])
         sums = torch.zeros((2, x.shape[0], 1, *y.shape[2:]), dtype=torch.float64, device=x.device)
-        for i, j, outputs, pixels in _windows(g, weight.shape[2:], x.shape[2:], y.shape[2:]):
+        for i, j, outputs, pixels in _windows(g, kernel, x.shape[2:], y.shape[2:]):
             part = x[pixels]
             sums[0][outputs] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
             sums[1][outputs] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
@@ -190,17 +210,14 @@ def _output(product: Product, generator: torch.Generator) -> _Worst:
 
 def _grad_input(product: Product, generator: torch.Generator) -> _Worst:
     """Gradients of the activation are summed over channels, of which each pixel has one sum."""
-    g, weight = product.geometry, product.second.wide(0, product.second.count)
-    image = _wide(product.found[:1]).shape
-    signs = _signs(image[1], weight, generator)
-    # (O, C / groups): the channels that an output's filter reads.
-    own = signs.view(g.groups, 1, -1).expand(-1, weight.shape[0] // g.groups, -1).reshape(weight.shape[0], -1, 1, 1)
-    filters, squares = (own * weight).sum(1), (weight**2).sum(1)
+    g, kernel = product.geometry, _size(product.second.values)
+    signs = _signs(product.found.shape[1], product.found, generator)
+    filters, squares = _over_inputs(product.second, signs, g.groups)
     worst = _Worst(product)
     for first, last in product.first.chunks():
         grad, found = product.first.wide(first, last), _wide(product.found[first:last])
         sums = torch.zeros((2, grad.shape[0], 1, *found.shape[2:]), dtype=torch.float64, device=grad.device)
-        for i, j, outputs, pixels in _windows(g, weight.shape[2:], found.shape[2:], grad.shape[2:]):
+        for i, j, outputs, pixels in _windows(g, kernel, found.shape[2:], grad.shape[2:]):
             part = grad[outputs]
             sums[0][pixels] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
             sums[1][pixels] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
@@ -220,12 +237,12 @@ def _grad_weight(product: Product, generator: torch.Generator) -> _Worst:
     if product.scale is not None and product.scale.numel():
         weights = signs * product.scale.double().expand(out_channels)
     sums = torch.zeros((2, g.groups * group_channels, *found.shape[2:]), dtype=torch.float64, device=found.device)
-    for (first, last) in _shared_chunks(product):
+    for first, last in _shared_chunks(product):
         grad, x = product.first.wide(first, last), product.second.wide(first, last)
         folded = (grad * weights.view(1, -1, 1, 1)).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
         squared = (grad * weights.view(1, -1, 1, 1)).pow_(2).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
         folded, squared = (part.repeat_interleave(group_channels, 1) if g.groups > 1 else part for part in (folded, squared))
-        for i, j, outputs, pixels in _windows(g, found.shape[2:], x.shape[2:], grad.shape[2:]):
+        for i, j, outputs, pixels in _windows(g, _size(found), x.shape[2:], grad.shape[2:]):
             part = x[pixels]
             sums[0][:, i, j] += (part * folded[outputs]).sum((0, 2, 3))
             sums[1][:, i, j] += (part**2 * squared[outputs]).sum((0, 2, 3))
@@ -240,6 +257,11 @@ def _shared_chunks(product: Product) -> Iterator[tuple[int, int]]:
     """Ranges of dimension 0 that are not too much of either operand."""
     larger = max((product.first, product.second), key=lambda factor: factor.values.numel())
     return larger.chunks()
+
+
+def _size(weight: torch.Tensor) -> tuple[int, int]:
+    """Height and width of filters; a matrix has neither."""
+    return (int(weight.shape[2]), int(weight.shape[3])) if weight.dim() == 4 else (1, 1)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.files import digest
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError, JobError, PlanError, QSyncError
-from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import (
@@ -32,33 +32,37 @@ from qsync_core.ir.profile import (
     ChainCost,
     DeviceKind,
     DeviceMemory,
+    KernelCheck,
     OpCost,
     Profile,
     RungMemory,
     StepMeasurement,
+    WrongKernels,
 )
-from qsync_core.ir.semantics import Autocast, CastSite
+from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
-from qsync_torch.devices import active_autocast, device_type, memory_format, parse_device, software_versions
+from qsync_torch.devices import active_autocast, device_type, gpu_and_sms, memory_format, parse_device, software_versions
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Job, autocast, check_same_model, describe_optimizer
+from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
 from qsync_torch.profiling.benchmark_case import loss_case
-from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, measure_cast, possible_casts
+from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.handing_on import handed_on
+from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, right_kernels
 from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
+from qsync_torch.sharing.right_shares import wrong_base_error
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
-from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.running_loss import is_run_loss
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
@@ -68,7 +72,6 @@ _LONGEST_VALUE = 200
 """Characters of a setting that a sentence shows."""
 
 T = TypeVar("T")
-FLOAT32 = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
@@ -79,20 +82,6 @@ _AUTOCAST = "autocast"
 _MUCH_RESERVED = 1.1
 _WRITE_EVERY_S = 0.5
 _MAX_BYTES = 256 << 20
-
-
-@attrs.frozen
-class Item:
-    """One distinct measurement and the operators that it holds for."""
-
-    operator: Operator
-    variant: Variant
-    holders: tuple[OpId, ...]
-
-    @property
-    def name(self) -> str:
-        """The name under which its measurement is kept."""
-        return f"operator {self.operator.cost_key!r} {self.operator.no_grad_inputs} {self.variant}"
 
 
 def profile(
@@ -159,7 +148,19 @@ def profile(
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
     items = distinct_items(dag, variants, type_.kind)
-    choices = {item: _choice(chooser, item) for item in items}
+    for item in items:
+        if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
+            chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
+    build_all(chooser.to_compile, lambda built, every: progress(0, every, f"compiling, {built} of {every} kernels"))
+    canary = Canary(target)
+    right = right_kernels(items, dag, chooser, canary)
+    if right.of_base:
+        base_calls = [CallShapes.of(item.operator) for item in items if item.operator.is_adjustable and item.variant == base]
+        raise wrong_base_error(right.of_base, base_calls, dag.base, share, type_.name)
+    for left_out in right.wrong:
+        note(left_out_sentence(left_out, type_.name))
+    items, choices = [*right.choices], right.choices
+    complete = _complete(dag, items, variants)
     asked = {item: chooser.for_chain(item.requests(target)) for item in (distinct_chains(dag, variants) if with_chains else ())}
     fused = {item: choice for item, choice in asked.items() if choice is not None}
     efforts = (operator_effort, cast_effort, step_effort)
@@ -193,7 +194,7 @@ def profile(
     layouts = dict(job.model.named_parameters())
     bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts, note)
     cast_sites = possible_casts(variants)
-    total = len(items) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(variants) + 1
+    total = len(items) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(complete) + 1
     done = 0
 
     def advance(what: str) -> None:
@@ -231,12 +232,12 @@ def profile(
             costs.append(bench.loss(operator, runner))
         _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
-        for variant in sorted(variants, key=lambda v: v != base):
+        for variant in sorted(complete, key=lambda v: v != base):
             advance(f"whole step {variant.label}")
             chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
         alternating = None
-        rung = next((v for v in variants if v != base and not v.compute.needs_scale), variants[0])
+        rung = next((v for v in complete if v != base and not v.compute.needs_scale), complete[0])
         of_rung = next(step for step in steps if step.variant == rung)
         if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps[0], of_rung):
             chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
@@ -253,7 +254,7 @@ def profile(
     collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if with_collectives else None
     memory = None
     if target.type == "cuda":
-        rungs = (store.read(f"memory {variant}", RungMemory) for variant in variants)
+        rungs = (store.read(f"memory {variant}", RungMemory) for variant in complete)
         memory = DeviceMemory(outside_bytes(target), tuple(rung for rung in rungs if rung is not None))
         _note_fragmentation(memory, software, memory_cap_bytes, note)
     progress(total, total, "")
@@ -280,6 +281,25 @@ def profile(
         chains=tuple(chains),
         handed_on=tuple(op_id for op_id in handing_on if op_id in index),
         alternating=alternating,
+        check=KernelCheck(canary.checked, *gpu_and_sms(target), right.wrong),
+    )
+
+
+def _complete(dag: PrecisionDag, items: Sequence[Item], variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """The variants in which every adjustable operator has right kernels: whole steps are measured in these."""
+    held: dict[Variant, set[OpId]] = {}
+    for item in items:
+        held.setdefault(item.variant, set()).update(item.holders)
+    adjustable = {operator.op_id for operator in dag.adjustable}
+    return tuple(variant for variant in variants if adjustable <= held.get(variant, set()) or not adjustable)
+
+
+def left_out_sentence(wrong: WrongKernels, device: str) -> str:
+    """What a reader of a profile should know of a kernel that is wrong."""
+    more = f" and {len(wrong.operators) - 1} more" if len(wrong.operators) > 1 else ""
+    return (
+        f"{wrong.kernel} in {wrong.variant.label} is left out for operator {wrong.operators[0]}{more}: on this {device} "
+        f"{wrong.problem} (docs/shared-gpus.md#canary)"
     )
 
 
@@ -311,47 +331,10 @@ def _note_fragmentation(memory: DeviceMemory, software: Mapping[str, str], cap_b
         )
 
 
-def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceKind = DeviceKind.CPU) -> list[Item]:
-    """Each distinct (cost key, variant) once, with all operators that share it.
-
-    Adjustable operators in every variant of the ladder, dependent and guarded ones in every format an activation can arrive in,
-    fixed ones in float32 and those that ``apply_`` cannot address in the base, unless autocast runs them in another format.  Graph
-    inputs cost nothing and are left out.
-    """
-    formats = [Variant.plain(precision) for precision in activation_precisions(ladder)]
-    autocast = Autocast.of(dag.base, device)
-    holders: dict[tuple[object, ...], list[Operator]] = {}
-    for operator in dag.operators:
-        if operator.is_adjustable or AtenCall.of(operator) is not None:
-            key = (operator.cost_key, operator.op_class, operator.is_adjustable, operator.no_grad_inputs)
-            holders.setdefault(key, []).append(operator)
-    items: list[Item] = []
-    for operators in holders.values():
-        first = operators[0]
-        forced = None if autocast is None else autocast.format_of(first.kind)
-        variants: Sequence[Variant] = [Variant.plain(dag.base if first.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32)]
-        if first.is_adjustable:
-            variants = ladder
-        elif forced is not None:
-            variants = [Variant.plain(forced)]
-        elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):
-            variants = formats
-        ids = tuple(operator.op_id for operator in operators)
-        items.extend(Item(first, variant, ids) for variant in variants)
-    return items
-
-
 def chooser_of(device: torch.device, backend: str | None, tuning: Path | None) -> KernelChooser:
     """Who chooses kernels: with the records of this machine, unless PyTorch's own are all that is asked for."""
     backend = default_backend(device) if backend is None else backend
     return KernelChooser(device, backend, None if backend == DEFAULT_BACKEND else open_store(device, tuning))
-
-
-def _choice(chooser: KernelChooser, item: Item) -> KernelChoice:
-    operator = item.operator
-    if not operator.is_adjustable:
-        return KernelChoice()
-    return chooser.for_operator(CallShapes.of(operator), item.variant, f"operator {operator.op_id}")
 
 
 @attrs.frozen(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import attrs
 import torch
 
 from qsync_core.errors import BackendError
@@ -48,9 +49,10 @@ class KernelChooser:
         self._store = store
         self.untuned: set[KernelRequest] = set()
         self.to_compile: dict[Group, tuple[KernelBackend, KernelRequest, str]] = {}
+        self._left_out: set[tuple[str, KernelRequest]] = set()
 
     @property
-    def _is_trivial(self) -> bool:
+    def is_trivial(self) -> bool:
         """ATen alone: it has one configuration, so there is nothing to choose."""
         return self.chain == (DEFAULT_BACKEND,)
 
@@ -75,7 +77,7 @@ class KernelChooser:
             return KernelChoice()
         ops: dict[str, OpChoice] = {}
         for asked in operator_requests(call, variant, *device_facts(self.device)):
-            if self._is_trivial:
+            if self.is_trivial:
                 if reasons := reasons_against(asked.request, KernelChoice()):
                     raise BackendError(f"{name or call.kind} cannot run {asked.role} as {variant.label}: {'; '.join(reasons)}")
                 continue
@@ -90,7 +92,7 @@ class KernelChooser:
         Raises:
             BackendError: as :meth:`for_operator`.
         """
-        if self._is_trivial or not key.target.needs_scale:
+        if self.is_trivial or not key.target.needs_scale:
             return KernelChoice()
         variant = quantization_variant(key.target, key.granularity, key.rounding, key.symmetric)
         kind, capability = device_facts(self.device)
@@ -103,7 +105,7 @@ class KernelChooser:
         ``auto``, for which nothing was tuned, takes the backend that is the fastest to quantize the result by itself, as
         compiled graphs do, before PyTorch's own, which are a reference.
         """
-        if self._is_trivial:
+        if self.is_trivial:
             return None if any(reasons_against(request, KernelChoice()) for request in requests) else KernelChoice()
         ops: dict[str, OpChoice] = {}
         for request in requests:
@@ -127,6 +129,10 @@ class KernelChooser:
         request = KernelRequest(Op.QUANTIZE, variant, producer.shapes, device_kind=kind, compute_capability=capability)
         return self.answer(request).backend
 
+    def leave_out(self, backend: str, request: KernelRequest) -> None:
+        """Never answer a request with this backend again: its kernel is wrong here."""
+        self._left_out.add((backend, request))
+
     def versions(self, chosen: Iterable[KernelChoice]) -> dict[str, str]:
         """Versions of the backends that were chosen, other than PyTorch's own kernels, as a profile records them."""
         used = {name for kernels in chosen for name in kernels.chain} - {DEFAULT_BACKEND}
@@ -141,7 +147,12 @@ class KernelChooser:
         """
         registry = installed()
         names = None if self.chain == AUTO else self.chain
-        answers = registry.answers(request, names, store=self._store)
+        answers = [
+            attrs.evolve(answer, reasons=("its kernel computes wrong numbers here",))
+            if (answer.backend, request) in self._left_out
+            else answer
+            for answer in registry.answers(request, names, store=self._store)
+        ]
         if names is not None:
             # A chain: the first that takes the request, however fast the others are.
             by_name = {answer.backend: answer for answer in answers}

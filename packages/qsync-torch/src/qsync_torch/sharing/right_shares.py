@@ -1,0 +1,119 @@
+"""Which shares of a GPU compute right numbers: asked where one does not (docs/shared-gpus.md#canary).
+
+A process takes its share when CUDA starts in it, so each share is tried in a process of its own, ``python -m
+qsync_torch.sharing.right_shares``, on calls that come on its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from qsync_core.artifacts.codec import from_plain, to_plain
+from qsync_core.errors import QSyncError
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import CallShapes
+from qsync_torch.distributed.ranks import SHARE_VARIABLE
+from qsync_torch.kernels.canary import Canary, WrongKernel
+from qsync_torch.sharing.mps import find_daemon
+
+Probe = Callable[[int], "str | None"]
+"""What is wrong under a percentage of the SMs: empty where nothing is, None where that could not be found out."""
+_STEP, _MOST = 5, 6
+"""Percent between shares that are tried, and how many on either side."""
+_LIMIT_S = 120.0
+
+
+def probe_by_process(calls: Sequence[CallShapes], precisions: Sequence[Precision]) -> Probe:
+    """A probe of the current GPU by processes under its MPS daemon.
+
+    Args:
+        calls: what is computed.
+        precisions: float formats in which it is.
+    """
+    asked = json.dumps({"calls": [to_plain(call) for call in calls], "precisions": list(map(str, precisions))})
+
+    def probe(percent: int) -> str | None:
+        environment = {**os.environ, SHARE_VARIABLE: str(percent)}
+        command = [sys.executable, "-m", "qsync_torch.sharing.right_shares", str(torch.cuda.current_device())]
+        try:
+            done = subprocess.run(
+                command, input=asked, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=True
+            )
+            wrong: list[str] = json.loads(done.stdout.splitlines()[-1])
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+            return None
+        return wrong[0] if wrong else ""
+
+    return probe
+
+
+def main() -> None:
+    """Try calls under this process's share and print what is wrong, a JSON list of sentences."""
+    asked = json.load(sys.stdin)
+    canary = Canary(torch.device("cuda", int(sys.argv[1])))
+    for text in asked["precisions"]:
+        for plain in asked["calls"]:
+            canary.of_operator(from_plain(plain, CallShapes), Variant.plain(Precision(text)))
+    print(json.dumps([str(wrong) for wrong in canary.wrong]))
+
+
+def nearest_right(percent: int, probe: Probe) -> list[int]:
+    """The nearest shares on either side of a wrong one that are right, in percent: none, one or two."""
+    found = []
+    for direction in (-_STEP, _STEP):
+        first = percent // _STEP * _STEP if percent % _STEP and direction < 0 else percent + direction
+        first = first if direction < 0 else percent // _STEP * _STEP + _STEP
+        tried = [share for share in range(first, first + _MOST * direction, direction) if _STEP <= share <= 100]
+        right = next((share for share in tried if probe(share) == ""), None)
+        found += [] if right is None else [right]
+    return found
+
+
+def wrong_base_error(
+    wrong: Sequence[WrongKernel],
+    calls: Sequence[CallShapes],
+    base: Precision,
+    share: float,
+    device: str,
+    probe: Probe | None = None,
+) -> QSyncError:
+    """The refusal of a device on which the job computes wrong numbers without any plan.
+
+    Args:
+        wrong: kernels of the job's base precision.
+        calls: what all of its operators compute.
+        base: that precision.
+        share: of the device.
+        device: its name.
+        probe: by default processes on the current GPU.
+    """
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    where = f"a share of {share:g} of this {device}" if share < 1 else f"this {device}"
+    said = f"{where} computes wrong numbers in {base}, the precision that the job has without a plan: {wrong[0]}{more}"
+    if share == 1 or (probe is None and find_daemon().problem):
+        return QSyncError(
+            f"{said}; install other versions of torch, CUDA and the driver, train in another precision, or leave this device out "
+            "(docs/shared-gpus.md#canary)"
+        )
+    right = nearest_right(round(100 * share), probe or probe_by_process(calls, [base]))
+    if not right:
+        return QSyncError(
+            f"{said}; no share near it is right: give the group the whole GPU, or a share that 'qsync doctor' calls right "
+            "(docs/shared-gpus.md#canary)"
+        )
+    shares = " and ".join(f"{percent / 100:g}" for percent in right)
+    return QSyncError(
+        f"{said}; the nearest shares that are right here: {shares}; set the group's share to one of them in the cluster file, or "
+        "--share (docs/shared-gpus.md#canary)"
+    )
+
+
+if __name__ == "__main__":
+    main()
