@@ -300,7 +300,9 @@ class Interception(TorchFunctionMode):
     def _communicated(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What leaves this rank has the format that it has without a plan: others send and expect that."""
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
+            if COLLECTIVES[func].is_compiled:  # as a functional collective, which comes here too
+                return func(*args, **kwargs)
+            torch._dynamo.graph_break()
         for tensor in written_by(func, args, kwargs):
             self._cache.leave_out(tensor)
             if tensor._base is not None:

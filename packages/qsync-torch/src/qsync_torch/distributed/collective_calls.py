@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import traceable_collective_remaps
 
 Function = Callable[..., Any]
 
@@ -40,19 +41,26 @@ _SENT_AND_RECEIVED: dict[str, tuple[str, str]] = {
 
 @attrs.frozen
 class Collective:
-    """A function of ``torch.distributed``; the names of the arguments that it sends and receives are empty where there is none."""
+    """A function of ``torch.distributed``.
+
+    Attributes:
+        name: its own; signature: its arguments.
+        sent, received: names of the arguments that it sends and writes into; empty where there is none.
+        is_compiled: whether ``torch.compile`` has a functional collective in its place.
+    """
 
     name: str
     signature: inspect.Signature
     sent: str
     received: str
+    is_compiled: bool
 
 
 def _collectives() -> dict[Function, Collective]:
     found: dict[Function, Collective] = {}
     for name, (sent, received) in _SENT_AND_RECEIVED.items():
         if (function := getattr(dist, name, None)) is not None:  # newer names for some; none in builds without distributed
-            found[function] = Collective(name, inspect.signature(function), sent, received)
+            found[function] = Collective(name, inspect.signature(function), sent, received, function in traceable_collective_remaps)
     return found
 
 

@@ -223,6 +223,11 @@ def profile(
             advance(f"chain {chain.chain.producer}")
             chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
         runner = StepRunner.start(job, target)
+        if runner.communicates:
+            note(
+                "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step times "
+                "leave these transfers out"
+            )
         _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
         for variant in sorted(variants, key=lambda v: v != base):
