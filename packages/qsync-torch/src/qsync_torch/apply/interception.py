@@ -9,6 +9,7 @@ promotes their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import promote
 from qsync_torch.apply.functional_calls import CONV2D, LINEAR, PRODUCT, OperatorCall, WeightCalls
-from qsync_torch.apply.recomputation import HERE
+from qsync_torch.apply.recomputation import HERE, communicates
+from qsync_torch.distributed.collective_calls import COLLECTIVES, FUNCTIONAL, in_format_of_the_job, written_by
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.operators.addresses import has_class_forward
 from qsync_torch.operators.casts import CastCache, float_key
@@ -67,6 +69,9 @@ RIGHT_FACTORS: dict[Function, str] = {
 
 CASTS: frozenset[Function] = frozenset(_named(torch.Tensor, "to", "type", "type_as", "bfloat16", "half"))
 """Casts that a model may make of its own parameters."""
+
+NAMED_CASTS: frozenset[Function] = frozenset(_named(torch.Tensor, "bfloat16", "half"))
+"""Those that say into which format."""
 
 NUMBERED: frozenset[Function] = frozenset(_named(torch, "arange", "linspace", "logspace"))
 """Make numbers that 16 bits do not tell apart: positions, in the format of an activation (bfloat16 has no 257)."""
@@ -178,6 +183,8 @@ class Interception(TorchFunctionMode):
         self.promotes, self.installation = promote, installation
         self._cache = cache
         self._calls = calls
+        self._own: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._reads_formats = False
         self._handlers: dict[Function, Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]] = {
             F.linear: self._functional_linear,
             torch.conv2d: self._functional_conv2d,
@@ -188,6 +195,7 @@ class Interception(TorchFunctionMode):
             **dict.fromkeys(CASTS, self._cast_by_model),
             **dict.fromkeys(UNSEEN_WRITES, self._written_unseen),
             **dict.fromkeys(READS, self._read),
+            **dict.fromkeys(COLLECTIVES, self._communicated),
         }
         if promote:
             self._handlers = {
@@ -197,6 +205,8 @@ class Interception(TorchFunctionMode):
                 **dict.fromkeys(GATHERS, self._gathered),
                 **dict.fromkeys(NUMBERED, self._numbered),
                 **dict.fromkeys(NORMS, call_norm),
+                **dict.fromkeys(FUNCTIONAL, self._communicated_functionally),
+                torch.Tensor.dtype.__get__: self._format_read,
                 **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS, F.embedding), call_in_float32),
                 **self._handlers,
                 **dict.fromkeys(READS & PROMOTED, self._read_promoted),
@@ -207,6 +217,10 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         """Hand a function to its handler, or run it as it is."""
         handler = self._handlers.get(func)
+        if self._own and not torch.compiler.is_compiling():
+            result = func(*args, **(kwargs or {})) if handler is None else handler(func, args, kwargs or {})
+            self._pass_on(result, args, kwargs or {})
+            return result
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(func, args, kwargs or {})
@@ -283,6 +297,56 @@ class Interception(TorchFunctionMode):
             self._cache.leave_out(args[0])
         return func(*args, **kwargs)
 
+    def _communicated(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What leaves this rank has the format that it has without a plan: others send and expect that."""
+        if torch.compiler.is_compiling():
+            if COLLECTIVES[func].is_compiled:  # as a functional collective, which comes here too
+                return func(*args, **kwargs)
+            torch._dynamo.graph_break()
+        for tensor in written_by(func, args, kwargs):
+            self._cache.leave_out(tensor)
+            if tensor._base is not None:
+                self._cache.leave_out(tensor._base)
+        if not self.promotes:
+            return func(*args, **kwargs)
+        communicates()
+        return in_format_of_the_job(func, args, kwargs, self._is_lowered)
+
+    def _communicated_functionally(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*map(self._widened, args), **{key: self._widened(value) for key, value in kwargs.items()})
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(torch.float32) if self._is_lowered(value) else value
+        return [self._widened(item) for item in value] if type(value) in (list, tuple) else value
+
+    def _is_lowered(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has 16 bits for the plan: the model itself has not cast it, nor what it was computed from."""
+        return tensor.dtype in LOW_FLOATS and not self._is_own(tensor)
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        known = self._own.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def _pass_on(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a function makes of 16-bit tensors that are all the model's own is the model's own too."""
+        low = [tensor for tensor in _tensors((*args, *kwargs.values())) if tensor.dtype in LOW_FLOATS]
+        if low and all(map(self._is_own, low)):
+            self._add_own(result)
+
+    def _add_own(self, result: Any) -> None:
+        for tensor in _tensors((result,)):
+            if tensor.dtype in LOW_FLOATS:
+                key = id(tensor)
+                self._own[key] = weakref.ref(tensor, lambda _, key=key: self._own.pop(key, None))  # type: ignore[misc]
+
+    def _format_read(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x.to(h.dtype)``: from now on, a format that a cast is given may be one of the plan's."""
+        dtype = func(*args, **kwargs)
+        if dtype in LOW_FLOATS:
+            self._reads_formats = True
+        return dtype
+
     def _read(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling() and HERE.open:
             self._calls.read_otherwise((*args, *kwargs.values()))
@@ -300,8 +364,13 @@ class Interception(TorchFunctionMode):
             return result
         if isinstance(x, nn.Parameter):
             self._calls.remember_cast(x, result)
-        elif self.promotes and x.dtype in _INTEGERS:  # time steps, in the format of an activation
+        elif not self.promotes or torch.compiler.is_compiling():
+            return result
+        elif x.dtype in _INTEGERS:  # time steps, in the format of an activation
             return x.to(result.device, torch.float32)
+        elif func in NAMED_CASTS or not (self._reads_formats or func is torch.Tensor.type_as):
+            result = result.view_as(result) if result is x else result
+            self._add_own(result)
         return result
 
     def _numbered(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -400,6 +400,13 @@ def operator_runs(cache: CastCache) -> CastCache:
     return cache if scope is None else scope[cache]
 
 
+def communicates() -> None:
+    """Ranks communicate: autograd functions that do so in their forward do in their backward, which is intercepted too then."""
+    for function in _open_functions():
+        function.passage()
+        refuse_compiled_backward(function.node())
+
+
 def runs_again(node: Any) -> bool:
     """Whether the node of an autograd function is one whose backward runs with what was in force around its forward."""
     passage: Passage | None = node.__dict__.get("qsync_passage")
@@ -452,6 +459,8 @@ def is_of_the_user(node: Any) -> bool:
 
 
 _LIBRARIES = ("torch", "qsync_torch")
+_COMMUNICATING = "torch.distributed.nn.functional"
+"""PyTorch's autograd functions whose backward communicates as their forward does."""
 
 
 @functools.cache
@@ -488,7 +497,8 @@ def _wrap_functions() -> None:
     @never_traced
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        if type(self)._forward_cls.__module__.partition(".")[0] in _LIBRARIES:
+        module = type(self)._forward_cls.__module__
+        if module.partition(".")[0] in _LIBRARIES and module != _COMMUNICATING:
             return
         begin = _OpenFunction if get_eval_frame_callback() is None else _open_in_compiled_code
         begin(self, sys._getframe(1))

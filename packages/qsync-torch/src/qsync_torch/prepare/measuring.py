@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import attrs
@@ -21,6 +21,7 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import standard_ladder
+from qsync_torch.distributed.alone import Alone
 from qsync_torch.job import Job, check_same_job, describe_optimizer
 from qsync_torch.observing.observe import STEPS, WARMUP, observe
 from qsync_torch.observing.record import JobFault
@@ -214,18 +215,19 @@ class Bench:
     def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
         partial.parent.mkdir(parents=True, exist_ok=True)
         try:
-            return observe(
-                self.job,
-                self.dag,
-                variants,
-                warmup=WARMUP,
-                steps=STEPS,
-                device=self.device,
-                earlier=earlier,
-                checkpoint=lambda so_far: save(so_far, partial),
-                announce=self.board.note,
-                progress=self.board.stage("observing"),
-            )
+            with nullcontext() if self.folder.members is None else Alone():
+                return observe(
+                    self.job,
+                    self.dag,
+                    variants,
+                    warmup=WARMUP,
+                    steps=STEPS,
+                    device=self.device,
+                    earlier=earlier,
+                    checkpoint=lambda so_far: save(so_far, partial),
+                    announce=self.board.note,
+                    progress=self.board.stage("observing"),
+                )
         except JobFault:
             partial.unlink(missing_ok=True)
             if earlier is None:

@@ -230,6 +230,11 @@ def profile(
             advance("loss")
             index[operator.op_id] = {FLOAT32: len(costs)}
             costs.append(bench.loss(operator, runner))
+        if runner.communicates:
+            note(
+                "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step times "
+                "leave these transfers out"
+            )
         _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
         for variant in sorted(complete, key=lambda v: v != base):

@@ -8,7 +8,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import attrs
 import torch
@@ -21,6 +22,7 @@ from qsync_core.ir.plan import Assignment
 from qsync_core.ir.profile import AlternatingDispatch, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.device_memory import measure_memory
@@ -30,6 +32,8 @@ from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
 
 BATCHES = 4
 """Different batches that the measured steps go through in turn."""
+_STEPS_TO_MEET = 2
+"""Steps in which collectives are looked for: a model's first one may be special."""
 _LONG_STEP_NS = 300_000_000
 """Steps on a CPU beyond this are measured without their optimizer where that is known."""
 _LEAST_SAMPLES = 3
@@ -59,7 +63,7 @@ class StepRunner:
 
     ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU;
     ``synchronises`` says whether a step waits for the device, once that was looked for; ``rungs`` is the memory of the steps
-    measured on a CUDA device.
+    measured on a CUDA device.  ``alone`` answers collectives in the model for the ranks that do not step meanwhile.
     """
 
     job: Job
@@ -69,17 +73,41 @@ class StepRunner:
     update_rise: int | None = None
     synchronises: bool | None = None
     rungs: dict[Variant, RungMemory] = attrs.field(factory=dict)
+    alone: AbstractContextManager[Any] = attrs.field(factory=nullcontext)
 
     @classmethod
     def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
         """Copy the job's model to ``device`` in training mode; the job's own is not touched."""
         model = job.copy_model().to(device).train()
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
-        return cls(job, model, optimizer, [job.batch(step, job.batch_size).to(device) for step in range(batches)])
+        runner = cls(job, model, optimizer, [job.batch(step, job.batch_size).to(device) for step in range(batches)])
+        if rank_count() > 1 and batches:
+            runner._meet_collectives()
+        return runner
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks communicate in the model's forward or backward."""
+        return isinstance(self.alone, Alone)
+
+    def _meet_collectives(self) -> None:
+        """Find out whether the model waits for other ranks, in steps that do not; a mode in all steps would take time in each."""
+        with Alone() as alone:
+            for step in range(_STEPS_TO_MEET):
+                self.forward(step).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        if alone.communicates:
+            self.alone = alone
 
     def forward(self, step: int) -> torch.Tensor:
         """Forward pass and loss of the batch of a step."""
-        return self.job.compute_loss(self.batches[step % len(self.batches)], self.model)
+        with self.alone:
+            return self.job.compute_loss(self.batches[step % len(self.batches)], self.model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of a loss."""
+        with self.alone:
+            loss.backward()
 
     def update(self) -> None:
         """Optimizer step and zeroing of gradients."""
@@ -88,7 +116,7 @@ class StepRunner:
 
     def train_step(self, step: int) -> None:
         """One whole step."""
-        self.forward(step).backward()
+        self.backward(self.forward(step))
         self.update()
 
     def watch_synchronising(self, device: torch.device) -> bool:
@@ -210,7 +238,7 @@ def _group_of_one() -> Iterator[dist.ProcessGroup]:
 def _wrapped(runner: StepRunner, group: dist.ProcessGroup) -> StepRunner:
     """The runner as training will have it among several ranks: in DistributedDataParallel, whose hooks and copies of gradients are
     part of the step; alone in its group, because waiting for other ranks is not."""
-    runner.forward(0).backward()
+    runner.backward(runner.forward(0))
     unused = any(p.requires_grad and p.grad is None for p in runner.model.parameters())
     runner.optimizer.zero_grad(set_to_none=True)
     return attrs.evolve(runner, model=DistributedDataParallel(runner.model, process_group=group, find_unused_parameters=unused))
@@ -237,7 +265,7 @@ def _peak_bytes(runner: StepRunner, variant: Variant, device: torch.device, *, w
         found = measure_memory(lambda: runner.train_step(0), variant, device, runner.beside)
         runner.rungs[variant] = found
         return found.allocated_bytes
-    rise, gradients = memory_rise(lambda: runner.forward(0).backward())
+    rise, gradients = memory_rise(lambda: runner.backward(runner.forward(0)))
     if with_update or runner.update_rise is None:
         # A first update also makes the optimizer's state, which stays and is among the static bytes.
         runner.update_rise = passing_rise(runner.optimizer.step)
@@ -259,7 +287,7 @@ def _synchronous_sample(runner: StepRunner, optimizer_ns: int | None) -> Callabl
         start = time.perf_counter_ns()
         loss = runner.forward(next(steps))
         forwarded = time.perf_counter_ns()
-        loss.backward()
+        runner.backward(loss)
         del loss
         backwarded = time.perf_counter_ns()
         if optimizer_ns is not None:
@@ -331,7 +359,7 @@ def _issue_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[i
     def backward() -> None:
         nonlocal loss
         assert loss is not None
-        loss.backward()
+        runner.backward(loss)
         loss = None
 
     times = []
@@ -346,7 +374,7 @@ def _issue_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[i
 def _device_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[int, ...]:
     """How long the device takes for forward, backward and optimizer where it never waits for the CPU."""
     loss, forward = stopwatch.time_phase(lambda: runner.forward(step))
-    _, backward = stopwatch.time_phase(loss.backward)
+    _, backward = stopwatch.time_phase(lambda: runner.backward(loss))
     del loss
     _, optimizer = stopwatch.time_phase(runner.update)
     return forward, backward, optimizer

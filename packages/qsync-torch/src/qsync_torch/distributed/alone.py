@@ -1,0 +1,135 @@
+"""A rank that is measured alone: collectives in its model are answered here, because no other rank takes part.
+
+Every answer is what the rank would get if all others did as it does: a gathered tensor is its own, as often as there are ranks.
+Times leave the transfers out, and the wait for the slowest, as all measurements of one rank do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from qsync_torch.distributed.collective_calls import COLLECTIVES, FUNCTIONAL, tensors_in
+
+
+class Done:
+    """A transfer that has ended; stands for :class:`torch.distributed.Work`."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Nothing is left to be done."""
+        return True
+
+    is_completed = is_success = wait
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """One that is there already."""
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class Alone(TorchFunctionMode):
+    """Answers collectives in place of the other ranks.
+
+    Attributes:
+        communicates: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.communicates = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer a collective; run any other function."""
+        if func in COLLECTIVES:
+            self.communicates = True
+            return _answer(func, args, kwargs or {})
+        if func in FUNCTIONAL:
+            self.communicates = True
+            return _functional_answer(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    collective = COLLECTIVES[function]
+    call = collective.signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    given, group = call.arguments, call.arguments["group"]
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    name, op = collective.name, given.get("op", dist.ReduceOp.SUM)
+    sent = list(tensors_in(given.get(collective.sent)))
+    received = [tensor.data for tensor in tensors_in(given.get(collective.received))]  # no collective makes new versions
+    with torch.no_grad():
+        if name in ("all_reduce", "all_reduce_coalesced", "reduce"):
+            for tensor in received:
+                tensor.copy_(_reduced(tensor, op, count))
+        elif name in ("all_gather", "all_gather_coalesced", "gather"):
+            for place, tensor in enumerate(received):
+                tensor.copy_(sent[place % len(sent)])
+        elif name.startswith("all_gather"):
+            received[0].copy_(torch.cat([sent[0].reshape(-1)] * count).view_as(received[0]))
+        elif name == "reduce_scatter":
+            received[0].copy_(_reduced(sent[rank], op, count))
+        elif name.startswith("reduce_scatter"):
+            received[0].copy_(_reduced(sent[0].reshape(count, -1)[rank], op, count).view_as(received[0]))
+        elif name == "scatter" and sent:
+            received[0].copy_(sent[rank])
+        elif name == "all_to_all":
+            _exchange(received, sent, rank)
+        elif name == "all_to_all_single":
+            _exchange(_parts(received[0], given["output_split_sizes"], count), _parts(sent[0], given["input_split_sizes"], count), rank)
+    if name in ("isend", "irecv") or given.get("async_op"):
+        return Done()
+    return rank if name == "recv" else None
+
+
+def _functional_answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    schema = (function.default if isinstance(function, torch._ops.OpOverloadPacket) else function)._schema
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    group = given["group_name"]
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    value = given[schema.arguments[0].name]
+    if isinstance(value, (list, tuple)):
+        return [_of_one(schema.name, tensor, given, rank, count) for tensor in value]
+    return _of_one(schema.name, value, given, rank, count)
+
+
+def _of_one(name: str, value: torch.Tensor, given: dict[str, Any], rank: int, count: int) -> torch.Tensor:
+    op = given.get("reduce_op", "sum")
+    if "all_reduce" in name:
+        return _reduced(value, op, count)
+    if "all_gather" in name:
+        return torch.cat([value] * count)
+    if "reduce_scatter" in name:
+        return _reduced(value.chunk(count)[rank], op, count)
+    if "all_to_all" in name:
+        sizes = given.get("output_split_sizes") or [len(value) // count] * count
+        own = value[: max(sizes)]
+        return torch.cat([own[:size] for size in sizes])
+    return value.clone()
+
+
+def _reduced(value: torch.Tensor, op: Any, count: int) -> torch.Tensor:
+    if op in (dist.ReduceOp.SUM, "sum"):
+        return value * count
+    return value**count if op in (dist.ReduceOp.PRODUCT, "product") else value.clone()
+
+
+def _parts(value: torch.Tensor, sizes: Sequence[int] | None, count: int) -> Sequence[torch.Tensor]:
+    return value.split(list(sizes)) if sizes else value.chunk(count)
+
+
+def _exchange(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], rank: int) -> None:
+    """Others send what this rank sends to itself; as much of it as there is room for."""
+    own = sent[rank]
+    for tensor in received:
+        size = min(len(tensor), len(own))
+        tensor[:size].copy_(own[:size])

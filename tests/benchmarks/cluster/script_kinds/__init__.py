@@ -1,0 +1,1 @@
+"""Small training scripts, run under a plan and plainly."""
