@@ -17,6 +17,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -39,8 +40,12 @@ import torch.distributed as dist
 from results import write_rows
 
 import qsync_torch
+import qsync_torch.doctor.job
+import qsync_torch.prepare.flow
+import qsync_torch.prepare.planning
 from processes import free_port
 from qsync_core.cli.root import cli
+from qsync_core.plugins.registry import Registry
 from qsync_torch.load_job import load_job
 
 JOB = f"{Path(__file__).parents[2] / 'distributed' / 'tiny_job.py'}:make_job"
@@ -52,6 +57,8 @@ _POLL_S = 0.02
 _START_S = 120.0
 _APPLIED = 60
 _TRIES = 4
+_SENTENCE = re.compile(r"^(?:error:|error  |qsync_core\.errors\.\w+:).*", re.MULTILINE | re.DOTALL)
+"""What a command, a table of the doctor's or a script ends with."""
 
 
 @attrs.frozen
@@ -266,8 +273,8 @@ def _silence(trial: Trial, folder: Path, run: Path, timeout_s: float, after_s: f
             if trial.fault in ("frozen", "killed") and all(ranks.statuses.get(who) == 0 for who in left):
                 return None  # it was over but for its end
             outputs = tuple(ranks.log(who).read_text(errors="replace") for who in left)
-            sentences = [output[max(output.rfind("error: "), output.rfind("Error: ")) :] for output in outputs]
-            said = all(ranks.statuses.get(who, 0) != 0 for who in left) and all("rror: " in sentence for sentence in sentences)
+            sentences = [" ".join(found[-1].split()) if (found := _SENTENCE.findall(output)) else "" for output in outputs]
+            said = all(sentences) and all(ranks.statuses.get(who, 0) != 0 for who in left)
             names = {"0": ("rank 0", "store"), "1": ("rank 1",), HOLDER: ("store",), "port": ("port", "another program")}
             named = all(any(name in sentence for name in names[trial.who]) for sentence in sentences)
             return Silence(trial, seconds, said, said and named, outputs)
@@ -284,7 +291,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="command:fault, for one kind alone; writes no row")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="qsync-silences-"))
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    Registry.load()  # and what commands import, before they are forked
+    for command in COMMANDS:
+        if command != "apply_":
+            cli.get_command(None, command)  # type: ignore[arg-type]
     try:
         run = folder / "usual-prepare" / "run"
         usual = {command: usual_s(command, folder / f"usual-{command}", run, 60.0) for command in COMMANDS}

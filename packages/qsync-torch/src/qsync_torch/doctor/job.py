@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 import attrs
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from qsync_core.errors import RankError
 from qsync_core.plugins.doctor import JobFindings
-from qsync_torch.distributed.bounded_store import StoreSilent, rank_timeout_s
-from qsync_torch.distributed.exchange import grace_s
+from qsync_torch.distributed.bounded_store import rank_timeout_s
+from qsync_torch.distributed.exchange import grace_s, store_has_gone
 from qsync_torch.distributed.meeting import Place
 from qsync_torch.distributed.ranks import versions_text
 from qsync_torch.doctor.findings import job_findings
@@ -118,25 +118,42 @@ def doctor_of_job(timeout_s: float) -> JobFindings | None:
     if place is None:
         return None
     box = Mailbox(place, holds=True)
-    box.beat("alive")
-    box.say("here", [socket.gethostname(), versions_text()])
-    probe = _Probe(box)
-    try:
-        with _told_to_end():
-            if place.rank == 0:
-                seen = _Gathering(box, probe, timeout_s).run()
-                findings = job_findings(seen)
-                return attrs.evolve(findings, finish=lambda: _let_go(box, findings.failed))
+    with ExitStack() as ending:
+        ending.enter_context(_naming_the_store())
+        box.beat("alive")
+        box.say("here", [socket.gethostname(), versions_text()])
+        probe = _Probe(box)
+        ending.callback(probe.end)
+        ending.enter_context(_told_to_end())
+        if place.rank != 0:
             return _follow(box, probe)
-    finally:
-        probe.end()
+        seen = _Gathering(box, probe, timeout_s).run()
+        findings = job_findings(seen)
+        return attrs.evolve(findings, finish=lambda: _let_go(box, findings.failed, seen))
+    raise AssertionError
 
 
-def _let_go(box: Mailbox, failed: bool) -> None:
-    box.post("over", failed)
+@contextmanager
+def _naming_the_store() -> Iterator[None]:
+    """A store that has gone or is silent, as a sentence.
+
+    Raises:
+        RankError: in the place of PyTorch's error.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        raise RankError(store_has_gone("qsync doctor", error)) from None
+
+
+def _let_go(box: Mailbox, failed: bool, seen: Seen) -> None:
+    """Tell the others, and stay until they have heard, because this process may hold the store."""
+    awaited = set(seen.hosts) - {0} - set(seen.trouble.gone if seen.trouble else ())
     until = time.monotonic() + _LEAVE_S
-    while box.missing("left") not in ([], [0]) and time.monotonic() < until:  # this process may hold the store
-        time.sleep(PAUSE_S)
+    with suppress(dist.DistError):
+        box.post("over", failed)
+        while awaited & set(box.missing("left")) and time.monotonic() < until:
+            time.sleep(PAUSE_S)
 
 
 def _follow(box: Mailbox, probe: _Probe) -> JobFindings:
@@ -156,16 +173,6 @@ def _follow(box: Mailbox, probe: _Probe) -> JobFindings:
     except _ToldToEnd:
         raise RankError(
             f"rank {rank} was told to end (SIGTERM) before rank 0 said what it found: another rank has failed"
-        ) from None
-    except StoreSilent as error:
-        raise RankError(
-            f"the job's store, which rank 0 or the torchrun of node rank 0 holds, is silent while rank {rank} waits for what rank "
-            f"0 finds ({error}): that process is stopped, or cannot be reached any more"
-        ) from None
-    except dist.DistError as error:
-        raise RankError(
-            f"the job's store has gone while rank {rank} waited for what rank 0 found: see what it printed last "
-            f"({str(error).partition(chr(10))[0]})"
         ) from None
     if failed:
         raise RankError("something is broken between the ranks of this job, or on one of them: see what rank 0 printed")
