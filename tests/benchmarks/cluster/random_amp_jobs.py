@@ -296,7 +296,7 @@ def random_job(seed: int) -> Job:
         target = torch.randn(size, CLASSES, generator=numbers)
         return Batch((x,), target=target.argmax(1) if loss == "cross entropy" else target)
 
-    size = draw.choice((8, 12, 16))
+    size = draw.choice((32, 48, 64))
     return Job(f"{seed}: {kind}, {loss}", model, batch, LOSSES[loss], lambda p: torch.optim.SGD(p, 0.05), size, BASE.value)
 
 

@@ -83,8 +83,8 @@ class Autocast:
     Attributes:
         base: the format of the autocast.
         device: on what; lists differ between CPU and CUDA.
-        beside_plan: whether a plan lowers some operator.  All adjustable ones run through it then, those at the base too: they share
-            their activations' casts, and autocast does not see them.
+        beside_plan: whether a plan lowers some operator.  All adjustable ones run through it then, those at the base too: they
+            share their activations' casts, and autocast does not see them.
     """
 
     base: Precision
@@ -103,7 +103,7 @@ class Autocast:
         return variant == Variant.plain(self.base) and not (self.beside_plan and operator.is_adjustable)
 
     def copies(self, operator: Operator) -> bool:
-        """Whether it casts an operator's inputs, for that operator alone; others read what arrives, and widen it in their kernels."""
+        """Whether it casts an operator's inputs, for it alone; others read what arrives and widen it in their kernels."""
         return operator.op_class is OpClass.ADJUSTABLE or operator.kind == "loss" or self.format_of(operator.kind) is not None
 
     def format_of(self, kind: str) -> Precision | None:

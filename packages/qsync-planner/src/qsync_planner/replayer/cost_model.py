@@ -219,12 +219,13 @@ def _first_gradients(dag: PrecisionDag, inputs: Sequence[Sequence[int]]) -> tupl
 
 
 def _cast_before(dag: PrecisionDag, autocast: Autocast | None) -> frozenset[int]:
-    """Operators whose weight autocast casts for an earlier one that keeps the copy too: it has one of each parameter in a forward."""
-    seen: set[str] = set()
+    """Operators whose weight autocast casts for an earlier one that keeps the copy too; in a forward it casts each once."""
+    first: dict[str, int] = {}
     found: set[int] = set()
     for position, operator in enumerate(dag.operators if autocast is not None else ()):
-        if operator.is_adjustable and operator.parameters and 0 not in operator.no_grad_inputs:
-            (found.add(position) if operator.parameters[0] in seen else seen.add(operator.parameters[0]))
+        keeps = operator.is_adjustable and operator.parameters and 0 not in operator.no_grad_inputs
+        if keeps and first.setdefault(operator.parameters[0], position) != position:
+            found.add(position)
     return frozenset(found)
 
 
