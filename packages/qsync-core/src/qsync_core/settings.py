@@ -29,6 +29,8 @@ class Setting:
     changes_numbers: bool = False
 
 
+CHECKED_ON = "checked_on"
+"""Name under which a profile, and a plan by it, has the GPU on which kernels were checked; on another they are checked anew."""
 _MATMUL = "torch.backends.cuda.matmul.allow_{name} = {{}}"
 
 SETTINGS: dict[str, Setting] = {

@@ -25,7 +25,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import ChainAssignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import AlternatingDispatch, ChainCost, OpCost, Profile
+from qsync_core.ir.profile import AlternatingDispatch, ChainCost, KernelCheck, OpCost, Profile, WrongKernels
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
@@ -196,6 +196,17 @@ def test_profiles_without_alternating_steps_are_stored_as_before() -> None:
     saying = attrs.evolve(profile, alternating=AlternatingDispatch(Variant.of(Precision.BFLOAT16), 1_000_000, 0))
     assert [version_of(p) for p in (profile, saying)] == [2, 6]
     assert artifact.from_bytes(artifact.to_bytes(saying), Profile) == saying
+
+
+def test_profiles_that_say_nothing_of_their_kernels_are_stored_as_before() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    first = next(iter(profile.cost_index))
+    wrong = WrongKernels((first,), Variant.of(Precision.BFLOAT16), "linear.output of aten", "3 of its 8 elements are not finite")
+    saying = attrs.evolve(profile, check=KernelCheck(12, (wrong,)))
+    assert [version_of(p) for p in (profile, saying)] == [2, 7]
+    assert artifact.from_bytes(artifact.to_bytes(saying), Profile) == saying
+    with pytest.raises(ValueError, match=r"kernels"):
+        KernelCheck(-1)
 
 
 def test_costs_without_transfer_shares_are_stored_as_before() -> None:

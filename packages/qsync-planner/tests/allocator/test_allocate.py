@@ -18,7 +18,7 @@ from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision, Rounding
-from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.profile import DeviceKind, KernelCheck, WrongKernels
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator import SOLVERS, allocate
@@ -345,6 +345,17 @@ def test_a_rung_that_nothing_was_measured_at_is_refused(solver: str) -> None:
     assert "the ladder of group 'infer0' offers bfloat16, at which its profile of" in said
     assert "measured no operator (it has " in said
     assert "run 'qsync profile' there with --cluster and --group infer0, or take it off the ladder" in said
+
+
+@pytest.mark.parametrize("solver", ["uniform", "greedy", "full"])
+def test_a_rung_whose_kernels_are_wrong_on_the_device_is_planned_without(solver: str) -> None:
+    case = random_case(2, ladder=(BFLOAT16_RUNG, FULL))
+    op_ids = tuple(operator.op_id for operator in case.dag.adjustable)
+    case = without_rung(case, BFLOAT16_RUNG, op_ids)
+    wrong = WrongKernels(op_ids, BFLOAT16_RUNG, "linear.output of aten", "1 of its 8 elements are not finite")
+    told = attrs.evolve(case.profiles["infer0"], check=KernelCheck(12, (wrong,)))
+    plan = allocate(*attrs.evolve(case, profiles={**case.profiles, "infer0": told}).arguments, solver=solver)
+    assert {entry.variant for entry in plan.group("infer0").assignments.values()} == {FULL}
 
 
 def test_a_rung_measured_with_another_rounding_is_told_apart() -> None:

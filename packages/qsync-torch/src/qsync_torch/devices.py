@@ -56,12 +56,12 @@ def compute_capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
 
 
-def gpu_and_sms(device: torch.device) -> tuple[str, int]:
-    """UUID of a GPU, and how many of its streaming multiprocessors this process may use; ``("", 0)`` of a CPU."""
+def gpu_and_sms(device: torch.device) -> str:
+    """Which GPU this is, and how many of its streaming multiprocessors this process may use; empty of a CPU."""
     if device.type != "cuda":
-        return "", 0
+        return ""
     found = torch.cuda.get_device_properties(device)
-    return str(found.uuid), found.multi_processor_count
+    return f"{found.uuid}, {found.multi_processor_count} SMs"
 
 
 def device_facts(device: torch.device) -> tuple[str, str]:

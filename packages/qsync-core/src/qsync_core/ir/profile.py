@@ -244,14 +244,10 @@ class KernelCheck:
 
     Attributes:
         kernels: how many were.
-        gpu: UUID of the GPU; empty of a CPU.
-        sms: streaming multiprocessors of it that the process had; 0 of a CPU.
         wrong: those that were wrong; nothing was measured with them.
     """
 
     kernels: int = attrs.field(validator=checks.non_negative_int)
-    gpu: str = ""
-    sms: int = attrs.field(default=0, validator=checks.non_negative_int)
     wrong: tuple[WrongKernels, ...] = ()
 
 

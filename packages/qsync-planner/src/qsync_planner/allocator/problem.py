@@ -213,8 +213,12 @@ def _omega_of_saved(sensitivity: Sensitivity | None, name: OpId, chosen: ChainVa
 
 
 def _check_rungs_measured(group: DeviceGroup, profile: Profile, units: Sequence[Unit]) -> None:
-    """Refuse a ladder with a rung at which no operator was measured: a plan without it would not be what was asked for."""
-    missing = [rung for rung in group.ladder if units and not any(rung in unit.rungs for unit in units)]
+    """Refuse a ladder with a rung at which no operator was measured: a plan without it would not be what was asked for.
+
+    But for rungs whose kernels are wrong on the device, which the profile has left out by name.
+    """
+    wrong = set() if profile.check is None else {entry.variant for entry in profile.check.wrong}
+    missing = [rung for rung in group.ladder if rung not in wrong and units and not any(rung in unit.rungs for unit in units)]
     if missing:
         has = {
             variant for op_ids in (unit.operators for unit in units) for op_id in op_ids for variant in profile.cost_index[op_id]

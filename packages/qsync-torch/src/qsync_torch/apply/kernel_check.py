@@ -1,8 +1,9 @@
-"""Before the first step: whether every kernel that a plan needs can run here, and building those that take long."""
+"""Before the first step: whether every kernel that a plan needs can run here and is right, and building those that take long."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,10 +20,13 @@ from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_re
 from qsync_torch.apply.plan_fit import Addressed, Assigned
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
+from qsync_torch.kernels.canary import Canary, WrongKernel
 from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, why_missing
 
 _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
+_MANY_ROWS, _MANY_ELEMENTS = 50176, 1 << 26
+"""Rows, and elements of an operand, with which kernels are checked."""
 _COMPILERS = 8
 _NAMED = 3
 
@@ -47,6 +51,35 @@ def check_backends(addressed: Addressed, device: torch.device, caller: Caller = 
         said = "; ".join(f"{first_named(op_ids)}: {reason}" for reason, op_ids in reasons.items())
         count = f"{len(refused)} of {len(addressed.entries)} operators"
         raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_way_out(caller)}")
+
+
+def check_numbers(addressed: Addressed, canary: Canary, caller: Caller = BY_HAND) -> None:
+    """Run every kernel of the plan on random numbers, where they were checked on another GPU, or on another part of it.
+
+    A plan stores no shapes: each runs on many rows.
+
+    Raises:
+        BackendError: naming kernels that are wrong, and the operators they would have run for.
+    """
+    wrong: dict[WrongKernel, list[OpId]] = {}
+    for op_id, entry, calls in _planned_calls(addressed):
+        choice = entry.choice if entry.variant.compute.needs_scale else ATEN
+        for found in (canary.of_operator(_large(call), entry.variant, choice) for call in calls[:1]):
+            for kernel in found:
+                wrong.setdefault(kernel, []).append(op_id)
+    if wrong:
+        said = "; ".join(f"{first_named(op_ids)}: {kernel}" for kernel, op_ids in list(wrong.items())[:_NAMED])
+        raise BackendError(
+            f"{len(wrong)} kernels of the plan compute wrong numbers on this device: {said}; {caller.profile_again} here, which "
+            "leaves them out, or see which shares of this GPU are right: 'qsync doctor' (docs/shared-gpus.md#canary)"
+        )
+
+
+def _large(call: CallShapes) -> CallShapes:
+    """With so many rows or images that a whole GPU is busy."""
+    per_row = max(1, *(math.prod(shape) // shape[0] for shape in (call.x, call.y)))
+    rows = max(_NOMINAL_ROWS if call.kind == "linear" else 1, min(_MANY_ROWS, _MANY_ELEMENTS // per_row))
+    return attrs.evolve(call, x=(rows, *call.x[1:]), y=(rows, *call.y[1:]))
 
 
 def _way_out(caller: Caller) -> str:

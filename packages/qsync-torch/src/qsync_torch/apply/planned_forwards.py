@@ -16,13 +16,14 @@ from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.variant import Variant
+from qsync_core.settings import CHECKED_ON
 from qsync_torch.apply.calls_outside import CallsOutside, Product
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall, may_call_functions
 from qsync_torch.apply.installation import Forward, Installation, copies_refused
 from qsync_torch.apply.interception import is_indifferent
 from qsync_torch.apply.job_settings import check_settings
-from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
+from qsync_torch.apply.kernel_check import check_backends, check_numbers, first_named, prebuild
 from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
 from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
@@ -31,12 +32,13 @@ from qsync_torch.apply.recomputation import PLAIN, is_recording, runs_detached, 
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.apply.two_passes import COPIED, FirstPasses
 from qsync_torch.aten.random_bits import stream_key
-from qsync_torch.devices import number_settings
+from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
 from qsync_torch.distributed.ranks import together
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.failures import deepest_line
+from qsync_torch.kernels.canary import Canary
 from qsync_torch.operators.step_counter import Position, StepCounter
 from qsync_torch.sharing.job_check import check_job
 
@@ -148,6 +150,7 @@ class PlannedForwards(Installation):
         """
         self._calls_outside = CallsOutside(self.model, self._addressed.weights, self.nodes, self._judge, lambda: self.running)
         if self._changes_nothing:
+            self._check_numbers()
             self._placed_on = device_of(self.model)
             wrap_checkpointing()
             planned = {id(place.weight) for _, place in self._addressed.weights}
@@ -160,6 +163,7 @@ class PlannedForwards(Installation):
         addressed, plan = self._addressed, self._planned.plan
         if self._placed_on is not None:
             prebuild(addressed, self._placed_on, self._planned.caller)
+            self._check_numbers()
         modules, entries = dict(addressed.modules), addressed.entries
         self._lowered = {
             op_id: LoweredCall(
@@ -189,6 +193,18 @@ class PlannedForwards(Installation):
         )
         for fqn, module in unnamed:
             self.replace_forward(module, functools.partial(self._refuse, RefusedCall(fqn, self._planned.caller.trace_again)))
+
+    def _check_numbers(self) -> None:
+        """Check the kernels on a GPU that is not the one on which they were checked for the group's profile.
+
+        Raises:
+            BackendError: naming those that are wrong.
+        """
+        device, plan = device_of(self.model), self._planned.plan
+        if device.type != "cuda" or plan is None or self.group is None:
+            return
+        if plan.software.get(self.group, {}).get(CHECKED_ON) != gpu_and_sms(device):
+            check_numbers(self._addressed, Canary(device), self._planned.caller)
 
     def is_on(self, module: nn.Module) -> bool:
         """In training, and in eval mode where that was asked for.

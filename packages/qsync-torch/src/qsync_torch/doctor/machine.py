@@ -13,6 +13,7 @@ import torch.distributed as dist
 from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
 from qsync_torch.devices import driver_version
 from qsync_torch.distributed.ranks import SHARE_VARIABLE
+from qsync_torch.doctor.products import product_lines
 from qsync_torch.observing.collectors import installed_collectors
 from qsync_torch.sharing.mps import CONTROL, START, Daemon, find_daemon, pipe_directory
 
@@ -20,9 +21,11 @@ from qsync_torch.sharing.mps import CONTROL, START, Daemon, find_daemon, pipe_di
 def doctor_lines() -> list[DoctorLine]:
     """All findings."""
     lines = [DoctorLine("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"), *_cpu_lines(), *_cuda_lines()]
+    daemon = find_daemon()
     return [
         *lines,
-        *mps_lines(find_daemon()),
+        *mps_lines(daemon),
+        *product_lines(daemon),
         *_allocator_lines(),
         *_collective_lines(),
         *_compiler_lines(),

@@ -102,6 +102,25 @@ class Canary:
         self.seconds += time.perf_counter() - begin
         return found
 
+    def of_function(self, key: tuple[object, ...], request: KernelRequest, find: Callable[[], str]) -> list[WrongKernel]:
+        """What PyTorch runs beside the adjustable operators, without a backend: batched products, attention.
+
+        Args:
+            key: what tells it from others.
+            request: its name, format and shapes, for messages.
+            find: runs it and says what is wrong.
+        """
+
+        def run() -> Iterator[WrongKernel]:
+            self.checked += 1
+            if problem := find():
+                yield WrongKernel(request, request.op, FLOAT_BACKEND, problem)
+
+        begin = time.perf_counter()
+        found = self._once(key, run)
+        self.seconds += time.perf_counter() - begin
+        return found
+
     def _eight_bit(self, asked: OperatorRequest, choice: KernelChoice) -> WrongKernel | None:
         chain, pinned = choice.asked_for(asked.role)
         own = KernelChoice(chain, () if pinned is None else ((asked.request.op, pinned),))

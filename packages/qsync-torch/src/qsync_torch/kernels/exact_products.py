@@ -198,7 +198,7 @@ def _output(product: Product, generator: torch.Generator) -> _Worst:
     for first, last in product.first.chunks():
         x, y = product.first.wide(first, last), _wide(product.found[first:last])
         sums = torch.zeros((2, x.shape[0], 1, *y.shape[2:]), dtype=torch.float64, device=x.device)
-        for i, j, outputs, pixels in _windows(g, kernel, x.shape[2:], y.shape[2:]):
+        for i, j, outputs, pixels in _windows(g, kernel, _size(x), _size(y)):
             part = x[pixels]
             sums[0][outputs] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
             sums[1][outputs] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
@@ -217,7 +217,7 @@ def _grad_input(product: Product, generator: torch.Generator) -> _Worst:
     for first, last in product.first.chunks():
         grad, found = product.first.wide(first, last), _wide(product.found[first:last])
         sums = torch.zeros((2, grad.shape[0], 1, *found.shape[2:]), dtype=torch.float64, device=grad.device)
-        for i, j, outputs, pixels in _windows(g, kernel, found.shape[2:], grad.shape[2:]):
+        for i, j, outputs, pixels in _windows(g, kernel, _size(found), _size(grad)):
             part = grad[outputs]
             sums[0][pixels] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
             sums[1][pixels] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
@@ -242,7 +242,7 @@ def _grad_weight(product: Product, generator: torch.Generator) -> _Worst:
         folded = (grad * weights.view(1, -1, 1, 1)).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
         squared = (grad * weights.view(1, -1, 1, 1)).pow_(2).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
         folded, squared = (part.repeat_interleave(group_channels, 1) if g.groups > 1 else part for part in (folded, squared))
-        for i, j, outputs, pixels in _windows(g, _size(found), x.shape[2:], grad.shape[2:]):
+        for i, j, outputs, pixels in _windows(g, _size(found), _size(x), _size(grad)):
             part = x[pixels]
             sums[0][:, i, j] += (part * folded[outputs]).sum((0, 2, 3))
             sums[1][:, i, j] += (part**2 * squared[outputs]).sum((0, 2, 3))
@@ -259,9 +259,9 @@ def _shared_chunks(product: Product) -> Iterator[tuple[int, int]]:
     return larger.chunks()
 
 
-def _size(weight: torch.Tensor) -> tuple[int, int]:
-    """Height and width of filters; a matrix has neither."""
-    return (int(weight.shape[2]), int(weight.shape[3])) if weight.dim() == 4 else (1, 1)
+def _size(x: torch.Tensor) -> tuple[int, int]:
+    """Height and width of images or filters; a matrix is of one pixel."""
+    return (int(x.shape[2]), int(x.shape[3])) if x.dim() == 4 else (1, 1)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,12 @@ See docs/shared-gpus.md#canary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import attrs
+import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
@@ -16,13 +19,17 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, WrongKernels
 from qsync_core.ir.semantics import Autocast
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
+from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.canary import Canary, WrongKernel
+from qsync_torch.kernels.exact_attention import attention_problem, batched_problem
 from qsync_torch.profiling.cast_cost import activation_precisions
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tuning.chooser import KernelChooser
 
+_Check = Callable[["partial[Any]", Sequence[torch.Tensor]], str]
 FLOAT32 = Variant.plain(Precision.FLOAT32)
 
 
@@ -101,15 +108,84 @@ def right_kernels(items: Sequence[Item], dag: PrecisionDag, chooser: KernelChoos
         choice: KernelChoice | None = KernelChoice()
         if item.operator.is_adjustable:
             choice = _right_choice(item, chooser, canary, found)
-        elif canary.device.type != "cpu" and (call := AtenCall.of(item.operator)) is not None:
-            found = canary.of_call(call, item.variant, dag.base)
-            choice = None if found and item.variant not in (base, FLOAT32) else choice
+        elif (check := _CHECKS.get(item.operator.kind)) is not None and canary.device.type != "cpu":
+            found = _of_function(item, dag.base, canary, check)
+            choice = None if found else choice
         if choice is not None:
             choices[item] = choice
         wrong += [WrongKernels(item.holders, item.variant, f"{one.role} of {one.backend}", one.problem) for one in found]
-        if found and (choice is None or not item.operator.is_adjustable) and item.variant == base:
+        if choice is None and item.variant in (base, _as_without_plan(item, dag, canary)):
             of_base += found
+    # What other operators cannot compute in a format, none may hand to them.
+    formats = {item.variant.compute for item in items if item not in choices and not item.operator.is_adjustable}
+    formats &= {entry.variant.compute for entry in wrong}
+    for item in [item for item in choices if item.operator.is_adjustable and item.variant != base]:
+        if item.variant.output in formats:
+            del choices[item]
     return RightKernels(choices, tuple(wrong), tuple(of_base))
+
+
+def _as_without_plan(item: Item, dag: PrecisionDag, canary: Canary) -> Variant | None:
+    """The format in which autocast runs an operator, whatever the plan."""
+    autocast = Autocast.of(dag.base, DeviceKind(canary.device.type))
+    forced = None if autocast is None else autocast.format_of(item.operator.kind)
+    return None if forced is None else Variant.plain(forced)
+
+
+def _of_function(item: Item, base: Precision, canary: Canary, check: _Check) -> list[WrongKernel]:
+    """What is wrong with an operator that runs PyTorch's own products without being adjustable."""
+    operator, compute, device = item.operator, item.variant.compute, canary.device
+    call = AtenCall.of(operator)
+    assert call is not None
+
+    def find() -> str:
+        inputs = call.make_inputs([TORCH_DTYPE[compute]] * len(operator.inputs), device)
+        for tensor in inputs:
+            tensor.requires_grad_()
+        bound = call.bind(inputs, call.make_parameters(device), device)
+        return check(bound, inputs) if isinstance(bound, partial) else ""
+
+    request = KernelRequest(operator.kind, item.variant, operator.input_shapes, device_kind=device.type)
+    return canary.of_function((operator.cost_key, item.variant), request, find)
+
+
+def _product_problem(bound: partial[Any], inputs: Sequence[torch.Tensor]) -> str:
+    """Of a product of two activations, whose batches are the same."""
+    if len(inputs) != 2 or len(bound.args) < 2 or bound.args[0] is not inputs[0] or bound.args[1] is not inputs[1]:
+        return ""
+    a, b = inputs
+    if min(a.dim(), b.dim()) < 2 or a.shape[:-2] != b.shape[:-2]:
+        return ""
+    with torch.enable_grad():
+        y = bound()
+        grad = torch.randn_like(y)
+        of_a, of_b = torch.autograd.grad(y, inputs, grad)
+    a, b, y = a.detach(), b.detach(), y.detach()
+    problems = (batched_problem(a, b, y), batched_problem(grad, b.mT, of_a), batched_problem(a.mT, grad, of_b))
+    return next(filter(None, problems), "")
+
+
+def _attention_problem(bound: partial[Any], inputs: Sequence[torch.Tensor]) -> str:
+    """Of attention without dropout."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, bound.args, strict=False)), **bound.keywords, "dropout_p": 0.0}
+    operands = [given[name] for name in names[:3]]
+    if len(inputs) < 3 or any(x.dim() != 4 for x in operands) or any(given.get("attn_mask") is x for x in inputs[3:]):
+        return ""
+    with torch.enable_grad():
+        y = bound.func(**given)
+        grad = torch.randn_like(y)
+        grads = torch.autograd.grad(y, operands, grad)
+    detached = [x.detach() for x in operands]
+    mask, causal, scale = given.get("attn_mask"), bool(given.get("is_causal", False)), given.get("scale")
+    return attention_problem(detached, y.detach(), grad, grads, mask, causal, scale)
+
+
+_CHECKS: dict[str, _Check] = {
+    **dict.fromkeys(("matmul", "bmm", "mm"), _product_problem),
+    "scaled_dot_product_attention": _attention_problem,
+}
+"""By the kind of an operator: what is wrong with one that multiplies activations with each other."""
 
 
 def _right_choice(item: Item, chooser: KernelChooser, canary: Canary, found: list[WrongKernel]) -> KernelChoice | None:

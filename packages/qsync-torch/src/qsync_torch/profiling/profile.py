@@ -44,6 +44,7 @@ from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
+from qsync_core.settings import CHECKED_ON
 from qsync_torch.devices import active_autocast, device_type, gpu_and_sms, memory_format, parse_device, software_versions
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
@@ -266,7 +267,7 @@ def profile(
     return Profile(
         device=type_,
         software={
-            **{name: value for name, value in software.items() if value},
+            **{name: value for name, value in {**software, CHECKED_ON: gpu_and_sms(target)}.items() if value},
             "autocast": store.read(_AUTOCAST, str) or software["autocast"],
             **chooser.versions((*choices.values(), *fused.values())),
         },
@@ -286,7 +287,7 @@ def profile(
         chains=tuple(chains),
         handed_on=tuple(op_id for op_id in handing_on if op_id in index),
         alternating=alternating,
-        check=KernelCheck(canary.checked, *gpu_and_sms(target), right.wrong),
+        check=KernelCheck(canary.checked, right.wrong),
     )
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -30,18 +30,20 @@ _STEP, _MOST = 5, 6
 _LIMIT_S = 120.0
 
 
-def probe_by_process(calls: Sequence[CallShapes], precisions: Sequence[Precision]) -> Probe:
-    """A probe of the current GPU by processes under its MPS daemon.
+def probe_by_process(calls: Sequence[CallShapes], precisions: Sequence[Precision], device: torch.device | None = None) -> Probe:
+    """A probe of a GPU by processes under its MPS daemon.
 
     Args:
         calls: what is computed.
-        precisions: float formats in which it is.
+        precisions: in which formats, on PyTorch's own kernels.
+        device: which GPU; by default the current one.
     """
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
     asked = json.dumps({"calls": [to_plain(call) for call in calls], "precisions": list(map(str, precisions))})
 
     def probe(percent: int) -> str | None:
         environment = {**os.environ, SHARE_VARIABLE: str(percent)}
-        command = [sys.executable, "-m", "qsync_torch.sharing.right_shares", str(torch.cuda.current_device())]
+        command = [sys.executable, "-m", "qsync_torch.sharing.right_shares", str(index)]
         try:
             done = subprocess.run(
                 command, input=asked, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=True
@@ -57,19 +59,25 @@ def probe_by_process(calls: Sequence[CallShapes], precisions: Sequence[Precision
 def main() -> None:
     """Try calls under this process's share and print what is wrong, a JSON list of sentences."""
     asked = json.load(sys.stdin)
-    canary = Canary(torch.device("cuda", int(sys.argv[1])))
-    for text in asked["precisions"]:
-        for plain in asked["calls"]:
-            canary.of_operator(from_plain(plain, CallShapes), Variant.plain(Precision(text)))
-    print(json.dumps([str(wrong) for wrong in canary.wrong]))
+    calls = [from_plain(plain, CallShapes) for plain in asked["calls"]]
+    device = torch.device("cuda", int(sys.argv[1]))
+    print(json.dumps(wrong_sentences(calls, map(Precision, asked["precisions"]), device)))
+
+
+def wrong_sentences(calls: Sequence[CallShapes], precisions: Iterable[Precision], device: torch.device) -> list[str]:
+    """What this process computes wrong with PyTorch's own kernels."""
+    canary = Canary(device)
+    for precision in precisions:
+        for call in calls:
+            canary.of_operator(call, Variant.of(precision))
+    return list(map(str, canary.wrong))
 
 
 def nearest_right(percent: int, probe: Probe) -> list[int]:
     """The nearest shares on either side of a wrong one that are right, in percent: none, one or two."""
     found = []
     for direction in (-_STEP, _STEP):
-        first = percent // _STEP * _STEP if percent % _STEP and direction < 0 else percent + direction
-        first = first if direction < 0 else percent // _STEP * _STEP + _STEP
+        first = percent // _STEP * _STEP + _STEP if direction > 0 else (percent - 1) // _STEP * _STEP
         tried = [share for share in range(first, first + _MOST * direction, direction) if _STEP <= share <= 100]
         right = next((share for share in tried if probe(share) == ""), None)
         found += [] if right is None else [right]

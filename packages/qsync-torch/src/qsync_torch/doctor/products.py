@@ -1,0 +1,84 @@
+"""What ``qsync doctor`` says of the products of a GPU: right or wrong, under every share (docs/shared-gpus.md#canary)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from qsync_core.ir.precision import Precision
+from qsync_core.kernels.requests import CallShapes
+from qsync_core.plugins.doctor import DoctorLine, Status
+from qsync_torch.distributed.ranks import SHARE_VARIABLE
+from qsync_torch.sharing.mps import Daemon
+from qsync_torch.sharing.right_shares import Probe, probe_by_process, wrong_sentences
+
+SHARES = tuple(range(10, 100, 10))
+PRECISIONS = (Precision.FLOAT32, Precision.BFLOAT16, Precision.FLOAT16, Precision.INT8)
+_SIZES = ((50176, 192, 768), (50176, 768, 192), (4096, 1024, 4096), (8192, 2048, 8192))
+"""(M, K, N) of layers of vision models and of language models."""
+CALLS = tuple(CallShapes("linear", (m, k), (n, k), (m, n)) for m, k, n in _SIZES)
+_AT_ONCE = 3
+
+
+def product_lines(daemon: Daemon) -> list[DoctorLine]:
+    """Of every GPU, as a whole and under the shares that an MPS daemon gives; nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return []
+    lines: list[DoctorLine] = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        try:
+            here = wrong_sentences(CALLS, _formats(device), device)
+        except RuntimeError:  # the device's own line says what is wrong with it
+            continue
+        lines += whole_lines(f"cuda:{index}", here)
+        if not daemon.problem and not os.environ.get(SHARE_VARIABLE):
+            lines += share_lines(f"cuda:{index}", under_shares(probe_by_process(CALLS, _formats(device), device)))
+    return lines
+
+
+def _formats(device: torch.device) -> tuple[Precision, ...]:
+    """Those that the device has in hardware."""
+    capability = torch.cuda.get_device_capability(device)
+    return tuple(p for p in PRECISIONS if not (p is Precision.BFLOAT16 and capability < (8, 0)))
+
+
+def under_shares(probe: Probe) -> dict[int, str | None]:
+    """What is wrong under each share, some processes at a time."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(SHARES, pool.map(probe, SHARES), strict=True))
+
+
+def whole_lines(topic: str, wrong: Sequence[str]) -> Iterator[DoctorLine]:
+    """Of a GPU as this process has it."""
+    if not wrong:
+        yield DoctorLine(f"{topic} products", "right, compared with exact ones")
+        return
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    advice = "install other versions of torch, CUDA and the driver, or another share; 'qsync profile' leaves out what is wrong"
+    yield DoctorLine(f"{topic} products", f"wrong: {wrong[0]}{more}", Status.ERROR, advice)
+
+
+def share_lines(topic: str, found: Mapping[int, str | None]) -> Iterator[DoctorLine]:
+    """Of its shares, by what is wrong under each in percent."""
+    right = [share for share, wrong in found.items() if wrong == ""]
+    wrong = {share: said for share, said in found.items() if said}
+    if wrong:
+        first = next(iter(wrong))
+        yield DoctorLine(
+            f"{topic} shares",
+            f"products are wrong at {_percent(wrong)}, right at {_percent(right)}; at {first}%: {wrong[first]}",
+            Status.WARNING,
+            "give groups a share that is right (docs/shared-gpus.md#canary)",
+        )
+    elif right:
+        yield DoctorLine(f"{topic} shares", f"products are right at {_percent(right)}")
+    if unknown := [share for share, said in found.items() if said is None]:
+        yield DoctorLine(f"{topic} shares", f"no process could be tried at {_percent(unknown)}", Status.INFO)
+
+
+def _percent(shares: Sequence[int] | Mapping[int, str]) -> str:
+    return f"{', '.join(map(str, shares))}%" if shares else "none that was tried"

@@ -1,0 +1,225 @@
+"""Kernels that compute wrong numbers: found before anything rests on them, and left out by name."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.errors import BackendError, QSyncError
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
+from qsync_core.kernels.requests import CallShapes
+from qsync_torch.apply.kernel_check import check_numbers
+from qsync_torch.apply.plan_fit import Planned, locate
+from qsync_torch.aten import float_products
+from qsync_torch.doctor.products import share_lines, whole_lines
+from qsync_torch.job import Batch, Job
+from qsync_torch.kernels.canary import Canary, smaller
+from qsync_torch.profiling.items import distinct_items, right_kernels
+from qsync_torch.profiling.profile import profile
+from qsync_torch.sharing.right_shares import nearest_right, wrong_base_error
+from qsync_torch.timing import Effort
+from qsync_torch.tracing.trace import trace
+from qsync_torch.tuning.chooser import KernelChooser
+
+from .installed_backends import NamedBackend
+
+CPU = torch.device("cpu")
+QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}
+INT8, BFLOAT16, FLOAT32 = (Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
+CALL = CallShapes("linear", (48, 32), (64, 32), (48, 64))
+
+
+def _one_nan(out):
+    out.view(-1)[out.numel() // 3] = float("nan")
+
+
+def _last_rows(out):
+    out[-2:] = 1.0
+
+
+def _wide_only(out):
+    if out.shape[-1] >= 64:
+        out.mul_(1e18)
+
+
+class WrongBackend(NamedBackend):
+    """Right, but for one operator, whose result is spoilt after it was computed."""
+
+    def __init__(self, name, spoil, op="linear.output"):
+        super().__init__(name)
+        self._spoil, self._op = spoil, op
+
+    def build(self, request, config):
+        kernel = super().build(request, config)
+        if request.op != self._op:
+            return kernel
+
+        def spoilt(*arguments):
+            kernel(*arguments)
+            self._spoil(arguments[-1] if not self._op.startswith("quantize") else arguments[1])
+
+        return spoilt
+
+
+@pytest.mark.parametrize("spoil", [_one_nan, _last_rows, _wide_only])
+@pytest.mark.parametrize("op", ["linear.output", "linear.grad_input", "linear.grad_weight"])
+def test_a_wrong_kernel_of_a_backend_is_named(install, spoil, op):
+    install(WrongBackend("bad", spoil, op), NamedBackend("good"))
+    call = attrs.evolve(CALL, x=(64, 64), w=(64, 64), y=(64, 64))
+    canary = Canary(CPU)
+    assert canary.of_operator(call, INT8, KernelChoice(("good",))) == []
+    (wrong,) = canary.of_operator(call, INT8, KernelChoice(("bad",)))
+    assert (wrong.role, wrong.backend) == (op, "bad")
+    assert str(wrong).startswith(f"{op} of bad in int8 on ")
+    assert canary.of_operator(call, INT8, KernelChoice(("bad",))) == [wrong]
+    assert canary.wrong == [wrong]
+
+
+def test_garbage_at_some_shapes_is_wrong_at_these_alone(install):
+    install(WrongBackend("bad", _wide_only))
+    canary, choice = Canary(CPU), KernelChoice(("bad",))
+    narrow = attrs.evolve(CALL, w=(32, 32), y=(48, 32))
+    assert [len(canary.of_operator(call, INT8, choice)) for call in (narrow, CALL)] == [0, 1]
+
+
+def test_a_wrong_quantization_is_named(install):
+    install(WrongBackend("bad", lambda q: q.view(-1)[:1].add_(64), "quantize"))
+    wrong = Canary(CPU).of_operator(CALL, INT8, KernelChoice(("bad",)))
+    assert {one.role for one in wrong} == {"quantize", "quantize.weight"}
+    assert all("steps off" in one.problem for one in wrong)
+
+
+def test_calls_on_a_cpu_become_small_but_keep_their_remainders():
+    assert smaller(CallShapes("linear", (7, 11, 999), (4099, 999), (7, 11, 4099))).w == (64 + 3, 64 + 7)
+
+
+def _job():
+    torch.manual_seed(0)
+    return Job(
+        "net",
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)),
+        lambda step, size: Batch((torch.randn(size, 32),), target=torch.arange(size) % 4),
+        lambda output, batch: F.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+
+
+def _profile(job, notes, backend):
+    ladder = (INT8, BFLOAT16, FLOAT32)
+    return profile(job, trace(job), ladder=ladder, backend=backend, note=notes.append, with_collectives=False, **EFFORTS)
+
+
+def test_a_profile_takes_the_next_backend_in_place_of_a_wrong_one(install):
+    install(WrongBackend("bad", _wide_only), NamedBackend("good"))
+    notes, job = [], _job()
+    found = _profile(job, notes, "bad+good+aten")
+    first, second = (found.cost(OpId(name), INT8) for name in ("0", "2"))
+    assert ("linear.output=good/" in first.config, "linear.output=bad/" in second.config) == (True, True)
+    (wrong,) = found.check.wrong
+    assert (wrong.operators, wrong.variant, wrong.kernel) == ((OpId("0"),), INT8, "linear.output of bad")
+    assert any("linear.output of bad in int8 is left out for operator 0#0" in note for note in notes)
+    assert {step.variant for step in found.steps} == {INT8, BFLOAT16, FLOAT32}
+
+
+def test_where_no_backend_is_right_the_operator_is_not_measured_so(install):
+    install(WrongBackend("bad", _wide_only), WrongBackend("worse", _one_nan))
+    job = _job()
+    chooser = KernelChooser(CPU, "bad+worse")
+    dag = trace(job)
+    found = right_kernels(distinct_items(dag, (INT8,)), dag, chooser, Canary(CPU))
+    left = {str(op_id): item.variant for item in found.choices if item.operator.is_adjustable for op_id in item.holders}
+    assert left == {"2#0": INT8}  # which is narrow
+    assert [(str(*entry.operators), entry.kernel) for entry in found.wrong] == [
+        ("0#0", "linear.output of bad"),
+        ("0#0", "linear.output of worse"),
+    ]
+    assert found.of_base == ()
+
+
+@pytest.fixture
+def wrong_bfloat16(monkeypatch):
+    """PyTorch's own product in bfloat16 has one wrong element where it is 64 wide, as its library's had under a share."""
+    right = float_products.linear
+
+    def linear(x, weight, bias):
+        y = right(x, weight, bias)
+        if x.dtype is torch.bfloat16 and y.shape[-1] == 64:
+            y = y + torch.zeros_like(y).index_fill_(0, torch.tensor([len(y) - 1]), 1e18)
+        return y
+
+    monkeypatch.setattr(float_products, "linear", linear)
+
+
+def test_a_wrong_rung_is_left_out_for_its_operators_alone(wrong_bfloat16):
+    notes, job = [], _job()
+    found = _profile(job, notes, "aten")
+    assert set(found.cost_index[OpId("0")]) == {INT8, FLOAT32}
+    assert set(found.cost_index[OpId("2")]) == {INT8, BFLOAT16, FLOAT32}
+    # No whole step has every operator in that format.
+    assert {step.variant for step in found.steps} == {INT8, FLOAT32}
+    assert [(entry.kernel, entry.variant) for entry in found.check.wrong] == [("linear.output of aten", BFLOAT16)]
+
+
+def test_a_wrong_base_is_refused(wrong_bfloat16):
+    job = attrs.evolve(_job(), amp=Precision.BFLOAT16)
+    with pytest.raises(QSyncError) as caught:
+        _profile(job, [], "aten")
+    said = str(caught.value)
+    assert "this cpu computes wrong numbers in bfloat16" in said
+    assert "linear.output of aten in bfloat16 on [4, 32] and [64, 32]: its errors are " in said
+
+
+def test_a_refused_share_comes_with_the_nearest_that_are_right(wrong_bfloat16):
+    wrong = Canary(CPU).of_operator(CALL, BFLOAT16)
+    asked = []
+
+    def probe(percent):
+        asked.append(percent)
+        return "" if percent in (25, 30, 50, 55, 100) else None if percent == 45 else "wrong"
+
+    said = str(wrong_base_error(wrong, [CALL], Precision.BFLOAT16, 0.4, "NVIDIA H200", probe))
+    assert said.startswith("a share of 0.4 of this NVIDIA H200 computes wrong numbers in bfloat16")
+    assert "linear.output of aten in bfloat16 on [48, 32] and [64, 32]" in said
+    assert "the nearest shares that are right here: 0.3 and 0.5; set the group's share" in said
+    assert asked == [35, 30, 45, 50]
+    none = str(wrong_base_error(wrong, [CALL], Precision.BFLOAT16, 0.4, "NVIDIA H200", lambda percent: "wrong"))
+    assert "no share near it is right: give the group the whole GPU" in none
+
+
+def test_shares_between_the_steps_are_tried_on_both_sides():
+    assert nearest_right(42, lambda percent: "") == [40, 45]
+    assert nearest_right(98, lambda percent: "") == [95, 100]
+    assert nearest_right(5, lambda percent: "") == [10]
+
+
+def test_a_plan_is_refused_where_its_kernels_are_wrong(install):
+    install(WrongBackend("bad", _last_rows), NamedBackend("good"))
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16))
+
+    def check(backend):
+        planned = Planned({OpId("1"): Assignment(INT8, backend, "", "")}, None, None, Precision.FLOAT32, ())
+        check_numbers(locate(model, planned.on(CPU), None), Canary(CPU))
+
+    check("good")
+    with pytest.raises(BackendError) as caught:
+        check("bad")
+    said = str(caught.value)
+    assert "1 kernels of the plan compute wrong numbers on this device: 1#0: linear.output of bad in int8" in said
+    assert "profile" in said
+
+
+def test_the_doctor_names_shares_that_are_right_and_wrong():
+    found = {10: "", 20: "", 40: "linear.output of aten in bfloat16 on …: garbage", 50: "", 60: None}
+    wrong, unknown = share_lines("cuda:0", found)
+    assert wrong.finding.startswith("products are wrong at 40%, right at 10, 20, 50%; at 40%: linear.output of aten")
+    assert (str(wrong.status), unknown.finding) == ("warning", "no process could be tried at 60%")
+    assert [line.finding for line in share_lines("cuda:0", {10: "", 20: ""})] == ["products are right at 10, 20%"]
+    (whole,) = whole_lines("cuda:0", ["one", "two"])
+    assert (str(whole.status), whole.finding) == ("error", "wrong: one (and 1 more)")

@@ -1,0 +1,115 @@
+"""Products compared with exact ones: right results of every geometry pass, faults of every kind are found."""
+
+import attrs
+import pytest
+import torch
+
+from qsync_core.geometry import Geometry
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import CallShapes
+from qsync_torch.kernels.canary import float_products_of
+from qsync_torch.kernels.exact_attention import attention_problem, batched_problem
+from qsync_torch.kernels.exact_products import problem_of
+
+CPU = torch.device("cpu")
+
+
+def _linear(m, k, n):
+    return CallShapes("linear", (m, k), (n, k), (m, n))
+
+
+def _conv(channels, outputs, kernel, side, **geometry):
+    g = Geometry(**geometry)
+    y = (3, outputs, *g.output_size((side, side), (kernel, kernel)))
+    return CallShapes("conv2d", (3, channels, side, side), (outputs, channels // g.groups, kernel, kernel), y, g)
+
+
+CALLS = {
+    "linear": _linear(300, 70, 130),
+    "wide": _linear(40, 96, 1024),
+    "3x3": _conv(8, 16, 3, 14, padding=(1, 1)),
+    "strided": _conv(8, 16, 3, 15, stride=(2, 2), padding=(1, 1)),
+    "1x1 strided": _conv(16, 24, 1, 9, stride=(2, 2)),
+    "depthwise": _conv(12, 12, 7, 11, padding=(3, 3), groups=12),
+    "groups and dilation": _conv(12, 24, 3, 13, padding=(2, 2), dilation=(2, 2), groups=4),
+}
+FORMATS = (Precision.FLOAT32, Precision.BFLOAT16, Precision.FLOAT16)
+
+
+def _products(call, precision):
+    torch.manual_seed(0)
+    return list(float_products_of(call, Variant.of(precision), CPU))
+
+
+@pytest.mark.parametrize("precision", FORMATS, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_right_library_computes_passes(name, precision):
+    found = {product.what: problem_of(product, seed) for product in _products(CALLS[name], precision) for seed in range(3)}
+    assert found == {"output": "", "grad_weight": "", "grad_input": ""}
+
+
+def _one_nan(y):
+    y.view(-1)[y.numel() // 3] = float("nan")
+
+
+def _garbage(y):
+    y.view(-1)[y.numel() // 2] = 1e18 if y.dtype is not torch.float16 else 6e4
+
+
+def _last_row(y):
+    y[-1].zero_()
+
+
+def _tile(y):
+    flat = y.view(y.shape[0], -1)
+    part = flat[: len(flat) // 2, : flat.shape[1] // 2]
+    part.copy_(part.flip(0, 1).clone())
+
+
+@pytest.mark.parametrize("fault", [_one_nan, _garbage, _last_row, _tile])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_fault_is_found_wherever_it_is(name, fault):
+    for precision in FORMATS:
+        for product in _products(CALLS[name], precision):
+            bad = product.found.clone(memory_format=torch.contiguous_format)
+            fault(bad)
+            said = problem_of(attrs.evolve(product, found=bad))
+            assert ("not finite" if fault is _one_nan else "of its numbers") in said, (precision, product.what)
+
+
+def test_the_sentence_counts_what_is_not_finite():
+    product = _products(CALLS["linear"], Precision.BFLOAT16)[0]
+    product.found[5, :7] = float("inf")
+    assert problem_of(product) == f"7 of its {300 * 130} elements are not finite"
+
+
+def test_products_of_activations():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 3, 20, 33), torch.randn(2, 3, 33, 40)
+    y = a @ b
+    assert batched_problem(a, b, y) == ""
+    y[1, 2, 19] = 0
+    assert "of its numbers" in batched_problem(a, b, y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_and_its_gradients(causal, heads):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 24, 16, requires_grad=True) for n in (4, heads, heads))
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads < 4)
+    grad = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (q, k, v), grad)
+    operands = [x.detach() for x in (q, k, v)]
+
+    def problem(found, written):
+        return attention_problem(operands, found, grad, written, None, causal, None)
+
+    assert problem(y.detach(), grads) == ""
+    assert "of its output" in problem(y.detach() * 1.1, grads)
+    halved = [grads[0] / 2, *grads[1:]]
+    assert "grad_query" in problem(y.detach(), halved)
+    with_nan = [*grads[:2], grads[2].clone()]
+    with_nan[2][0, 0, 0, 3] = float("nan")
+    assert "of its grad_value 1 of" in problem(y.detach(), with_nan)
