@@ -672,3 +672,21 @@ def test_other_parameters_by_functional_call_are_those_that_compute(x):
     torch.func.functional_call(model, fast, (x,)).sum().backward()
     assert fast["w"].grad is not None
     assert model.w.grad is None
+
+
+def test_another_view_of_a_planned_weight_inside_the_forward_is_no_fault():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e, self.m = nn.Linear(32, 16, bias=False), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(self.m(self.e(x).tanh()).tanh(), self.e.weight.t())
+
+    model = Tied()
+    apply_(model, plan_of(named(e=BFLOAT16, m=INT8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(torch.randn(4, 32)).sum().backward()
+    assert model.e.weight.grad.norm() > 0

@@ -532,3 +532,45 @@ def test_more_that_makes_no_job_is_refused():
         job.compute_loss(job.batch(0, 4))
     with pytest.raises(JobError, match=r"^Sequential was captured without a loss function"):  # not as a failure of the export
         trace(job)
+
+
+DICTIONARIES = [{"boxes": torch.randn(k, 4), "labels": torch.ones(k)} for k in (1, 2, 3, 1)]
+IMAGES = [torch.randn(3, 8, 8) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((tuple(IMAGES), tuple(DICTIONARIES)), r"yields a tuple with a tensor for each sample \(argument 0 of the model\)"),
+        ((torch.stack(IMAGES), DICTIONARIES), r"yields a list with a dictionary for each sample \(argument 1 of the model\)"),
+        ({"x": torch.stack(IMAGES), "y": DICTIONARIES}, r"yields a list with a dictionary for each sample \(y\)"),
+        ({"x": IMAGES, "y": torch.zeros(4)}, r"yields a list with a tensor for each sample \(x\)"),
+    ],
+)
+def test_lists_with_an_entry_for_each_sample_are_refused(given, said):
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, y):
+            return self.layer(x)
+
+    model = Detector()
+    with pytest.raises(JobError, match=said + ".* along dimension 0 of tensors: pad the entries in collate_fn and stack them, "):
+        capture(model, torch.optim.SGD(model.parameters(), 0.1), None, [given])
+
+
+def test_lists_of_inputs_that_hold_all_samples_are_cut():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, scales, y):
+            return sum(map(self.layer, scales)).mean() + y.mean()
+
+    model = Scales()
+    given = ([torch.randn(4, 8), torch.randn(4, 8)], torch.randn(4))
+    job = capture(model, torch.optim.SGD(model.parameters(), 0.1), None, [given])
+    assert [tuple(x.shape) for x in job.batch(0, 2).tensors] == [(2, 8), (2, 8), (2,)]

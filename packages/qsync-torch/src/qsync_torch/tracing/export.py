@@ -112,15 +112,10 @@ def export_model(job: Job, batch: Batch) -> ExportedStep:
 
 
 def with_run_loss(step: ExportedStep, loss: RunLoss) -> ExportedStep:
-    """The step of an exported model and a loss that was run; what no gradient reaches is no part of it.
-
-    The graph is changed in place.
-    """
-    graph = step.graph_module.graph
-    output = graph.output_node()
+    """The step of an exported model and a loss that was run.  The graph, whose outputs are cut down, is changed in place."""
+    output = step.graph_module.graph.output_node()
     found = tuple(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(found[index] for index in loss.outputs),)
-    graph.eliminate_dead_code()
     return attrs.evolve(step, loss=loss)
 
 
@@ -328,8 +323,8 @@ _ADVICE = (
 )
 """What to do about a failure whose text matches."""
 _OTHER_ADVICE = (
-    "see that the model runs on the job's first batch, also where torch.compiler.is_compiling() is true, as it is in an export, and "
-    "that its forward uses only PyTorch operations on tensors"
+    "see that the model runs on the job's first batch, also where torch.compiler.is_compiling() is true, as it is in an export, "
+    "and that its forward uses only PyTorch operations on tensors"
 )
 
 

@@ -78,7 +78,6 @@ class _Recorder(torch.fx.Interpreter):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return _ShapesOnly.apply(n.target, spec, *leaves)  # type: ignore[no-untyped-call]  # a class of ours, a method of torch's
 
-
     def _write_by_mask(self, n: torch.fx.Node) -> Any:
         """``x[mask] = values``: the gradient of the values would have as many rows as the mask has, which no fake tensor knows."""
         (x, _, values, *_), _ = self.fetch_args_kwargs_from_env(n)

@@ -1,0 +1,162 @@
+"""What an export would see otherwise than training does: conversions, blocks that recompute, guards, layers that are dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.errors import TraceError
+from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.trace import trace
+
+
+def traced(model: nn.Module) -> list[str]:
+    """Names of the operators that a plan may pick."""
+    job = Job(
+        "ordinary",
+        model,
+        lambda step, size: Batch((torch.randn(size, 16),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        4,
+    )
+    dag = trace(job)
+    assert set(dag.parameters) >= {p for p in dag.parameters if p.fqn in {f for b in dag.buckets for f in b.parameters}}
+    return [operator.op_id.fqn for operator in dag.adjustable]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f, self.g, self.h = (nn.Linear(16, 16) for _ in range(4))
+
+
+class Converts(Layers):
+    dtype = torch.float32
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.f = self.f.to(self.dtype)
+        return self.f(self.e(x))
+
+
+class Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, f: nn.Module, g: nn.Module) -> Any:
+        with torch.no_grad():
+            a = a + f(b)
+        with torch.enable_grad():
+            b = b + g(a)
+        return a, b
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise AssertionError("an export runs no backward")
+
+
+class Block(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = Reversible.apply(x := self.e(x), x * 2, self.f, self.g)
+        return self.h(a + b)
+
+
+class Guarded(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.e(x)
+        if not torch.isfinite(y).all():
+            raise RuntimeError("not finite")
+        if y.isnan().any() or torch.isinf(y.sum()):
+            y = self.f(y)
+        return self.g(y)
+
+
+class Dropped(Layers):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.e(x)
+        if not (torch.rand([]) < self.p):
+            x = self.f(x)
+        if torch.rand(1) < self.p:
+            x = self.g(x)
+        return x
+
+
+class Sampled(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(self.e(x), F.softplus(self.f(x))).rsample()
+
+
+class MaskedInPlace(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filler = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.e(x)
+        y[x[:, 0] > 0] = self.filler
+        return self.f(y)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Converts(), ["e", "f"]),
+        (Block(), ["e", "f", "g", "h"]),
+        (Guarded(), ["e", "g"]),
+        (Dropped(0.1), ["e", "f"]),
+        (Dropped(0.0), ["e", "f"]),
+        (Dropped(0.9), ["e", "g"]),
+        (Sampled(), ["e", "f"]),
+        (MaskedInPlace(), ["e", "f"]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_an_ordinary_step_is_traced(model, expected):
+    apply, enable, convert = torch.autograd.Function.apply, torch._C._set_grad_enabled, nn.Module._apply
+    assert traced(model) == expected
+    assert (torch.autograd.Function.apply, torch._C._set_grad_enabled, nn.Module._apply) == (apply, enable, convert)
+    assert torch.is_grad_enabled()
+
+
+def test_the_order_of_gradients_is_that_of_the_real_backward():
+    """Also where a mask chooses what is written."""
+    model = MaskedInPlace()
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    model(torch.randn(4, 16)).square().mean().backward()
+    job = Job(
+        "masked",
+        model.requires_grad_(True),
+        lambda step, size: Batch((torch.randn(size, 16),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        4,
+    )
+    model.g.requires_grad_(False)
+    model.h.requires_grad_(False)
+    found = [name for bucket in trace(job, bucket_cap_mb=1e-6).buckets for name in bucket.parameters]
+    assert found == order
+
+
+def test_a_conversion_to_another_format_is_named():
+    model = Converts()
+    model.dtype = torch.float64
+    with pytest.raises(TraceError, match=r"self\.f = self\.f\.to.*: convert the model once, .*forward converts weight of a Linear"):
+        traced(model)
+
+
+def test_a_forward_that_asks_for_more_than_an_ordinary_step_has_is_refused():
+    class Asks(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.e(x)
+            return self.f(y) if (y > 0).all() else y
+
+    with pytest.raises(TraceError, match="a loss that is passed as loss_fn may depend on values"):
+        traced(Asks())
