@@ -16,7 +16,7 @@ from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Participant, Wish
-from qsync_torch.prepare.roles import contradiction, described_groups, otherwise, renamed
+from qsync_torch.prepare.roles import compared, contradiction, described_groups, otherwise, renamed
 
 FLOAT32, BFLOAT16 = Variant.of(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
 GIB = 1 << 30
@@ -30,14 +30,19 @@ def group(name: str, device: DeviceType, *memories: int) -> Group:
     return Group(name, tuple(members))
 
 
+def probed(step_ns: Mapping[str, int], spread_ns: Mapping[str, int] = MappingProxyType({})) -> dict[str, Probe]:
+    ladders = {name: (BFLOAT16, FLOAT32) if "h200" in name else (FLOAT32,) for name in step_ns}
+    return {name: Probe.of(Probe(ns, ladders[name], spread_ns.get(name, 0)).value) for name, ns in step_ns.items()}
+
+
 def roles(
     groups: list[Group],
     step_ns: dict[str, int],
     wishes: Mapping[str, Wish] = MappingProxyType({}),
     profiled: Mapping[str, int] = MappingProxyType({}),
+    spread_ns: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, DeviceGroup]:
-    ladders = {name: (BFLOAT16, FLOAT32) if "h200" in name else (FLOAT32,) for name in step_ns}
-    probes = {name: Probe.of(Probe(ns, ladders[name]).value) for name, ns in step_ns.items()}
+    probes = probed(step_ns, spread_ns)
     return {entry.name: entry for entry in described_groups(groups, probes, wishes, profiled)}
 
 
@@ -124,3 +129,66 @@ def test_a_group_that_the_folder_does_not_know_in_the_place_of_another_may_be_mi
         r"this folder was made with b, not here now, and does not know bb; where QSYNC_GROUP", renamed("ab", ["a", "bb"])
     )
     assert [renamed(*groups) for groups in [("ab", "ab"), ("ab", "a"), ("a", "ab"), ("", "ab")]] == [""] * 4
+
+
+CPUS = [group("a", CPU, 0), group("b", CPU, 0)]
+
+
+@pytest.mark.parametrize("a", [80, 95, 100, 105, 120])
+def test_of_two_equal_devices_the_same_one_trains_whatever_their_steps_happened_to_take(a: int) -> None:
+    found = roles(CPUS, {"a": a, "b": 100}, profiled={"a": 200 - a, "b": 100})
+    assert [entry.role for entry in found.values()] == [Role.TRAIN, Role.INFER]
+
+
+def test_a_slower_machine_with_the_same_device_is_told_apart():
+    assert roles(CPUS, {"a": 100, "b": 60})["b"].role is Role.TRAIN
+    other = attrs.evolve(CPUS[1], members=tuple(attrs.evolve(member, software={"threads": "2"}) for member in CPUS[1].members))
+    assert roles([CPUS[0], other], {"a": 100, "b": 90})["b"].role is Role.TRAIN, "another number of threads"
+
+
+def test_steps_within_their_uncertainty_do_not_say_which_group_is_faster():
+    assert trains_of({"h200": 100, "h200-50": 80}, {}) == {"h200-50"}
+    assert trains_of({"h200": 100, "h200-50": 80}, {"h200": 15, "h200-50": 10}) == {"h200"}
+
+
+def trains_of(step_ns: dict[str, int], spread_ns: dict[str, int]) -> set[str]:
+    return {name for name, entry in roles(GPUS, step_ns, spread_ns=spread_ns).items() if entry.role is Role.TRAIN}
+
+
+@pytest.mark.parametrize(
+    "first, second", [("train", "infer"), ("Train", "INFER"), ("train0", "infer_1"), ("train", "b"), ("a", "infer")]
+)
+def test_groups_that_are_called_train_and_infer_are_taken_at_their_word(first: str, second: str) -> None:
+    groups = [group(second, FAST, 140 * GIB), group(first, HALF, 140 * GIB)]
+    found = roles(groups, {second: 5, first: 9}, profiled={second: 5, first: 9})
+    assert {name: entry.role for name, entry in found.items()} == {first: Role.TRAIN, second: Role.INFER}
+    wished = roles(groups, {second: 5, first: 9}, {first: Wish(Role.INFER)})
+    assert wished[first].role is Role.INFER, "an option stands above a name"
+
+
+def test_a_name_that_only_begins_so_says_nothing():
+    groups = [group("trainer", HALF, 140 * GIB), group("inference-box", FAST, 140 * GIB)]
+    found = roles(groups, {"trainer": 9, "inference-box": 5})
+    assert [entry.role for entry in found.values()] == [Role.INFER, Role.TRAIN]
+
+
+def test_what_the_first_steps_took_is_told_with_its_uncertainty():
+    told = compared(GPUS, probed({"h200": 2_000_000, "h200-50": 5_500_000}, {"h200": 10_000, "h200-50": 250_000}))
+    assert told == "a step in full precision takes 2.00 ms ± 10.0 µs on h200, 5.50 ms ± 250.0 µs on h200-50"
+    assert compared(GPUS, {}) == compared(GPUS[:1], probed({"h200": 5})) == ""
+
+
+def test_where_all_groups_are_alike_there_is_nothing_to_do():
+    told = compared(CPUS, probed({"a": 2_000_000, "b": 2_200_000}, {"a": 90_000, "b": 90_000}))
+    assert told == (
+        "a step in full precision takes 2.00 ms ± 90.0 µs on a, 2.20 ms ± 90.0 µs on b: these groups are alike, none has to keep "
+        "up with another, and where all have the memory there is nothing for QSync to do; train without it"
+    )
+
+
+def test_roles_of_equal_devices_are_no_contradiction_by_noise():
+    cluster = Cluster("job", tuple(roles(CPUS, {"a": 100, "b": 100}).values()))
+    assert contradiction(cluster, {"a": 110, "b": 90}) == ""
+    assert re.match(
+        "a trains and b infers, as was said, but by the profiles a is the slower one", contradiction(cluster, {"a": 200, "b": 90})
+    )

@@ -46,7 +46,7 @@ from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge
 from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
-from qsync_torch.prepare.roles import contradiction, described_groups, otherwise, renamed
+from qsync_torch.prepare.roles import compared, contradiction, described_groups, otherwise, renamed
 from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import ProcessGroups, measure_communication
 from qsync_torch.tracing.trace import trace
@@ -223,6 +223,8 @@ class _Flow:
         bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
+        if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups))):
+            self.board.note(told, of_job=True)
         self._measure(bench, groups, cluster)
         while described is None and (settled := self._write_cluster(bench, groups, None)) != cluster:
             # The groups that had not been expected to infer are measured in their ladders: each of them once.
@@ -360,7 +362,12 @@ class _Flow:
                     if group.first.rank == self.folder.rank:
                         made = bench.probe(group)
             self.folder.publish(made)
-        return {group.name: Probe.of(self.folder.parts[f"probe {group.name}"].value) for group in groups}
+        return self._probes_of(groups)
+
+    def _probes_of(self, groups: Sequence[Group]) -> dict[str, Probe]:
+        """What the folder has of them."""
+        parts = {group.name: self.folder.parts.get(f"probe {group.name}") for group in groups}
+        return {name: Probe.of(part.value) for name, part in parts.items() if part is not None}
 
     def _hop(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Latency and inverse bandwidth of the joint job's hops, in nanoseconds and nanoseconds per byte."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
-from qsync_torch.profiling.paying import CPU_LADDER, rung_ratios, seconds_of
+from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
 from qsync_torch.profiling.profile import profile
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
@@ -39,19 +39,23 @@ Run = Callable[[Mapping[str, str]], Made]
 """Makes a part of its inputs."""
 SAME_ON_ALL_RANKS = "give this rank the job of rank 0, which was traced"
 """What to do where a rank has another job."""
-_PROBED_STEPS = 3
 _FASTER_BELOW = 1.0
-"""A CPU's rung is measured where the largest operator takes less than this share of its time in float32; a plan then weighs it."""
+"""A CPU's rung is measured where the largest operator may take less than this share of its time in float32; a plan then weighs it.
+"""
 _TOO_LARGE_NS = 2**62
 """The step of a device that has no memory for it."""
 
 
 @attrs.frozen
 class Probe:
-    """What is found out of a group before its role is known: its step in the job's base precision, and the rungs that may pay."""
+    """What is found out of a group before its role is known: its step in the job's base precision, and the rungs that may pay.
+
+    ``spread_ns`` is by how much the step is uncertain to either side.
+    """
 
     step_ns: int = attrs.field(validator=checks.positive_int)
     ladder: tuple[Variant, ...]
+    spread_ns: int = 0
 
     @classmethod
     def of(cls, value: str) -> Probe:
@@ -188,29 +192,30 @@ class Bench:
         self.board.stage("comparing the groups")(0, 1, "a few steps")
         ladder = standard_ladder(self.device)
         if self.device.type == "cpu":
-            ratios = rung_ratios(self.dag, dict(self.job.model.named_parameters())) if self.dag.adjustable else {}
-            ladder = (*(rung for rung, ratio in ratios.items() if ratio < _FASTER_BELOW), CPU_LADDER[-1])
+            ratios = compared_rungs(self.dag, dict(self.job.model.named_parameters())) if self.dag.adjustable else {}
+            ladder = (*(rung for rung, ratio in ratios.items() if _may_pay(ratio)), CPU_LADDER[-1])
             for rung in (rung for rung in ratios if rung not in ladder):
-                share = ratios[rung]
+                share = f"{ratios[rung].value:.2f} ± {ratios[rung].spread:.2f}"
                 self.board.note(
-                    f"{rung.label} is left off the ladder: the largest operator takes {share:.2f} of its float32 time in it"
+                    f"{rung.label} is left off the ladder: the largest operator takes {share} of its float32 time in it"
                 )
-        return Made(inputs, value=Probe(self._step_ns(), ladder).value)
+        step = self._step()
+        return Made(inputs, value=Probe(round(1e9 * step.value), ladder, round(1e9 * step.spread)).value)
 
-    def _step_ns(self) -> int:
-        """Median of a few steps in the base precision."""
+    def _step(self) -> Uncertain:
+        """Seconds of a step in the base precision."""
 
-        def step(number: int) -> None:
-            runner.train_step(number)
+        def step() -> None:
+            runner.train_step(next(numbers))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
         try:
-            runner = StepRunner.start(self.job, self.device, batches=2)
-            step(0)
-            return round(1e9 * statistics.median(seconds_of(lambda n=n: step(n)) for n in range(_PROBED_STEPS)))  # type: ignore[misc]
+            numbers, runner = itertools.count(), StepRunner.start(self.job, self.device, batches=2)
+            step()
+            return repeated(lambda: seconds_of(step))
         except torch.OutOfMemoryError:
-            return _TOO_LARGE_NS
+            return Uncertain(_TOO_LARGE_NS / 1e9)
 
     def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
         partial.parent.mkdir(parents=True, exist_ok=True)
@@ -233,6 +238,11 @@ class Bench:
             if earlier is None:
                 raise
             return self._observe(variants, partial, None)  # the interrupted one was of a job that trained otherwise
+
+
+def _may_pay(ratio: Uncertain) -> bool:
+    """Whether a rung's time may be below float32's: it is left out where it is above it beyond doubt."""
+    return ratio.value - ratio.spread < _FASTER_BELOW
 
 
 def collective_inputs(dag: PrecisionDag, groups: Iterable[Group]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from qsync_core.ir.cluster import Cluster, DeviceGroup
@@ -12,10 +13,13 @@ from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Wish
-from qsync_torch.profiling.paying import CPU_LADDER
+from qsync_torch.profiling.paying import CPU_LADDER, Uncertain
 
 ALIKE = 0.05
-"""Steps that differ by less than this part do not say which group is the faster one: the first guess stays."""
+"""Steps that differ by less than this part do not say which group is the faster one."""
+SAME_DEVICE = 0.25
+"""Nor do steps of equal devices that differ by less than this part: what else ran on one of them explains that better."""
+_NAMED = re.compile(r"(train|infer)(?![a-z])", re.IGNORECASE)
 
 StepsNs = Mapping[str, int]
 """By group, a step in the job's base precision."""
@@ -24,7 +28,9 @@ StepsNs = Mapping[str, int]
 def described_groups(
     groups: Sequence[Group], probes: Mapping[str, Probe], wishes: Mapping[str, Wish], profiled: StepsNs
 ) -> list[DeviceGroup]:
-    """The groups as a cluster has them: the fastest trains, unless a person says otherwise.
+    """The groups as a cluster has them: the fastest trains, of those that are alike the first, unless a person says otherwise.
+
+    A person says so with an option, or by calling a group ``train`` or ``infer``, perhaps with a number behind it.
 
     Args:
         groups: who is there.
@@ -32,9 +38,10 @@ def described_groups(
         wishes: what a person says.
         profiled: steps of groups that have a profile, which count more than the probes'.
     """
-    roles = {name: wish.role for name, wish in wishes.items() if wish.role}
-    if Role.TRAIN not in roles.values() and (open_ones := [group.name for group in groups if group.name not in roles]):
-        roles[_fastest(open_ones, {name: probe.step_ns for name, probe in probes.items()}, profiled)] = Role.TRAIN
+    roles = {group.name: Role(named[1].lower()) for group in groups if (named := _NAMED.match(group.name))}
+    roles |= {name: wish.role for name, wish in wishes.items() if wish.role}
+    if Role.TRAIN not in roles.values() and (open_ones := [group for group in groups if group.name not in roles]):
+        roles[_fastest(open_ones, probes, profiled)] = Role.TRAIN
     found = []
     for group in groups:
         role, wish, device = roles.get(group.name, Role.INFER), wishes.get(group.name, Wish()), group.first.device
@@ -57,13 +64,44 @@ def described_groups(
     return found
 
 
-def _fastest(names: Sequence[str], probed: StepsNs, profiled: StepsNs) -> str:
+def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs) -> str:
     """By the first guess, unless all have a profile and these say otherwise."""
-    guess = min(names, key=lambda name: probed.get(name, 0))
-    if set(names) - set(profiled):
-        return guess
-    fastest = min(names, key=lambda name: profiled[name])
-    return fastest if profiled[fastest] < (1 - ALIKE) * profiled[guess] else guess
+    steps = {group.name: _step(probes, group.name) for group in groups}
+    least = min(groups, key=lambda group: steps[group.name].value)
+    guess = next(group for group in groups if alike(group, least, steps[group.name], steps[least.name]))
+    if {group.name for group in groups} - set(profiled):
+        return guess.name
+    # A profile's steps are more, but were measured under the same circumstances as the first ones.
+    steps = {name: Uncertain(profiled[name], _step(probes, name).relative * profiled[name]) for name in steps}
+    least = min(groups, key=lambda group: steps[group.name].value)
+    return (guess if alike(guess, least, steps[guess.name], steps[least.name]) else least).name
+
+
+def _step(probes: Mapping[str, Probe], name: str) -> Uncertain:
+    return Uncertain(probes[name].step_ns, probes[name].spread_ns) if name in probes else Uncertain(0)
+
+
+def alike(one: Group, other: Group, own: Uncertain, its: Uncertain) -> bool:
+    """Whether the steps of two groups do not say which is the faster one."""
+    equal = one.first.device == other.first.device and one.first.software == other.first.software
+    part = SAME_DEVICE if equal else ALIKE
+    return not own.differs(its) or abs(own.value - its.value) < part * max(own.value, its.value)
+
+
+def compared(groups: Sequence[Group], probes: Mapping[str, Probe]) -> str:
+    """A sentence on the first steps of the groups; where they are all alike, that there is nothing for QSync to do."""
+    steps = {group.name: _step(probes, group.name) for group in groups if group.name in probes}
+    if len(steps) < 2:
+        return ""
+    told = ", ".join(f"{format_ns(round(step.value))} ± {format_ns(round(step.spread))} on {name}" for name, step in steps.items())
+    said = f"a step in full precision takes {told}"
+    pairs = [(one, other) for one in groups for other in groups if one is not other]
+    if not all(alike(one, other, steps[one.name], steps[other.name]) for one, other in pairs):
+        return said
+    return (
+        f"{said}: these groups are alike, none has to keep up with another, and where all have the memory there is nothing for "
+        "QSync to do; train without it"
+    )
 
 
 def otherwise(was: Cluster, now: Cluster, profiled: StepsNs) -> str:
@@ -81,7 +119,8 @@ def contradiction(cluster: Cluster, profiled: StepsNs) -> str:
     if not training or not inferring:
         return ""
     slow, fast = max(training, key=lambda name: profiled[name]), min(inferring, key=lambda name: profiled[name])
-    if profiled[fast] >= (1 - ALIKE) * profiled[slow]:
+    devices = {(cluster.group(name).device, cluster.group(name).share) for name in (slow, fast)}
+    if profiled[fast] >= (1 - (SAME_DEVICE if len(devices) == 1 else ALIKE)) * profiled[slow]:
         return ""
     return (
         f"{slow} trains and {fast} infers, as was said, but by the profiles {slow} is the slower one: its step in full precision "

@@ -1,10 +1,15 @@
-"""Which lower precisions save time on a CPU: the largest operator is tried in each of them."""
+"""What is tried before anything is measured: a few steps, and which lower precisions save time on a CPU by its largest operator.
+
+What is not known well enough is repeated, and what stays uncertain is said: ±.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -21,25 +26,95 @@ PAYS_BELOW = 0.85
 _HOPELESS = 5.0
 """A rung whose first run takes this many times float32's is not run again: first runs also compile, but not that long."""
 REPEATS = 7
+MOST_REPEATS = 4 * REPEATS
+"""Of what could be said either way after :data:`REPEATS`."""
 PROBING_S = 4.0
-"""How long to time steps, and operators, at most."""
+"""How long to time steps, and operators, at most; as long again where that does not tell apart."""
+_KNOWN = 0.02
+"""Part of itself up to which a measured value may be uncertain without being repeated."""
+_NORMAL = 1.86
+"""Two standard errors of a median, in interquartile ranges over √n, of normally distributed samples."""
+
+
+@attrs.frozen
+class Uncertain:
+    """A measured value, and by how much it is uncertain to either side."""
+
+    value: float
+    spread: float = 0.0
+
+    @classmethod
+    def median(cls, samples: Sequence[float]) -> Uncertain:
+        """The median of some samples, with two standard errors; of fewer than four with half their range."""
+        if len(samples) < 4:
+            return cls(statistics.median(samples), (max(samples) - min(samples)) / 2)
+        lower, _, upper = statistics.quantiles(samples, n=4)
+        return cls(statistics.median(samples), _NORMAL * (upper - lower) / len(samples) ** 0.5)
+
+    @property
+    def relative(self) -> float:
+        """The uncertainty as a part of the value."""
+        return self.spread / self.value if self.value else 0.0
+
+    def differs(self, other: Uncertain) -> bool:
+        """Whether the two do not overlap."""
+        return abs(self.value - other.value) > self.spread + other.spread
+
+
+def repeated(sample: Callable[[], float], seconds: float = 2 * PROBING_S) -> Uncertain:
+    """The median of as many samples as it takes to know it within 2%, or as fit into some seconds.
+
+    Args:
+        sample: measures once, in seconds.
+        seconds: all samples together, at most; three are taken whatever they take.
+    """
+    samples = [sample() for _ in range(3)]
+    while True:
+        found = Uncertain.median(samples)
+        known = len(samples) >= REPEATS and found.spread <= _KNOWN * found.value
+        if known or len(samples) >= MOST_REPEATS or sum(samples) >= seconds:
+            return found
+        samples.append(sample())
 
 
 def rung_ratios(
     dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = CPU_LADDER[:-1]
 ) -> dict[Variant, float]:
     """Time of the largest operator at each rung over float32's, forward and backward with their casts."""
+    return {rung: ratio.value for rung, ratio in compared_rungs(dag, layouts, rungs).items()}
+
+
+def compared_rungs(
+    dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = CPU_LADDER[:-1]
+) -> dict[Variant, Uncertain]:
+    """As :func:`rung_ratios`, with how uncertain each ratio is; one that may be on either side of 1 is measured longer."""
     operator = largest_operator(dag)
     runs = {variant: _runner(operator, variant, layouts) for variant in (CPU_LADDER[-1], *rungs)}
     first = {variant: seconds_of(run) for variant, run in runs.items()}
-    best = {variant: seconds for variant, seconds in first.items() if seconds > _HOPELESS * first[CPU_LADDER[-1]]}
+    hopeless = {variant for variant, seconds in first.items() if seconds > _HOPELESS * first[CPU_LADDER[-1]]}
     # In turns, and the best of each: what else runs on this machine takes its time from some of them.
-    tried: dict[Variant, list[float]] = {variant: [] for variant in runs if variant not in best}
-    while min(map(len, tried.values())) < REPEATS and sum(map(sum, tried.values())) < PROBING_S:
-        for variant, times in tried.items():
-            times.append(seconds_of(runs[variant]))
-    best |= {variant: min(times) for variant, times in tried.items()}
-    return {rung: best[rung] / best[CPU_LADDER[-1]] for rung in rungs}
+    tried: dict[Variant, list[float]] = {variant: [] for variant in runs if variant not in hopeless}
+    found: dict[Variant, Uncertain] = {}
+    for most, seconds in ((REPEATS, PROBING_S), (MOST_REPEATS, 2 * PROBING_S)):
+        while min(map(len, tried.values())) < most and sum(map(sum, tried.values())) < seconds:
+            for variant, times in tried.items():
+                times.append(seconds_of(runs[variant]))
+        best = {variant: _best(tried.get(variant, [first[variant]])) for variant in runs}
+        found = {rung: _over(best[rung], best[CPU_LADDER[-1]]) for rung in rungs}
+        if all(ratio.differs(Uncertain(1.0)) for ratio in found.values()):
+            break
+    return found
+
+
+def _best(times: Sequence[float]) -> Uncertain:
+    """The shortest of some times, and by how much the third shortest is longer: another run might have ended with that."""
+    shortest = sorted(times)[:3]
+    return Uncertain(shortest[0], shortest[-1] - shortest[0])
+
+
+def _over(one: Uncertain, other: Uncertain) -> Uncertain:
+    ratio = one.value / other.value
+    return Uncertain(ratio, ratio * (one.spread / one.value + other.spread / other.value))
 
 
 def largest_operator(dag: PrecisionDag) -> Operator:
