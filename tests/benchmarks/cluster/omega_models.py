@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from indicator.data import BYTES, digits_batch, text_batch
 from torch import Tensor, nn
 
-from indicator.data import BYTES, digits_batch, text_batch
 from qsync_torch.job import Batch, Job
 
 LENGTH = 32
@@ -101,7 +101,7 @@ def _convolution(width_in: int, width: int, kernel: int, stride: int = 1, groups
 
 
 class Bottleneck(nn.Module):
-    """Widens by a 1×1 convolution, a 3×3 depthwise one, narrows by a 1×1 one without ReLU; added to its input where shapes allow."""
+    """Widens, a 3×3 depthwise convolution, narrows without ReLU; added to its input where shapes allow."""
 
     def __init__(self, width_in: int, width: int, stride: int, factor: int = 3) -> None:
         super().__init__()
