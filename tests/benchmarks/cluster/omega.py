@@ -27,12 +27,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cluster.omega_models import MODELS
 from indicator.additivity import Fit
 from indicator.measuring import INT8
 from indicator.plans import Plan, PlanErrors
 from results import RESULTS, write_rows
 
+from cluster.omega_models import MODELS
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant

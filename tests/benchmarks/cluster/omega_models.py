@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from indicator.data import BYTES, digits_batch, text_batch
 from torch import Tensor, nn
 
-from indicator.data import BYTES, digits_batch, text_batch
 from qsync_torch.job import Batch, Job
 
 LENGTH = 32
@@ -100,8 +100,41 @@ def _convolution(width_in: int, width: int, kernel: int, stride: int = 1, groups
     return nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU())
 
 
+class Bottleneck(nn.Module):
+    """Widens, a 3×3 depthwise convolution, narrows without ReLU; added to its input where shapes allow."""
+
+    def __init__(self, width_in: int, width: int, stride: int, factor: int = 3) -> None:
+        super().__init__()
+        inner = factor * width_in
+        self.widen, self.spatial = _convolution(width_in, inner, 1), _convolution(inner, inner, 3, stride, groups=inner)
+        self.narrow, self.norm = nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.is_residual = width == width_in and stride == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, width_in, H, W) to (N, width, H / stride, W / stride)."""
+        y = self.norm(self.narrow(self.spatial(self.widen(x))))
+        return x + y if self.is_residual else y
+
+
 class Depthwise(nn.Module):
-    """A first convolution, then 8 times a depthwise one and one over channels, at 8×8 and 4×4."""
+    """MobileNetV2-like: a first convolution, then 6 bottlenecks at 8×8 and 4×4."""
+
+    def __init__(self, widths: tuple[int, ...] = (12, 12, 12, 20, 20, 20)) -> None:
+        super().__init__()
+        parts: list[nn.Module] = [_convolution(1, widths[0], 3, 2)]
+        width_in = widths[0]
+        for width in widths:
+            parts.append(Bottleneck(width_in, width, 2 if width != width_in else 1))
+            width_in = width
+        self.body, self.head = nn.Sequential(*parts), nn.Linear(width_in, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 1, 16, 16) to logits (N, 10)."""
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class DepthwiseChain(nn.Module):
+    """MobileNetV1-like: a first convolution, then 8 times a depthwise one and one over channels, at 8×8 and 4×4; no shortcuts."""
 
     def __init__(self, widths: tuple[int, ...] = (16, 24, 24, 24, 24, 48, 48, 48)) -> None:
         super().__init__()
@@ -180,8 +213,13 @@ def vit() -> Job:
 
 
 def depthwise() -> Job:
-    """17 convolutions, 8 of them depthwise, and a linear operator; half a batch is 32 images."""
+    """19 convolutions, 6 of them depthwise, and a linear operator; half a batch is 32 images."""
     return _job("depthwise", Depthwise, _grainy, rate=2e-3, size=64)
+
+
+def depthwise_chain() -> Job:
+    """17 convolutions, 8 of them depthwise, and a linear operator; half a batch is 32 images."""
+    return _job("depthwise-chain", DepthwiseChain, _grainy, rate=2e-3, size=64)
 
 
 def gpt() -> Job:
@@ -194,5 +232,5 @@ def unet() -> Job:
     return _job("unet", UNet, _to_clean, _images, rate=2e-3, size=32)
 
 
-MODELS = {"vit": vit, "depthwise": depthwise, "gpt": gpt, "unet": unet}
+MODELS = {"vit": vit, "depthwise": depthwise, "depthwise-chain": depthwise_chain, "gpt": gpt, "unet": unet}
 """Jobs by the name of their row."""

@@ -47,6 +47,11 @@ def format_bytes(nbytes: int) -> str:
     return f"{value:,.3g} TiB" if abs(value) < 1000 else f"{value:,.0f} TiB"
 
 
+def format_estimate(value: float, error: float | None, digits: int = 4) -> str:
+    """Write a number with so many digits, and its standard error where that is known: ``0.01234 ± 0.002``."""
+    return f"{value:.{digits}g}" + (f" ± {error:.1g}" if error else "")
+
+
 def format_ns(duration_ns: float) -> str:
     """A duration for people: microseconds below a millisecond, milliseconds below ten seconds, else seconds."""
     if abs(duration_ns) < 1e6:

@@ -75,6 +75,7 @@ def indicate(
         copies = chosen.copies(dag, rated, observations) if isinstance(chosen, RatesCopies) and observations is not None else {}
         copies = {op_id: {v: gain for v, gain in by_variant.items() if gain != 0} for op_id, by_variant in copies.items()}
         errors = chosen.errors(dag, rated, observations) if isinstance(chosen, RatesErrors) else {}
+        errors = {op_id: {v: error for v, error in by_variant.items() if error > 0} for op_id, by_variant in errors.items()}
         notes = tuple(chosen.notes(dag, observations))
         blind = unreached(observations, dag, chosen.collectors)
     return Sensitivity(
@@ -86,7 +87,7 @@ def indicate(
         notes=(*because, *notes, *unreached_note(blind)),
         flips=flips,
         copies=copies,
-        errors={op_id: {v: error for v, error in by.items() if error > 0} for op_id, by in errors.items() if op_id not in blind},
+        errors={op_id: by_variant for op_id, by_variant in errors.items() if by_variant and op_id not in blind},
     )
 
 

@@ -49,7 +49,7 @@ def test_a_part_is_at_most_the_whole() -> None:
 
 
 def test_hutchinson_tells_which_part_is_flips() -> None:
-    """The geometric mean of A + B/√noise, less that of A."""
+    """The mean of A + B/√noise, less that of A: of B/√noise."""
     dag: PrecisionDag = random_case(3, blocks=1).dag
     values = {
         terms.OPERANDS: (3.0, 1.0),
@@ -63,10 +63,11 @@ def test_hutchinson_tells_which_part_is_flips() -> None:
     series = [
         Series(operator.op_id, F16, terms.HUTCHINSON, term, found) for operator in dag.adjustable for term, found in values.items()
     ]
+    series.append(Series(None, None, terms.RUN, terms.GRADIENT_SQ_NORM, (4.0, 1.0)))
     found = indicate(Observations(dag.model, digest(dag), (0, 1), 4, "budget", tuple(series)), dag)
     op_id = dag.adjustable[0].op_id
-    assert found.omega[op_id][F16] == pytest.approx(math.sqrt(16 * 2))
-    assert found.flips[op_id][F16] == pytest.approx(math.sqrt(16 * 2) - math.sqrt(4 * 2))
+    assert found.omega[op_id][F16] == pytest.approx(2.0 * ((4 + 12) / 4 + 2 / 1) / 2)
+    assert found.flips[op_id][F16] == pytest.approx(2.0 * (12 / 4) / 2)
     smooth = [s for s in series if s.term not in (terms.OPERANDS_FLIPS, terms.OUTPUT_FLIPS)]
     assert indicate(Observations(dag.model, digest(dag), (0, 1), 4, "budget", tuple(smooth)), dag).flips == {}
 
@@ -85,3 +86,17 @@ def test_a_plan_says_what_it_does_as_a_whole_where_that_is_not_the_sum() -> None
     expected = f"group infer0 as a whole is about {together:.3g} a device, {together / sum(parts):.0%} of its Σ Ω {sum(parts):.3g}:"
     assert expected in note
     assert noted.objective == plan.objective  # what the allocator minimises stays the sum
+
+
+def test_a_plan_says_how_sure_its_error_is() -> None:
+    """Errors of operators add up, as they were observed along the same directions; masks in common shrink them with Ω."""
+    case = random_case(0, blocks=2)
+    omega = case.sensitivity.omega
+    errors = {op_id: {v: 0.25 * value for v, value in by_variant.items()} for op_id, by_variant in omega.items()}
+    for flips in ({}, omega):
+        rated = attrs.evolve(case.sensitivity, errors=errors, flips=flips)
+        plan = allocate(case.dag, case.cluster, case.profiles, rated, solver="uniform")
+        together = plan_error(rated, {op_id: a.variant for op_id, a in plan.group("infer0").assignments.items()})
+        (note,) = [note for note in plan.notes if "Ω of group infer0 as a whole" in note]
+        assert note.startswith(f"Ω of group infer0 as a whole is about {together:.3g} ± {0.25 * together:.1g} a device")
+        assert ("share the masks" in note) == bool(flips)

@@ -134,7 +134,8 @@ def test_halves_choose_for_each_other() -> None:
     assert found.ranks.tau == -1
 
 
-def test_truth_is_the_geometric_mean_of_the_mean_of_both_halves() -> None:
+def test_truth_is_the_mean_over_updates_of_the_mean_of_both_halves() -> None:
+    """‖g‖² is 1, 10 and 100, of which the geometric mean is 10."""
     dag = graph("a", "b")
     rows = {
         (A, I8): ([1.0, 10.0, 4.0], [3.0, 6.0, 12.0]),
@@ -145,12 +146,12 @@ def test_truth_is_the_geometric_mean_of_the_mean_of_both_halves() -> None:
     }
     truth = read_truth(observed(dag, rows, [1.0, 10.0, 100.0]), dag)
     column = truth.columns[I8]
-    assert column.values == pytest.approx(((2 * 8 * 8) ** (1 / 3), (2 * 2 * 4) ** (1 / 3)))
-    assert column.halves["iterations"][0] == pytest.approx((4.0, math.sqrt(8)))
+    assert column.values == pytest.approx((10 * (2 + 0.8 + 0.08) / 3, 10 * (2 + 0.2 + 0.04) / 3))
+    assert column.halves["iterations"][0] == pytest.approx((10 * (2 + 0.08) / 2, 10 * (2 + 0.04) / 2))
     assert column.halves["iterations"][1] == pytest.approx((8.0, 2.0))
-    assert column.halves["draws"][0] == pytest.approx((40 ** (1 / 3), 2.0))
+    assert column.halves["draws"][0] == pytest.approx((10 * (1 + 1 + 0.04) / 3, 10 * (2 + 0.2 + 0.02) / 3))
     assert set(truth.columns[B16].halves) == {"iterations"}
-    assert (column.together, truth.columns[B16].together) == (pytest.approx(2.0), None)
+    assert (column.together, truth.columns[B16].together) == (pytest.approx(10 * (2 + 0.2 + 0.02) / 3), None)
     assert truth.is_whole
 
 
@@ -179,7 +180,7 @@ def checked() -> tuple[PrecisionDag, Rows, dict[OpId, dict[Variant, float]]]:
     dag = graph("a", "b", "c")
     rows = {
         (A, I8): ([8.0, 8.0], [8.0, 8.0]),
-        (B, I8): ([4.0, 9.0], [4.0, 9.0]),
+        (B, I8): ([3.0, 9.0], [3.0, 9.0]),
         (C, I8): ([1.0, 1.0], [3.0, 3.0]),
         (A, B16): ([7.0, 7.0],) * 2,
         (B, B16): ([1.0, 1.0],) * 2,
@@ -205,7 +206,7 @@ def test_comparison_by_hand() -> None:
     assert eight.agreement["good"].share_within_1_4 == pytest.approx(2 / 3)
     assert eight.together == pytest.approx(0.5)
     assert sixteen.together is None
-    # Even against odd iterations: (8, 4, 2) and (8, 9, 2).
+    # Even against odd iterations: (8, 3, 2) and (8, 9, 2).
     assert eight.truth_halves["iterations"].ranks.tau == pytest.approx(1 / 3)
     (decrement,) = check.decrements
     assert (decrement.low, decrement.high) == ("int8", "bfloat16")

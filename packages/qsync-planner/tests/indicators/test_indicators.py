@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -26,7 +27,7 @@ from qsync_planner.indicators import available_indicators, get_indicator
 from qsync_planner.indicators.paper import epsilon, gamma
 from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.registry import builtin_indicators
-from qsync_planner.indicators.series import geometric_mean
+from qsync_planner.indicators.series import UpdateMean, geometric_mean
 
 I8, F16, F32 = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32), Variant.of(FLOAT16), Variant.of(FLOAT32)
 A, B = OpId("a"), OpId("b")
@@ -60,20 +61,29 @@ def lossvar_rows(
     }
 
 
-def test_lossvar_is_the_geometric_mean_of_the_sum_of_its_terms() -> None:
+def test_lossvar_is_the_mean_of_the_sum_of_its_terms() -> None:
     dag = two_linears()
     rows = lossvar_rows(dag, [I8, F16], [1.0, 1.0])
     rows[A, I8, terms.LOSSVAR, terms.X_VAR_GRAD] = [1.0, 90.0]
     rows[A, I8, terms.LOSSVAR, terms.W_VAR_GRAD] = [1.0, 10.0]
     rows[A, F16, terms.LOSSVAR, terms.Y_VAR_GRAD] = [2.0, 2.0]
     found = indicate(observe(dag, rows), dag, [I8, F16, F32], "lossvar")
-    assert found.omega[A][I8] == pytest.approx(math.sqrt(2 * 100))
+    assert found.omega[A][I8] == pytest.approx(math.sqrt(2 * 100))  # without norms, geometrically
+    assert found.errors == {}
     assert found.omega[A][F16] == pytest.approx(1 + 1 + 2)
     assert found.omega[B][F16] == pytest.approx(3)
     assert found.omega[A][F32] == 0
     assert found.indicator == "lossvar"
     assert found.dag_digest == digest(dag)
-    assert found.notes == ("geometric mean over 2 iterations; gradient rounding is not part of lossvar",)
+    assert found.notes == (
+        "geometric mean (without norms of gradients, as older versions observed) over 2 updates; gradient rounding is not part of "
+        "lossvar",
+    )
+    rows[None, None, terms.RUN, terms.GRADIENT_SQ_NORM] = [1.0, 4.0]
+    found = indicate(observe(dag, rows), dag, [I8, F16, F32], "lossvar")
+    assert found.omega[A][I8] == pytest.approx(2.0 * (2 / 1 + 100 / 4) / 2)
+    assert found.errors[A][I8] == pytest.approx(2.0 * (100 / 4 - 2 / 1) / 2)
+    assert found.notes == ("mean over 2 updates; gradient rounding is not part of lossvar",)
 
 
 def test_lossvar_takes_observed_variants_where_none_are_asked_for() -> None:
@@ -140,6 +150,29 @@ def test_geometric_mean(values: list[float]) -> None:
     assert geometric_mean(values) == pytest.approx(expected, rel=1e-9)
     assert geometric_mean([*values, *([0.0] * len(values))]) == pytest.approx(expected / 2, rel=1e-9)
     assert geometric_mean([0.0, 0.0]) == 0.0
+
+
+def test_one_direction_an_update_is_not_low_on_average() -> None:
+    """Squares of one random direction are the truth only in the mean: their geometric mean is half of it or less.
+
+    Each update's gradient is another power of ten, and 2,000 updates of χ² with one degree of freedom stand for directions.
+    """
+    draw = random.Random(0)
+    norms = [10.0 ** draw.uniform(-3, 3) for _ in range(2000)]
+    values = [3.0 * norm * draw.gauss(0, 1) ** 2 for norm in norms]
+    averaged = UpdateMean(tuple(norms))
+    truth = 3.0 * geometric_mean(norms)
+    error = averaged.error(values)
+    assert error == pytest.approx(truth * math.sqrt(2 / 2000), rel=0.15)
+    assert abs(averaged.mean(values) - truth) < 3 * error
+    assert geometric_mean(values) < 0.4 * truth
+    assert UpdateMean(None).mean(values) == geometric_mean(values)
+    assert (UpdateMean(None).error(values), UpdateMean((1.0,)).error([2.0])) == (None, None)
+
+
+def test_an_update_without_a_gradient_counts_as_nothing() -> None:
+    assert UpdateMean((0.0, 4.0)).mean([0.0, 12.0]) == pytest.approx(6.0)
+    assert UpdateMean((0.0, 0.0)).mean([0.0, 0.0]) == 0.0
 
 
 PAPER_TERMS = {
@@ -313,7 +346,13 @@ def test_hutchinson_is_the_default_where_it_was_observed() -> None:
     found = indicate(observe(dag, rows), dag, [I8, F16, F32])
     assert found.indicator == "hutchinson"
     assert found.omega[A] == {I8: pytest.approx(math.sqrt(2 * 8)), F16: pytest.approx(math.sqrt(3 * 12)), F32: 0.0}
-    assert found.notes == ("geometric mean over 2 iterations of one random direction each; no masks that could flip",)
+    assert found.notes[0].startswith("geometric mean (without norms of gradients")
+    rows[None, None, terms.RUN, terms.GRADIENT_SQ_NORM] = [1.0, 16.0]
+    found = indicate(observe(dag, rows), dag, [I8, F16, F32])
+    # The geometric mean of ‖g‖² is 4: twice (2 / 1 and 8 / 16) for int8, whose standard error is half their difference.
+    assert found.omega[A] == {I8: pytest.approx(4 * 1.25), F16: pytest.approx(4 * (3 / 1 + 12 / 16) / 2), F32: 0.0}
+    assert found.errors[A] == {I8: pytest.approx(4 * 0.75), F16: pytest.approx(4 * (3 / 1 - 12 / 16) / 2)}
+    assert found.notes == ("mean over 2 updates of one random direction each; no masks that could flip",)
 
 
 def test_hutchinson_weighs_flips_by_the_root_of_the_noise() -> None:

@@ -17,11 +17,12 @@ from qsync_core.errors import ObservationError, PluginError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.chain import ChainVariant, chains_of
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.observations import Observations
+from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
+from qsync_planner.indicator_check import compare, read_kept_inputs, read_truth
 from qsync_planner.indicators.hutchinson import Hutchinson
 from qsync_planner.indicators.interface import Omega
 
@@ -50,7 +51,7 @@ def observed(dag: PrecisionDag, kept: tuple[float, float] = (1.0, 4.0)) -> Obser
 HALVES = (terms.FIRST_HALF, terms.SECOND_HALF)
 
 
-def test_hutchinson_rates_a_kept_input_by_the_geometric_mean() -> None:
+def test_hutchinson_rates_a_kept_input() -> None:
     dag = model()
     for variants in ((), (I8, F32)):
         found = indicate(observed(dag), dag, variants)
@@ -58,6 +59,23 @@ def test_hutchinson_rates_a_kept_input_by_the_geometric_mean() -> None:
         assert found.omega[NORM] == {SAVED.rated_as: pytest.approx(2.0)}
         assert {op_id for op_id, by in found.omega.items() if I8 in by} == {o.op_id for o in dag.adjustable}
     assert SAVED.rated_as.label == "int8 saved"
+    seen = observed(dag)
+    norms = Series(None, None, terms.RUN, terms.GRADIENT_SQ_NORM, (1.0, 4.0))
+    found = indicate(attrs.evolve(seen, series=(*seen.series, norms)), dag)
+    assert found.omega[NORM] == {SAVED.rated_as: pytest.approx(2.0 * (1 / 1 + 4 / 4) / 2)}
+    assert found.errors[dag.adjustable[0].op_id] == {I8: pytest.approx(2.0 * (3 / 1 - 3 / 4) / 2)}
+    assert NORM not in found.errors  # both updates say the same
+
+
+def test_comparing_leaves_out_what_the_truth_is_not_of() -> None:
+    """Ω of chains stands beside that of operators, in variants of its own."""
+    dag = model()
+    seen = observed(dag)
+    omegas = {"hutchinson": indicate(seen, dag).omega}
+    assert [variant.name for variant in compare(omegas, read_truth(seen, dag)).variants] == ["int8"]
+    kept = read_kept_inputs(seen, dag, [NORM])
+    assert kept is not None
+    assert [variant.name for variant in compare(omegas, kept).variants] == ["int8 saved"]
 
 
 def test_hutchinson_rates_what_a_copy_behind_a_shortcut_adds() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from . import mutants, producer_mutants
+from . import address_mutants, mutants, producer_mutants
 
 SUITE = "qsync_torch.conformance"
 FILES = {
@@ -47,7 +47,7 @@ def put_to(files, mutant):
 
 
 found = {}
-for mutant in (*mutants.ALL, *producer_mutants.ALL):
+for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL):
     likely = getattr(mutant, "files", FILES[mutant.op.partition(".")[0]])
     first = [f"{SUITE}.{name}" for name in ("test_interface", *likely)]
     verdict = put_to(first, mutant)

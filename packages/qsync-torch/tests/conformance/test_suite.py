@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from . import mutants, producer_mutants
+from . import address_mutants, mutants, producer_mutants
 
 HERE = Path(__file__).parent
-MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL)]
+MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {
     **os.environ,

@@ -16,7 +16,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
-from qsync_core.units import format_bytes, format_ns
+from qsync_core.units import format_bytes, format_estimate, format_ns
 
 Lines = list[tuple[str, str]]
 
@@ -94,14 +94,14 @@ def _observations(observations: Observations) -> Lines:
 def _sensitivity(sensitivity: Sensitivity) -> Lines:
     worst = sorted(
         (
-            (value, str(op_id), variant.label)
+            (value, str(op_id), variant.label, sensitivity.errors.get(op_id, {}).get(variant, 0.0))
             for op_id, by_variant in sensitivity.omega.items()
             for variant, value in by_variant.items()
         ),
         reverse=True,
     )
     lines = [("model", sensitivity.model), ("indicator", sensitivity.indicator), ("operators", str(len(sensitivity.omega)))]
-    lines += [(f"Ω {label}", f"{value:.4g}  {name}") for value, name, label in worst[:10]]
+    lines += [(f"Ω {label}", f"{format_estimate(value, error)}  {name}") for value, name, label, error in worst[:10]]
     return lines + [("note", note) for note in sensitivity.notes]
 
 

@@ -21,7 +21,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, RecommendedWay, Role, Verdict
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_core.units import format_ns
+from qsync_core.units import format_estimate, format_ns
 from qsync_planner.allocator.fastest import WORTH_IT, FastestJobs
 from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_per_second
 
@@ -229,7 +229,10 @@ def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> fl
 
 
 def error_notes(sensitivity: Sensitivity | None, groups: Iterable[GroupPlan]) -> tuple[str, ...]:
-    """A sentence for every inference group whose parts of Ω do not simply add up."""
+    """A sentence for every inference group whose Ω has a known error, or whose parts of Ω do not simply add up.
+
+    Errors of operators add up: all were observed at the same updates and along the same directions.
+    """
     notes = []
     for group in groups:
         if sensitivity is None or group.role is not Role.INFER:
@@ -237,13 +240,16 @@ def error_notes(sensitivity: Sensitivity | None, groups: Iterable[GroupPlan]) ->
         variants = {op_id: assignment.variant for op_id, assignment in group.assignments.items()}
         variants |= {name: assignment.variant.rated_as for name, assignment in group.chains.items()}
         total = sum(sensitivity.omega.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
+        error = sum(sensitivity.errors.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
         together = plan_error(sensitivity, variants)
+        if total > 0:
+            error *= together / total
         if group.chains:  # as the objective counts them
             copies = sum(sensitivity.copies.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
             total, together = total + copies, together + copies
-        if together < total * (1 - 1e-9):
-            notes.append(
-                f"Ω of group {group.group} as a whole is about {together:.3g} a device, {together / total:.0%} of its Σ Ω "
-                f"{total:.3g}: operators share the masks that flip"
-            )
+        shares_masks = together < total * (1 - 1e-9)
+        if shares_masks or error:
+            whole = f"Ω of group {group.group} as a whole is about {format_estimate(together, error, 3)} a device"
+            why = f", {together / total:.0%} of its Σ Ω {total:.3g}: operators share the masks that flip" if shares_masks else ""
+            notes.append(whole + why)
     return tuple(notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
-    from qsync_core.ir.op_id import OpId
     from qsync_core.ir.sensitivity import Sensitivity
     from qsync_core.ir.variant import Variant
     from qsync_planner.indicator_check.compare import Check
-    from qsync_planner.indicators.interface import Omega
 
 
 _PATH = click.Path(path_type=Path)
@@ -76,6 +74,7 @@ def indicate(
     from qsync_core.cluster_file import read_cluster
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
+    from qsync_core.units import format_estimate
     from qsync_planner.indicate import indicate as compute
     from qsync_planner.indicators import available_indicators
 
@@ -99,7 +98,11 @@ def indicate(
     if output is not None:
         save(sensitivity, output)
     ranked = sorted(
-        ((value, str(op_id), variant.label) for op_id, by in sensitivity.omega.items() for variant, value in by.items()),
+        (
+            (value, str(op_id), variant.label, sensitivity.errors.get(op_id, {}).get(variant))
+            for op_id, by in sensitivity.omega.items()
+            for variant, value in by.items()
+        ),
         key=lambda row: (-row[0], row[1], row[2]),
     )
     data: dict[str, Any] = {
@@ -109,7 +112,7 @@ def indicate(
         "operators": len(sensitivity.omega),
         "variants": sorted({variant for by in sensitivity.omega.values() for variant in map(str, by)}),
         "notes": list(sensitivity.notes),
-        "omega": [{"operator": name, "label": label, "omega": value} for value, name, label in ranked],
+        "omega": [{"operator": name, "label": label, "omega": value, "error": error} for value, name, label, error in ranked],
     }
 
     check = None
@@ -124,7 +127,8 @@ def indicate(
         )
         for note in sensitivity.notes:
             console.print(f"  {note}", markup=False)
-        print_table(console, ["most sensitive", "at", "Ω"], [[name, label, f"{value:.4g}"] for value, name, label in ranked[:10]])
+        rows = [[name, label, format_estimate(value, error)] for value, name, label, error in ranked[:10]]
+        print_table(console, ["most sensitive", "at", "Ω"], rows)
         if check is not None:
             render_check(console, check, page)
 
@@ -182,26 +186,18 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
     if request.chains and request.job is None:
         raise click.UsageError("--chains says what to measure; name the job with --job")
     adjustable = {operator.op_id for operator in dag.adjustable}
-    omega, kept = _parted(sensitivity, adjustable)
-    variants = sorted({variant for by_variant in omega.values() for variant in by_variant}, key=str)
+    variants = sorted({v for op_id, by_variant in sensitivity.omega.items() if op_id in adjustable for v in by_variant}, key=str)
     others, notes = _others(observations, dag, variants, request.against, sensitivity.indicator)
-    parts = {name: _parted(other, adjustable) for name, other in others.items()}
     measured = _truth(observations, dag, variants, request)
-    omegas = {sensitivity.indicator: omega, **{name: part for name, (part, _) in parts.items()}}
+    omegas = {sensitivity.indicator: sensitivity.omega, **{name: other.omega for name, other in others.items()}}
     check = compare(omegas, read_truth(measured, dag), [*notes, *_differences(observations, measured)])
-    raters = {name: part for name, part in {sensitivity.indicator: kept, **{n: k for n, (_, k) in parts.items()}}.items() if part}
-    truth = read_kept_inputs(measured, dag, set.intersection(*map(set, raters.values()))) if raters else None
+    raters = {name: omega for name, omega in omegas.items() if omega.keys() - adjustable}
+    truth = read_kept_inputs(measured, dag, set.intersection(*map(set, raters.values())) - adjustable) if raters else None
     if truth is not None:
         check = attrs.evolve(check, kept_inputs=compare(raters, truth))
     if request.page is not None:
         write_text(request.page, render_page(check), ObservationError)
     return check
-
-
-def _parted(sensitivity: Sensitivity, adjustable: Collection[OpId]) -> tuple[Omega, Omega]:
-    """Ω of operators, and of what chains keep."""
-    items = sensitivity.omega.items()
-    return {name: by for name, by in items if name in adjustable}, {name: by for name, by in items if name not in adjustable}
 
 
 def render_check(console: Console, check: Check, page: Path | None) -> None:

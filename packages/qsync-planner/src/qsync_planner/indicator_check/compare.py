@@ -115,7 +115,8 @@ def compare(omegas: Mapping[str, Omega], truth: Truth, notes: Iterable[str] = ()
     """Every indicator beside the truth, variant by variant.
 
     Args:
-        omegas: Ω by indicator, as in ``Sensitivity.omega``; variants that lose nothing are passed over.
+        omegas: Ω by indicator, as in ``Sensitivity.omega``; of what the truth is not of (chains beside operators, or the other way
+            round), and of variants that lose nothing, it is passed over.
         truth: the measurement.
         notes: further ones to keep with the result.
 
@@ -123,7 +124,8 @@ def compare(omegas: Mapping[str, Omega], truth: Truth, notes: Iterable[str] = ()
         ObservationError: when the truth lacks a variant that an indicator rated, or an indicator an operator.
     """
     base = Variant.plain(Precision.FLOAT32)
-    rated = {variant for omega in omegas.values() for by_variant in omega.values() for variant in by_variant} - {base}
+    measured = [op_id for subject in truth.subjects for op_id in subject]
+    rated = {variant for omega in omegas.values() for op_id in measured for variant in omega.get(op_id, {})} - {base}
     names = variant_names(sorted(rated | set(truth.columns), key=str))
     if missing := [names[variant] for variant in sorted(rated, key=str) if variant not in truth.columns]:
         has = ", ".join(names[variant] for variant in truth.columns)

@@ -16,7 +16,7 @@ from qsync_core.ir.plan import GroupPlan, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
-from qsync_core.units import format_bytes, format_ns
+from qsync_core.units import format_bytes, format_estimate, format_ns
 from qsync_planner.reporting.marks import (
     Bar,
     Piece,
@@ -240,7 +240,7 @@ def sensitivity_figure(sensitivity: Sensitivity, plan: PrecisionPlan) -> Figure 
             says = {
                 "Operator": str(op_id),
                 "Precision": variant.label,
-                "Ω": f"{omega:.3g}",
+                "Ω": format_estimate(omega, sensitivity.errors.get(op_id, {}).get(variant), 3),
                 "Used by": ", ".join(users) or "no group",
             }
             dots.append({"x": omega, "y": y, "colour": fill, "fill": fill if users else "var(--paper)", **says})

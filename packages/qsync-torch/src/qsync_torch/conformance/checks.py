@@ -107,8 +107,9 @@ def mismatch(found: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def check_near(
-    found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype, partial_sums: torch.Tensor | int = 1
-) -> None:
+    found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype, partial_sums: torch.Tensor | int = 1,
+    when: str = "",
+) -> None:  # fmt: skip
     """Errors of the terms, and one rounding of the result; ``magnitude`` is the sum of the terms' magnitudes.
 
     A sum of n ``partial_sums`` that are stored in ``dtype`` is rounded n - 1 times more, each time by at most the unit roundoff u
@@ -118,4 +119,5 @@ def check_near(
     error = (found.double() - expected).abs()
     more = HALF_STEP[dtype] * (torch.as_tensor(partial_sums, device=error.device) - 1).clamp(min=0)
     allowed = STEP[dtype] * (0.5 * magnitude + expected.abs()) + more / (1 - more) * magnitude + 1e-30
-    assert bool((error <= allowed).all()), f"errors up to {(error / allowed).max().item():.1f} times what is allowed"
+    worst = (error / allowed).max().item() if error.numel() else 0.0
+    assert bool((error <= allowed).all()), f"{when}{when and ': '}errors up to {worst:.1f} times what is allowed"

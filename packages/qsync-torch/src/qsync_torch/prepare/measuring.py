@@ -55,7 +55,7 @@ class Probe:
 
     step_ns: int = attrs.field(validator=checks.positive_int)
     ladder: tuple[Variant, ...]
-    spread_ns: int = 0
+    spread_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
 
     @classmethod
     def of(cls, value: str) -> Probe:

@@ -1,0 +1,268 @@
+"""Backends that keep numbers by a tensor's address, and maxima that leave out an edge; the rest is ``aten``."""
+
+import torch
+
+from qsync_core.kernels.backend import Op
+
+from .mutants import Affine, Mutant
+from .producer_mutants import ProducerMutant
+
+IN_PLACE, EDGES = ("test_changed_in_place",), ("test_edges",)
+
+
+class KeepsByAddress(Mutant):
+    """Prepares an operand once for each address, though its numbers may have changed there."""
+
+    files = IN_PLACE
+    position = 2
+    keyword = ""
+    """Name of the argument where it is a named one."""
+
+    def wrap(self, kernel, request):
+        kept = {}
+
+        def of_first_call(x):
+            key = (x.data_ptr(), x.shape, x.stride())
+            kept.setdefault(key, (x, x.clone(memory_format=torch.preserve_format)))  # the address stays taken
+            return kept[key][1]
+
+        def call(*arguments, **named):
+            if not self.keyword and isinstance(arguments[self.position], torch.Tensor):
+                replaced = of_first_call(arguments[self.position])
+                arguments = (*arguments[: self.position], replaced, *arguments[self.position + 1 :])
+            elif named.get(self.keyword) is not None:
+                named[self.keyword] = of_first_call(named[self.keyword])
+            kernel(*arguments, **named)
+
+        return call
+
+
+class KeepsWeights(KeepsByAddress):
+    pass
+
+
+class KeepsScalesOfWeights(KeepsByAddress):
+    position = 3
+
+
+class KeepsActivations(KeepsByAddress):
+    position = 0
+
+
+class KeepsScalesOfActivations(KeepsByAddress):
+    position = 1
+
+
+class KeepsBiases(KeepsByAddress):
+    position = 4
+
+
+class KeepsWeightsOfInputGradients(KeepsByAddress):
+    op, position = Op.LINEAR_GRAD_INPUT, 1
+
+
+class KeepsScalesOfInputGradients(KeepsByAddress):
+    op, position = Op.LINEAR_GRAD_INPUT, 2
+
+
+class KeepsActivationsOfWeightGradients(KeepsByAddress):
+    op, position = Op.LINEAR_GRAD_WEIGHT, 1
+
+
+class KeepsFilters(KeepsByAddress):
+    op = Op.CONV2D_OUTPUT
+
+
+class KeepsFiltersOfInputGradients(KeepsByAddress):
+    op, position = Op.CONV2D_GRAD_INPUT, 1
+
+
+class KeepsImagesOfWeightGradients(KeepsByAddress):
+    op, position = Op.CONV2D_GRAD_WEIGHT, 1
+
+
+class KeepsMultipliers(KeepsByAddress):
+    op, keyword = Op.QUANTIZE, "multiplier"
+
+
+class KeepsOffsets(KeepsByAddress):
+    """In tensors, whose numbers the next step changes."""
+
+    op, position, files = Op.QUANTIZE, 4, ("test_quantize",)
+
+
+class KeepsParametersOfABatchNorm(KeepsByAddress):
+    op, position = Op.BATCH_NORM_OUTPUT, 1
+
+
+class KeepsParametersOfALayerNorm(KeepsByAddress):
+    op, position = Op.LAYER_NORM_GRAD_INPUT, 5
+
+
+class KeepsSumsOverWeights(Affine):
+    """Which correct for a zero point."""
+
+    files = IN_PLACE
+    wrap = KeepsByAddress.wrap
+    position, keyword = 2, ""
+
+
+class KeepsScalesOfTensors(Mutant):
+    """Finds the largest magnitude once for each address."""
+
+    op, files = Op.QUANTIZE, IN_PLACE
+
+    def wrap(self, kernel, request):
+        kept = {}
+
+        def quantize(x, q, scale, *others, **named):
+            kernel(x, q, scale, *others, **named)
+            scale.copy_(kept.setdefault((x.data_ptr(), x.shape), (x, scale.clone()))[1])
+
+        return quantize
+
+
+class WritesAnOutputOnce(Mutant):
+    """Takes an output at a known address for one that it has written."""
+
+    files = IN_PLACE
+
+    def wrap(self, kernel, request):
+        written = {}
+
+        def product(*arguments):
+            out = arguments[-1]
+            if out.data_ptr() not in written:
+                written[out.data_ptr()] = out  # the address stays taken
+                kernel(*arguments)
+
+        return product
+
+
+class Overlooks(Mutant):
+    """Scales tensors by the largest magnitude of a part of them."""
+
+    op, files = Op.QUANTIZE, EDGES
+
+    def part(self, x):
+        return x[..., :-1]
+
+    def wrap(self, kernel, request):
+        if not request.variant.symmetric or request.multiplied:
+            return kernel
+
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+            seen = self.part(x)
+            if seen.numel() and scale.numel() == 1 and seen.abs().max() > 0:
+                scale.copy_(seen.abs().max().float() / 127)
+                q.copy_((x.float() / scale + 0.5).floor().clamp(-127, 127))
+
+        return quantize
+
+
+class OverlooksTheLastColumn(Overlooks):
+    pass
+
+
+class OverlooksTheLastRow(Overlooks):
+    def part(self, x):
+        return x[:-1]
+
+
+class OverlooksTheFirstElement(Overlooks):
+    def part(self, x):
+        return x.as_strided((x.numel(),), (1,), x.storage_offset())[1:]
+
+
+class OverlooksTheTail(Overlooks):
+    """What is left of whole blocks of 128."""
+
+    def part(self, x):
+        return x.as_strided((x.numel() // 128 * 128,), (1,), x.storage_offset())
+
+
+class OverlooksTheEndsOfBlocks(Overlooks):
+    """Every 128th element."""
+
+    def part(self, x):
+        flat = x.as_strided((x.numel(),), (1,), x.storage_offset())
+        return flat[torch.arange(x.numel()) % 128 != 127]
+
+
+class OverlooksWhatIsNotRowMajor(Overlooks):
+    """Looks at as many elements as the first row has, in memory, of a tensor in another order."""
+
+    def part(self, x):
+        return x if x.is_contiguous() else x.as_strided((x.numel() - x.shape[-1],), (1,), x.storage_offset())
+
+
+class OverlooksTheLastColumnOfRows(Mutant):
+    """Where each row has a scale."""
+
+    op, files = Op.QUANTIZE, EDGES
+
+    def wrap(self, kernel, request):
+        if str(request.variant.x_granularity) != "row" or not request.variant.symmetric:
+            return kernel
+
+        def quantize(x, q, scale, *others, **named):
+            kernel(x, q, scale, *others, **named)
+            if x.shape[-1] > 1:
+                scale.copy_((x[..., :-1].abs().amax(-1).float() / 127).reshape(-1).clamp(min=2.0**-126))
+
+        return quantize
+
+
+class OverlooksTheLastRowOfMany(Mutant):
+    op, files = Op.QUANTIZE_MANY, EDGES
+
+    def wrap(self, kernel, request):
+        def quantize_many(xs, qs, scales, seeds, offset):
+            kernel(xs, qs, scales, seeds, offset)
+            for x, scale in zip(xs, scales, strict=True):
+                if scale.numel() == 1 and x.shape[0] > 1:
+                    scale.copy_(x[:-1].abs().max() / 127)
+
+        return quantize_many
+
+
+class OverlooksTheLastColumnOfARange(Affine):
+    op, files = Op.QUANTIZE, EDGES
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, *others, **named):
+            kernel(x, q, scale, *others, **named)
+            if scale.numel() == 2 and x.shape[-1] > 1:
+                kernel(x.clamp(x[..., :-1].min(), x[..., :-1].max()), q, scale, *others, **named)
+
+        return quantize
+
+
+class OverlooksTheLastChannelOfABatchNorm(ProducerMutant):
+    """In the largest magnitude of the result."""
+
+    files = EDGES
+
+    def after(self, a, request):
+        if a["absmax_out"] is not None and a["out"].shape[1] > 1:
+            a["absmax_out"].copy_(a["out"][:, :-1].abs().max())
+
+
+class OverlooksTheFirstColumnOfALayerNorm(ProducerMutant):
+    """In the scale of the copy."""
+
+    op, files = Op.LAYER_NORM_OUTPUT, EDGES
+
+    def after(self, a, request):
+        if a["scale_out"] is not None and a["scale_out"].numel() == 1 and a["out"] is not None and a["out"].shape[1] > 1:
+            a["scale_out"].copy_(a["out"][:, 1:].abs().max() / 127)
+
+
+ABSTRACT = (KeepsByAddress, Overlooks)
+ALL = [
+    value
+    for value in vars().values()
+    if isinstance(value, type) and issubclass(value, Mutant) and value.__module__ == __name__ and value not in ABSTRACT
+]
+"""Puts names of this module alone to the suite."""
