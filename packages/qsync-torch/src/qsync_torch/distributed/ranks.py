@@ -21,6 +21,7 @@ from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSync
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
+from qsync_core.printable import printable
 from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Members, Report, beside, by_value, rank_list
 from qsync_torch.distributed.process_group import in_process_group
 
@@ -284,7 +285,9 @@ def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> It
             found = None if done.wait(_GRACE_S) else (_store_has_gone(what, error), {})
         if found is not None:
             missing, reports = found
-            print(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}", file=sys.stderr, flush=True)
+            print(
+                printable(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}"), file=sys.stderr, flush=True
+            )
             os._exit(1)
 
     with beside("qsync-watch", watch):
