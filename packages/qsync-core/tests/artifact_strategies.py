@@ -38,8 +38,9 @@ from qsync_core.ir.profile import (
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Interval, Timeline
 from qsync_core.ir.variant import Variant
+from qsync_core.printable import is_printable
 
-texts = st.text(st.characters(codec="utf-8"), max_size=12)
+texts = st.text(st.characters(codec="utf-8").filter(is_printable), max_size=12)
 names = st.text("abcdefghij", min_size=1, max_size=6)
 counts = st.one_of(st.integers(0, 300), st.integers(0, MAX_INT))
 positive = st.integers(1, MAX_INT)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from qsync_core.printable import printable
+
 
 class QSyncError(Exception):
-    """Base class of every error QSync raises on purpose; the ``qsync`` command prints it and exits with 1."""
+    """Base class of every error QSync raises on purpose; the ``qsync`` command prints it and exits with 1.
+
+    Its text may quote files and other ranks, and is printed by whatever catches it: it holds nothing that a terminal obeys.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ArtifactError(QSyncError):

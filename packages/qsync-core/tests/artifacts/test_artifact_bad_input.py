@@ -300,7 +300,6 @@ def test_what_can_not_be_stored() -> None:
     assert "rank_group: expected a mapping, got tuple" in not_stored(_unchecked(timeline, rank_group=(), intervals=()))
     assert "intervals: expected a tuple, got str" in not_stored(attrs.evolve(timeline, intervals=""))
     assert "intervals[0]: expected a Interval, got int" in not_stored(_unchecked(timeline, intervals=(5,)))
-    assert "surrogates not allowed" in not_stored(attrs.evolve(timeline, model="\ud800"))
     bad = (attrs.evolve(observations.series[0], values=(math.nan,) * 10),)
     assert "series[0].values[0]: expected a finite number, got nan" in not_stored(attrs.evolve(observations, series=bad))
 
@@ -344,3 +343,19 @@ def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
         os.truncate(file.fileno(), artifact.MAX_BYTES + 1000)  # sparse
     with pytest.raises(ArtifactError, match=r"has 1073742824 bytes; artifacts have at most 1073741824"):
         artifact.load(path)
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\x9b1A", "a\rb", "\x07", "\x7f", "a\u202eb", "\u2066", "\U000e0041", "\ufeff"])
+def test_text_that_a_terminal_obeys_is_refused_and_stored_spelled_out(text: str) -> None:
+    tree = plain(Timeline)
+    tree["model"] = f"bert {text}"
+    message = refused(seal(msgpack.packb(tree)))
+    assert f"model: expected text without control characters, got {tree['model']!r}" in message
+    assert text not in message
+    stored = artifact.from_bytes(artifact.to_bytes(attrs.evolve(EXAMPLES[Timeline], model=tree["model"]))).model
+    assert stored == "bert " + text.encode("unicode_escape").decode()
+
+
+def test_lines_tabs_and_all_letters_are_text() -> None:
+    model = "two\n\tlines, Ω → µs, \N{WOMAN}\u200d\N{PERSONAL COMPUTER}, עברית"
+    assert artifact.from_bytes(artifact.to_bytes(attrs.evolve(EXAMPLES[Timeline], model=model))).model == model

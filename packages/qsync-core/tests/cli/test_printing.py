@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,16 @@ import click
 import pytest
 from artifact_examples import examples
 from click.testing import CliRunner
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from qsync_core.artifacts import files as artifact
+from qsync_core.cli.output import emit
 from qsync_core.cli.root import QSyncGroup
+from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.printable import is_printable
 
 MODEL = "Ω → µs × 3 – «naïve»"
 
@@ -99,3 +106,56 @@ def test_a_full_disk_is_no_fault_of_the_command() -> None:
     )
     assert (told.exit_code, told.stderr) == (1, expected)
     assert click.get_current_context(silent=True) is None
+
+
+OBEYED = "\x1b]0;mine\x07\x1b[2J\x9b1A\r\x08\u202egnp\u2066\x7f[/bold][link=file:///etc]x[/link]"
+SPELLED = r"\x1b]0;mine\x07\x1b[2J\x9b1A\r\x08\u202egnp\u2066\x7f[/bold][link=file:///etc]x[/link]"
+
+
+def printed(render: Any, json_flag: bool = False) -> bytes:
+    """What a command prints on a terminal of colours."""
+
+    @click.command()
+    def command() -> None:
+        emit(json_flag, {"model": OBEYED}, render)
+
+    return CliRunner().invoke(command, env={"FORCE_COLOR": "1", "COLUMNS": "300"}).stdout_bytes
+
+
+def test_what_a_result_quotes_is_shown_and_not_obeyed():
+    def render(console: Console) -> None:
+        console.print(OBEYED)
+        table = Table(OBEYED, title=OBEYED)
+        table.add_row(OBEYED, style="bold")
+        table.add_row(Text(OBEYED, style="red"))
+        console.print(table)
+
+    told = printed(render).decode()
+    assert told.count(r"\x1b]0;mine") == 5
+    for styled in ("\x1b[1m", "\x1b[31m", "\x1b[3m", "\x1b[0m", "\x1b[1;31m"):  # rich's own
+        told = told.replace(styled, "")
+    assert is_printable(told)
+    assert json.loads(printed(render, json_flag=True)) == {"model": OBEYED}
+    assert is_printable(printed(render, json_flag=True).decode())
+
+
+def test_errors_notes_and_usage_are_shown_and_not_obeyed(tmp_path: Path):
+    assert str(PlanError(OBEYED)) == SPELLED
+    with pytest.raises(PlanError) as caught:
+        raise PlanError(f"the plan of {OBEYED}")
+    assert is_printable("".join(traceback.format_exception(caught.value)))
+
+    @click.command()
+    @click.argument("path", type=click.Path(exists=True))
+    def command(path: str) -> None: ...
+
+    group = QSyncGroup(commands={"read": command})
+    refused = CliRunner().invoke(group, ["read", str(tmp_path / OBEYED.replace("/", "|"))])
+    assert refused.exit_code == 2
+    assert r"\x1b]0;mine\x07" in refused.stderr
+    assert is_printable(refused.stderr)
+    told = show(tmp_path / "\x1b[2J.qsync")
+    assert (told.returncode, told.stderr) == (
+        1,
+        f"error: cannot read {tmp_path}/\\x1b[2J.qsync: No such file or directory\n".encode(),
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import threading
 import types
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -18,6 +20,7 @@ from plugin_doubles import offering, plugin, registry
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import CompilingBackend, KernelConfig, KernelRequest, KernelSpec
+from qsync_core.plugins import registry as registry_module
 from qsync_core.plugins.backends import Answer
 from qsync_core.plugins.doctor import DoctorLine
 from qsync_core.plugins.registry import Registry
@@ -370,3 +373,30 @@ def test_backends_have_the_version_of_their_distribution(write_plugin: Callable[
     assert found.backend_versions() == {}
     found._distributions["one"] = "pytest"
     assert found.backend_versions() == {"a": pytest.__version__}
+
+
+def test_a_plugin_that_hangs_at_its_import_is_named_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, told = threading.Event(), io.StringIO()
+
+    class Stderr:
+        def write(self, text: str) -> None:
+            told.write(text)
+            if "\n" in text:
+                named.set()
+
+        def flush(self) -> None: ...
+
+    class Hanging:
+        name, value, dist = "hanging-plugin", "hanging:plugin", None
+
+        def load(self) -> types.ModuleType:
+            assert named.wait(60)
+            return plugin()
+
+    monkeypatch.setattr(registry_module, "_SLOW_IMPORT_S", 0.0)
+    monkeypatch.setattr("sys.stderr", Stderr())
+    assert Registry.load([Hanging()]).plugins == ["hanging-plugin"]
+    assert told.getvalue().startswith(
+        "note: the import of plugin hanging-plugin (of hanging:plugin) has taken 0 s and goes on; where it"
+    )
+    assert "Ctrl-C and uninstall the plugin" in told.getvalue()

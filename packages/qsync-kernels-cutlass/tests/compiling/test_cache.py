@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import threading
 import time
 from multiprocessing import get_context
@@ -53,6 +55,36 @@ def test_a_folder_that_others_can_write_is_refused(own_cache, mode):
     own_cache.chmod(mode)
     with pytest.raises(BackendError, match=rf"kernels can be written by others \(mode {mode:04o}\).*chmod 700.*QSYNC_KERNEL_CACHE"):
         KernelCache()
+
+
+@pytest.mark.parametrize("mode, group, trusted", [
+    (0o777, None, False), (0o775, 12345, False), (0o775, "own", True), (0o1777, None, True), (0o755, None, True),
+])  # fmt: skip
+def test_a_folder_below_one_that_others_can_write_is_refused_unless_it_is_sticky(tmp_path, mode, group, trusted):
+    above = tmp_path / "shared" / "deep"
+    above.mkdir(parents=True)
+    if group is not None:
+        own = pwd.getpwuid(os.geteuid())
+        is_private = group == "own" and grp.getgrgid(own.pw_gid).gr_name == own.pw_name
+        if (group == "own" and not is_private) or (group != "own" and os.geteuid() != 0):
+            pytest.skip("needs a group of the user's own, or root to give a folder to another group")
+        os.chown(above.parent, -1, own.pw_gid if group == "own" else group)
+    above.parent.chmod(mode)
+    if trusted:
+        assert KernelCache(above / "kernels").folder.is_dir()
+        return
+    said = rf"is below {above.parent}, which others can write \(mode {mode:04o}\).*QSYNC_KERNEL_CACHE"
+    with pytest.raises(BackendError, match=said):
+        KernelCache(above / "kernels")
+
+
+@pytest.mark.parametrize("overflow, trusted", [(65534, True), (65533, False)])
+def test_a_folder_above_of_a_user_that_the_container_does_not_know_is_the_machines(tmp_path, monkeypatch, overflow, trusted):
+    (tmp_path / "overflowuid").write_text(f"{overflow}\n")
+    (tmp_path / "uid_map").write_text("         0       1000          1\n")
+    names = {"/proc/sys/kernel/overflowuid": tmp_path / "overflowuid", "/proc/self/uid_map": tmp_path / "uid_map"}
+    monkeypatch.setattr(cache_module, "Path", lambda name: names[name])
+    assert cache_module._is_unmapped(65534) is trusted
 
 
 def test_a_folder_of_another_user_is_refused(own_cache, monkeypatch):

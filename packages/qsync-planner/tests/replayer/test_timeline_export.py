@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
+import attrs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import Case, assignments, cases
@@ -16,10 +17,13 @@ from test_simulator import local
 from qsync_core.artifacts.files import from_bytes, to_bytes
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg, Phase, Resource
+from qsync_core.ir.profile import OpCost
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import predicted_timeline
 from qsync_planner.step_parts import group_parts, transfers
+
+TIMES = [field.name for field in attrs.fields(OpCost) if field.name.endswith("_ns")]
 
 
 def spans(timeline: Timeline, rank: int, resource: Resource) -> list[tuple[int, int]]:
@@ -110,3 +114,20 @@ def test_every_step_is_all_there_and_who_comes_last_does_not_wait(
         assert parts.recording == 0  # no rank computes for longer than the period
     broadcast = [replayer.start_delay_ns] if replayer.start_delay_ns else []
     assert sorted(transfers(timeline).values()) == sorted([*replayer.collective_ns, *broadcast])
+
+
+def test_a_step_of_no_time_is_shown_as_one() -> None:
+    dag = transformer(layers=1)
+    profiles = {
+        name: attrs.evolve(
+            profile,
+            costs=tuple(attrs.evolve(cost, **dict.fromkeys(TIMES, 0)) for cost in profile.costs),
+            casts=tuple(attrs.evolve(cast, dispatch_ns=0, intercept_ns=0.0, ns_per_element=0.0) for cast in profile.casts),
+            optimizer_dispatch_ns=0,
+            optimizer_compute_ns=0,
+        )
+        for name, profile in hybrid_profiles(dag).items()
+    }
+    timeline = Replayer(dag, hybrid_cluster(), profiles).timeline({})
+    assert {i.duration_ns for i in timeline.intervals if i.resource is Resource.COMPUTE} <= {0}
+    assert next(i.start_ns for i in timeline.intervals if i.rank == 0 and i.resource is Resource.COMMUNICATION) == 0

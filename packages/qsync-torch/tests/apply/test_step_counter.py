@@ -20,7 +20,7 @@ from qsync_torch.aten.random_bits import known_number, remember_number, stream_k
 from qsync_torch.kernels import selection
 from qsync_torch.kernels.binding import quantization
 from qsync_torch.operators import step_counter
-from qsync_torch.operators.step_counter import STEP_STRIDE, Position, StepCounter
+from qsync_torch.operators.step_counter import LARGEST_STEP, STEP_STRIDE, Position, StepCounter
 
 from .small_models import INT8, Attention, named
 
@@ -284,3 +284,15 @@ def test_compiled_checkpoints_take_the_numbers_of_their_own_forward(on_device):
     assert same(found[0], found[2])
     assert same(found[1], found[3])
     assert not same(found[0], found[1])
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 30, 1 << 31, 1 << 63, 1.0, True, "7", None])
+def test_a_step_that_is_no_number_of_forwards_is_refused_and_the_count_stays(step):
+    applied = apply_(Attention(), LAYERS)
+    applied.step = LARGEST_STEP
+    with pytest.raises(PlanError, match=rf"step is the number of forwards so far, an integer in 0\.\.{LARGEST_STEP}, got {step!r}"):
+        applied.step = step
+    assert applied.step == LARGEST_STEP
+    with pytest.raises(PlanError, match="got"):
+        applied.load_state_dict({**applied.state_dict(), "step": step})
+    assert applied.step == LARGEST_STEP

@@ -1,9 +1,9 @@
 """Artifacts to and from plain msgpack values, strict and canonical, as the type hints of their classes say.
 
 Strict: a value has exactly the type that its field declares (no number from text, no bool for an integer, no list from text),
-unknown and missing fields are errors, strings are bounded, floats are finite.  Canonical: one artifact has one encoding (fields in
-the order of the class, mappings sorted by key text, operators and variants as their canonical text), and only that one is read, so
-that a digest identifies the content.
+unknown and missing fields are errors, strings are bounded and printable, floats are finite.  Canonical: one artifact has one
+encoding (fields in the order of the class, mappings sorted by key text, operators and variants as their canonical text), and only
+that one is read, so that a digest identifies the content.
 
 Each type hint has a :class:`_Codec`, a pair of functions made once.  An error grows a path on its way out:
 ``intervals[3].op_id: an operator is stored as 'a#0', got 'a'``.
@@ -25,6 +25,7 @@ import attrs
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
+from qsync_core.printable import is_printable, printable
 
 MAX_STRING = 65_536
 """Longest string that an artifact may hold, in characters: names and reasons are a line or two."""
@@ -136,6 +137,14 @@ def _string(value: Any) -> str:
     return value
 
 
+def _load_text(value: Any) -> str:
+    """A string that may be printed, whatever prints it: a warning, a page, a log."""
+    text = _string(value)
+    if not is_printable(text):
+        raise CodecError(f"expected text without control characters, got {text[:80]!r}")
+    return text
+
+
 def _load_float(value: Any) -> float:
     if type(value) is not float:
         raise _wrong_type("a floating-point number", value)
@@ -187,7 +196,7 @@ def _enum(hint: type[enum.StrEnum]) -> _Codec:
 
 _INTEGER = _exactly(int, "an integer")
 _SCALARS: dict[Any, _Codec] = {
-    str: _Codec(_string, _string),
+    str: _Codec(_load_text, lambda value: printable(_string(value))),
     int: _INTEGER,
     bool: _exactly(bool, "true or false"),
     float: _Codec(_load_float, _dump_float),

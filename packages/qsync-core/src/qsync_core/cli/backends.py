@@ -203,7 +203,7 @@ def _render(console: Console, data: dict[str, Any]) -> None:
             kernels.add_row(*row, spec["min_compute_capability"] or "any")
     console.print(kernels)
     for plugin, reason in data["disabled"].items():
-        console.print(f"plugin {plugin} is disabled: {reason}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"plugin {plugin} is disabled: {reason}", style="yellow", soft_wrap=True)
     if "operators" not in data:
         return
     entries = data["operators"]
@@ -229,12 +229,12 @@ def _render(console: Console, data: dict[str, Any]) -> None:
             _latency(chosen) or "not tuned",
             others or "–",
         )
-    console.print(who, markup=False)
+    console.print(who)
     refusals = Counter((name, why) for entry in entries for name, said in entry["reasons"].items() for why in said)
     if refusals:
         console.print("\nWhy not:")
     for (name, why), count in sorted(refusals.items()):
-        console.print(f"{name}: {why} ({count} of {len(entries)} kernels)", markup=False, soft_wrap=True)
+        console.print(f"{name}: {why} ({count} of {len(entries)} kernels)", soft_wrap=True)
 
 
 def _latency(result: dict[str, Any]) -> str:

@@ -57,12 +57,11 @@ def doctor(ctx: click.Context, timeout_s: float, json_flag: bool) -> None:
 
 
 def _render(tables: Sequence[FindingsTable], lines: Sequence[DoctorLine], console: Console) -> None:
-    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     for found in tables:
-        table = Table(*map(escape, found.columns), title=escape(found.title), title_justify="left", box=None, pad_edge=False)
+        table = Table(*map(Text, found.columns), title=Text(found.title), title_justify="left", box=None, pad_edge=False)
         for row in found.rows:
             table.add_row(*map(Text, row))
         console.print(table)

@@ -110,9 +110,9 @@ def launch(
             last = None
             for machine in found:
                 if machine.group != last:
-                    console.print(f"# group {machine.group}: {machine.device}", style="dim", markup=False, soft_wrap=True)
+                    console.print(f"# group {machine.group}: {machine.device}", style="dim", soft_wrap=True)
                 last = machine.group
-                console.print(machine.line(), markup=False, soft_wrap=True)
+                console.print(machine.line(), soft_wrap=True)
 
         emit(json_flag, {"machines": [_machine(machine) for machine in found]}, render)
         return
@@ -150,6 +150,6 @@ def _machine(machine: Any) -> dict[str, Any]:
 
 def _render_manifest(console: Console, text: str, output: Path | None) -> None:
     if output is not None:
-        console.print(f"wrote {output}; start it with 'kubectl apply -f {output}'", markup=False, soft_wrap=True)
+        console.print(f"wrote {output}; start it with 'kubectl apply -f {output}'", soft_wrap=True)
     else:
-        console.print(text, markup=False, soft_wrap=True, end="")
+        console.print(text, soft_wrap=True, end="")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qsync_core.errors import QSyncError
+from qsync_core.printable import is_printable, printable
 from qsync_core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
@@ -63,11 +64,10 @@ def emit(json_flag: bool, data: dict[str, Any], render: Callable[[Console], None
         if json_flag:
             # Escapes are read everywhere; letters only where the stream has them.
             is_unicode = (stream.encoding or "").lower().startswith("utf")
-            stream.write(json.dumps(data, ensure_ascii=not is_unicode, indent=2, allow_nan=False) + "\n")
+            text = json.dumps(data, ensure_ascii=not is_unicode, indent=2, allow_nan=False)
+            stream.write((text if is_printable(text) else json.dumps(data, indent=2, allow_nan=False)) + "\n")
         else:
-            from rich.console import Console
-
-            render(Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH_OF_FILES))
+            render(open_console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH_OF_FILES))
         stream.flush()
     except OSError as error:
         if error.errno == errno.EPIPE:
@@ -75,6 +75,27 @@ def emit(json_flag: bool, data: dict[str, Any], render: Callable[[Console], None
         # Python would try to write what is left once more at its end, and complain.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise QSyncError(f"cannot print the result: {error.strerror or error}") from None
+
+
+def open_console(**options: Any) -> Console:
+    """Make a console that prints text as it stands: no markup unless asked for, and nothing that a terminal obeys."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        def render(self, *arguments: Any, **more: Any) -> Iterator[Segment]:
+            for segment in super().render(*arguments, **more):
+                if segment.control or is_printable(segment.text):
+                    yield segment
+                else:
+                    yield Segment(printable(segment.text), segment.style)
+
+    return SafeConsole(**{"markup": False, **options})
+
+
+def say(text: str) -> None:
+    """Print a line on standard error: a note, a warning, an error."""
+    click.echo(printable(text), err=True)
 
 
 def spell_out_foreign_letters() -> None:
@@ -106,7 +127,6 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
     if not sys.stderr.isatty():
         yield silent
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -114,9 +134,9 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=open_console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=None, text="")
         yield lambda done, total, text: progress.update(task, completed=done, total=total, text=text)
 
@@ -132,7 +152,7 @@ def progress_lines() -> Iterator[ProgressCallback]:
         if what.partition(":")[0] == stage and now - last < _LINE_EVERY_S:
             return
         last, stage = now, what.partition(":")[0]
-        click.echo(f"[{now:4.0f} s] {what}" + (f" ({done} of {total})" if total > 1 else ""), err=True)
+        say(f"[{now:4.0f} s] {what}" + (f" ({done} of {total})" if total > 1 else ""))
 
     yield update
 
@@ -143,8 +163,7 @@ def progress_line() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda text: None
         return
-    from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status("") as status:
+    with open_console(stderr=True).status("") as status:
         yield lambda text: status.update(Text(text))

@@ -18,11 +18,12 @@ import click
 from qsync_core.cli.backends import backends
 from qsync_core.cli.doctor import doctor
 from qsync_core.cli.launch import launch
-from qsync_core.cli.output import spell_out_foreign_letters
+from qsync_core.cli.output import say, spell_out_foreign_letters
 from qsync_core.cli.show import show
 from qsync_core.errors import PluginError, QSyncError
 from qsync_core.plugins.guard import described, guard
 from qsync_core.plugins.registry import Registry
+from qsync_core.printable import printable
 
 
 class QSyncGroup(click.Group):
@@ -37,7 +38,7 @@ class QSyncGroup(click.Group):
     def _plugin_commands(self) -> dict[str, click.Command]:
         commands = self.registry.commands(taken=self.commands)
         for name, reason in self.registry.disabled.items():
-            click.echo(f"warning: plugin {name} is disabled: {reason}", err=True)
+            say(f"warning: plugin {name} is disabled: {reason}")
         return commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -79,8 +80,12 @@ class QSyncGroup(click.Group):
             raise PluginError(f"plugin {owner}: its command {name} failed with {described(error)}") from error
 
         passing = (QSyncError, SystemExit, click.ClickException, click.exceptions.Exit, click.Abort)
-        with guard("the command", failed, passing=passing, program=True):
-            return super().invoke(ctx)
+        try:
+            with guard("the command", failed, passing=passing, program=True):
+                return super().invoke(ctx)
+        except click.ClickException as error:  # quotes names of files
+            error.message = printable(error.message)
+            raise
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run; a QSyncError becomes one line on standard error and exit status 1."""
@@ -91,7 +96,7 @@ class QSyncGroup(click.Group):
             if not extra.get("standalone_mode", True):
                 raise
             sentence = " ".join(str(error).split())
-            click.echo(f"error: {sentence}", err=True)
+            say(f"error: {sentence}")
             _tell_torchrun(sentence)
             sys.exit(1)
 

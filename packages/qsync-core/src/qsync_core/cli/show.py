@@ -35,7 +35,7 @@ def show(path: Path, json_flag: bool) -> None:
         table.add_row("digest", digest)
         for name, value in summarize(loaded):
             table.add_row(name, value)
-        console.print(table, markup=False)
+        console.print(table)
 
     content = to_plain(loaded) if json_flag else {}
     emit(json_flag, {"kind": kind, "schema_version": schema.schema_version(kind), "digest": digest, "content": content}, render)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +19,7 @@ from qsync_core.plugins import compat, hooks
 from qsync_core.plugins.backends import Answer, DefaultSelection, ask_backend, checked, name_and_problem, refusal
 from qsync_core.plugins.doctor import DoctorLine, JobFindings, Status, core_lines
 from qsync_core.plugins.guard import guard, origin
+from qsync_core.printable import printable
 
 if TYPE_CHECKING:
     import click
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from qsync_core.tuning.store import TuningStore
 
 T = TypeVar("T")
+
+_SLOW_IMPORT_S = 10.0
 
 
 @attrs.define
@@ -80,7 +85,7 @@ class Registry:
             )
         self._distributions[name] = origin
         plugin = None
-        with self._guarded(name, "its import"):
+        with self._guarded(name, "its import"), _named_when_slow(name, origin):
             plugin = entry_point.load()
         if name not in self.disabled:
             self.register(plugin, name)
@@ -396,6 +401,23 @@ class Registry:
             with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
                 found[backend] = metadata.version(self._distributions.get(plugin, ""))
         return found
+
+
+@contextlib.contextmanager
+def _named_when_slow(name: str, origin: str) -> Iterator[None]:
+    """Name on standard error a plugin whose import takes long, once: one that hangs would keep every command without a word."""
+    where = "" if origin == name else f" (of {origin})"
+    sentence = (
+        f"note: the import of plugin {name}{where} has taken {_SLOW_IMPORT_S:g} s and goes on; where it does not end, press Ctrl-C "
+        "and uninstall the plugin"
+    )
+    timer = threading.Timer(_SLOW_IMPORT_S, lambda: print(printable(sentence), file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:

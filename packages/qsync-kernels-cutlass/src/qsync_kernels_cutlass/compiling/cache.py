@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import json
 import os
+import pwd
 import shutil
 import stat
 import threading
@@ -47,7 +49,7 @@ class KernelCache:
         """Open the cache; its folder is made (mode 0700) where it does not exist.
 
         Raises:
-            BackendError: when the folder cannot be made, belongs to another user, or others can write to it.
+            BackendError: when the folder cannot be made, belongs to another user, or others can write to it or to one above it.
         """
         # A link is followed once, here: what it points to later does not matter.
         self.folder = (folder or default_cache_path()).expanduser().resolve()
@@ -64,6 +66,12 @@ class KernelCache:
                 f"the kernel cache {self.folder} {problem}, so code in it cannot be trusted; "
                 "make it yours and run chmod 700 on it, or set QSYNC_KERNEL_CACHE to a folder of your own"
             )
+        for parent in self.folder.parents:
+            if problem := _lets_others_rename(parent):
+                raise BackendError(
+                    f"the kernel cache {self.folder} is below {parent}, which {problem}, so that another could stand in its place; "
+                    "set QSYNC_KERNEL_CACHE to a folder below your home"
+                )
 
     def find(self, key: str) -> Path | None:
         """The library of a key; None where there is none, or none that is whole, unaltered and the user's own."""
@@ -185,6 +193,36 @@ def _distrust(path: Path, kind: int) -> str | None:
     if found.st_mode & _WRITABLE_BY_OTHERS:
         return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
     return None
+
+
+def _lets_others_rename(parent: Path) -> str | None:
+    """Say why others may exchange what is in a folder; None where it is the user's or the system's, and closed or sticky."""
+    found = os.lstat(parent)
+    if found.st_uid not in (os.geteuid(), 0) and not _is_unmapped(found.st_uid):
+        return f"belongs to user {found.st_uid}"
+    writable = found.st_mode & (stat.S_IWOTH if _is_private(found.st_gid) else _WRITABLE_BY_OTHERS)
+    if writable and not found.st_mode & stat.S_ISVTX:
+        return f"others can write (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the user's own, as systems make one with each user, whose umask then lets it write."""
+    try:
+        name, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name == name and set(entry.gr_mem) <= {name}
+
+
+def _is_unmapped(user: int) -> bool:
+    """Whether a number stands for users that this container does not know: folders of its machine's root show it."""
+    try:
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except (OSError, ValueError):
+        return False
+    return user == overflow and not any(first <= user < first + count for first, _, count in mapped)
 
 
 def _locked_file(path: Path, stopped: threading.Event) -> int | None:

@@ -51,15 +51,15 @@ def estimate(profile_path: Path, dag: Path, device: str, share: float, output: P
     def render(console: Console) -> None:
         device = found.profile.device
         origin = f"estimated from {found.profile.estimated_from}" if found.profile.estimated_from else "as measured"
-        console.print(f"{measured.model} on {device.name}, share {device.share:g}: {origin} → {output}", markup=False)
+        console.print(f"{measured.model} on {device.name}, share {device.share:g}: {origin} → {output}")
         print_table(
             console,
             ["step at", "estimated" if found.profile.estimated_from else "measured"],
             [[label, format_ns(duration)] for label, duration in steps.items()],
         )
         for note in found.notes:
-            console.print(f"note: {note}", markup=False)
+            console.print(f"note: {note}")
         for name, source in sources.items():
-            console.print(f"{name}: {source}", markup=False)
+            console.print(f"{name}: {source}")
 
     emit(json_flag, data, render)

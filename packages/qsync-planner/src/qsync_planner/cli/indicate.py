@@ -11,7 +11,7 @@ import attrs
 import click
 
 from qsync_core.cli.options import OUTPUT, FiniteRange, output_option
-from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.cli.output import emit, json_option, progress_bar, say
 from qsync_planner.cli.writing import check_page_name, print_table, write_text
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def indicate(
     from qsync_planner.indicators import available_indicators
 
     if list_flag:
-        found = available_indicators(announce=lambda text: click.echo(text, err=True))
+        found = available_indicators(announce=say)
         rows = [{"name": i.name, "collectors": list(i.collectors), "summary": i.summary} for i in found.values()]
         emit(
             json_flag,
@@ -122,11 +122,9 @@ def indicate(
 
     def render(console: Console) -> None:
         where = f" → {output}" if output else ""
-        console.print(
-            f"{sensitivity.model}: Ω of {len(sensitivity.omega)} operators by {sensitivity.indicator}{where}", markup=False
-        )
+        console.print(f"{sensitivity.model}: Ω of {len(sensitivity.omega)} operators by {sensitivity.indicator}{where}")
         for note in sensitivity.notes:
-            console.print(f"  {note}", markup=False)
+            console.print(f"  {note}")
         rows = [[name, label, format_estimate(value, error)] for value, name, label, error in ranked[:10]]
         print_table(console, ["most sensitive", "at", "Ω"], rows)
         if check is not None:
@@ -205,20 +203,20 @@ def render_check(console: Console, check: Check, page: Path | None) -> None:
     from qsync_planner.indicator_check.page import KEPT_INPUTS, LEGEND, agreement_table, decrement_table, sentences
 
     batches = f"{check.iterations} batch{'es' if check.iterations != 1 else ''}"
-    console.print(f"\nagainst the truth, measured on {batches}:", markup=False)
+    console.print(f"\nagainst the truth, measured on {batches}:")
     for table in (agreement_table(check), decrement_table(check)):
         if table.rows:
             print_table(console, list(table.header), [list(row) for row in table.rows])
             console.print()
     if check.kept_inputs is not None:
-        console.print(f"{KEPT_INPUTS}:", markup=False)
+        console.print(f"{KEPT_INPUTS}:")
         kept = agreement_table(check.kept_inputs)
         print_table(console, list(kept.header), [list(row) for row in kept.rows])
         console.print()
-    console.print(f"{LEGEND}\n", markup=False)
+    console.print(f"{LEGEND}\n")
     for sentence in sentences(check):
-        console.print(sentence, markup=False)
-    console.print(f"wrote {page}" if page else "with --page PAGE.html this is a picture", markup=False)
+        console.print(sentence)
+    console.print(f"wrote {page}" if page else "with --page PAGE.html this is a picture")
 
 
 def _others(
@@ -259,7 +257,7 @@ def _truth(observations: Observations, dag: PrecisionDag, variants: list[Variant
 
     if request.truth is not None and (request.job is None or request.truth.exists()):
         if request.job is not None:
-            click.echo(f"the truth is read from {request.truth}; remove that file to measure it again", err=True)
+            say(f"the truth is read from {request.truth}; remove that file to measure it again")
         elif not request.truth.exists():
             raise ObservationError(f"there is no file {request.truth}; add --job JOB to measure the truth and write it there")
         return load(request.truth, Observations)
@@ -278,7 +276,7 @@ def _truth(observations: Observations, dag: PrecisionDag, variants: list[Variant
                 variants=lowered,
                 budget_s=request.budget_s,
                 device=request.device,
-                announce=lambda text: click.echo(text, err=True),
+                announce=say,
                 progress=update,
                 chains=request.chains,
             )

@@ -161,7 +161,7 @@ def explain(plan_path: Path, fqn: str | None, json_flag: bool) -> None:
             _render_plan(console, loaded, None)
         for group in data["groups"]:
             estimated = f", costs estimated from {group['estimated_from']}" if group["estimated_from"] else ""
-            console.print(f"\n{group['group']}: {group['count']} × {group['device']}, {group['role']}{estimated}", markup=False)
+            console.print(f"\n{group['group']}: {group['count']} × {group['device']}, {group['role']}{estimated}")
             rows = [[o["operator"], o["label"], o["backend"], o["reason"]] for o in group["operators"]]
             print_table(console, ["operator", "runs as", "backend", "because"], rows)
 
@@ -195,7 +195,7 @@ def load_batch_profiles(batch_dag: Path | None, entries: tuple[str, ...]) -> dic
 
 def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> None:
     where = f" → {output}" if output else ""
-    console.print(f"{plan.model}: plan by {plan.solver}{f', {plan.indicator}' if plan.indicator else ''}{where}", markup=False)
+    console.print(f"{plan.model}: plan by {plan.solver}{f', {plan.indicator}' if plan.indicator else ''}{where}")
     rows = [["this plan", format_ns(plan.predicted_iteration_ns)], ["time limit", format_ns(plan.time_limit_ns)]]
     rows += [[f"baseline {name}", format_ns(ns)] for name, ns in sorted(plan.baselines.items())]
     print_table(console, ["iteration time", "predicted"], rows)
@@ -215,9 +215,9 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
     if plan.communication is not None:
         _render_communication(console, plan.communication)
     if plan.verdict is not None:
-        console.print(f"verdict: {plan.verdict.sentence}", markup=False)
+        console.print(f"verdict: {plan.verdict.sentence}")
     for note in plan.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 def _render_memory(console: Console, plan: PrecisionPlan) -> None:
@@ -235,9 +235,9 @@ def _render_communication(console: Console, communication: PlannedCommunication)
     if (hidden := len(communication.alternatives) - _WAYS_SHOWN) > 0:
         rows.append([f"{hidden} slower ways", f"up to {format_ns(communication.alternatives[-1].iteration_ns)}"])
     print_table(console, ["communication of this plan", "predicted"], rows)
-    console.print(f"communication: {communication.reason}", markup=False)
+    console.print(f"communication: {communication.reason}")
     for line in how_to_apply(communication):
-        console.print(f"apply it: {line}", markup=False)
+        console.print(f"apply it: {line}")
 
 
 def _show_diff(before: Path, after: Path, json_flag: bool) -> None:
@@ -261,13 +261,13 @@ def _show_diff(before: Path, after: Path, json_flag: bool) -> None:
             rows.append([f"peak memory {group['group']}", format_bytes(peaks["before"]), format_bytes(peaks["after"])])
         print_table(console, [data["model"], str(before), str(after)], rows)
         for name in data["groups_removed"]:
-            console.print(f"group {name} is only in {before}", markup=False)
+            console.print(f"group {name} is only in {before}")
         for name in data["groups_added"]:
-            console.print(f"group {name} is only in {after}", markup=False)
+            console.print(f"group {name} is only in {after}")
         if data["inputs_changed"]:
-            console.print(f"made from other inputs: {', '.join(data['inputs_changed'])}", markup=False)
+            console.print(f"made from other inputs: {', '.join(data['inputs_changed'])}")
         for group in data["groups"]:
-            console.print(f"\n{group['group']}: {len(group['operators'])} operators differ", markup=False)
+            console.print(f"\n{group['group']}: {len(group['operators'])} operators differ")
             changes = [[o["operator"], *o["labels"], o["reason"]] for o in group["operators"]]
             if changes:
                 print_table(console, ["operator", "before", "after", "because"], changes)
@@ -310,7 +310,7 @@ def _render(console: Console, found: Tradeoff, output: Path | None) -> None:
 
     groups = list(found.budgets[-1])
     where = f" → {output}" if output else ""
-    console.print(f"{found.model}: trade-off of Ω by {found.indicator}, step time and memory{where}", markup=False)
+    console.print(f"{found.model}: trade-off of Ω by {found.indicator}, step time and memory{where}")
     header = ["plan", "step time", "Ω", "proven within", *(f"peak of {name}" for name in groups), "operators", "how to get it"]
     rows = [
         [
@@ -326,8 +326,8 @@ def _render(console: Console, found: Tradeoff, output: Path | None) -> None:
     ]
     print_table(console, header, rows)
     for name, duration_ns in sorted(found.baselines.items()):
-        console.print(f"{name} precision: {format_ns(duration_ns)}", markup=False)
+        console.print(f"{name} precision: {format_ns(duration_ns)}")
     for note in estimate_notes(found.estimated):
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     if output is None:
-        console.print("with -o PAGE.html this is a picture to pick from", markup=False)
+        console.print("with -o PAGE.html this is a picture to pick from")

@@ -126,7 +126,7 @@ def replay(
 def _print_prediction(
     console: Console, title: str, prediction: Prediction, batches: dict[str, int], estimated: dict[str, str]
 ) -> None:
-    console.print(title, markup=False)
+    console.print(title)
     rows = []
     for name, group in prediction.groups.items():
         times = (group.forward_ns, group.backward_ns, group.optimizer_ns, group.dispatch_ns, group.slack_ns)
@@ -265,17 +265,16 @@ def _print_verification(console: Console, found: Verification, top: int) -> None
         for source, one in zip(("predicted", "measured"), parts, strict=True):
             if one.cpu_bound:
                 waits = f"the device is idle for {format_ns(one.idle)} of {format_ns(one.total)}, waiting for CPU dispatch"
-                console.print(f"group {name}, {source}: the CPU is the step; {waits}", markup=False)
+                console.print(f"group {name}, {source}: the CPU is the step; {waits}")
     for name, differing in found.differences.items():
         for difference in differing:
-            console.print(f"not as profiled: {difference.sentence(name)}", markup=False)
+            console.print(f"not as profiled: {difference.sentence(name)}")
     worst = found.worst
     if worst is not None:
         where = f"{worst.op_id} on group {worst.group}, {worst.phase} {worst.resource}"
         console.print(
             f"worst cost: {where}: predicted {format_ns(worst.time.predicted)}, measured {format_ns(worst.time.measured)}",
-            markup=False,
         )
     for what, names in (("the prediction", found.only_predicted), ("the measurement", found.only_measured)):
         if names:
-            console.print(f"only in {what}: {len(names)} operators, {names[0]} first", markup=False)
+            console.print(f"only in {what}: {len(names)} operators, {names[0]} first")

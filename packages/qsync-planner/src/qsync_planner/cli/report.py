@@ -23,4 +23,4 @@ def report(run: Path, json_flag: bool) -> None:
 
     folder = RunFolder(run)
     written = {"output": str(write_report(folder)), "perfetto": str(folder.trace)}
-    emit(json_flag, written, lambda console: console.print(f"wrote {written['output']} and {written['perfetto']}", markup=False))
+    emit(json_flag, written, lambda console: console.print(f"wrote {written['output']} and {written['perfetto']}"))

@@ -338,7 +338,7 @@ def _intervals(seen: list[tuple[int, DfgNode, int, int]]) -> tuple[Interval, ...
         for node, start, duration in own:
             zero, begin, end = first if node.resource is Resource.DISPATCH else origin, start, start + duration
             if node.resource is Resource.COMMUNICATION:
-                begin = min(start, max(link_free, *(ends[dep] for dep in node.deps)))
+                begin = min(start, max((link_free, *(ends[dep] for dep in node.deps))))
                 link_free = end
             intervals.append(Interval(node.name, node.op_id, node.phase, node.resource, g, begin - zero, end - begin))
     return tuple(sorted(intervals, key=lambda i: (i.rank, i.resource, i.start_ns)))

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from qsync_core.errors import PlanError
+from qsync_core.printable import printable
 
 _NEEDS = ("jinja2", "vl_convert")
 MISSING = "a page needs qsync-planner's extra 'report', which is not installed: pip install 'qsync-planner[report]'"
@@ -143,7 +144,12 @@ def render(page: Page) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=_files()
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=_files(),
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
     scripts = [_drawing_script()] if any(part.kind == "figure" for section in page.sections for part in section.parts) else []
     return environment.get_template("page.html.j2").render(page=page, scripts=scripts, script_hashes=[_hash(s) for s in scripts])

@@ -27,6 +27,7 @@ from qsync_torch.distributed.process_group import in_process_group, own_rank
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.elastic.job_ranks import JobRanks
 from qsync_torch.elastic.resizing import MicroBatch, Resize, step_batches
+from qsync_torch.operators.step_counter import LARGEST_STEP
 
 MARK = "_qsync_applied"
 """Attribute of a model that has a plan: its :class:`AppliedPlan`."""
@@ -59,11 +60,16 @@ class AppliedPlan(PlannedForwards):
         Replays of captured forwards count; repetitions of one without gradients (docs/training.md#gradient-checkpointing) do not.
 
         Set it when training resumes from a checkpoint.  Reading it waits for a GPU where forwards are compiled or replayed.
+
+        Raises:
+            PlanError: when it is set to what is no number of forwards.
         """
         return self._steps.step
 
     @step.setter
     def step(self, value: int) -> None:
+        if type(value) is not int or not 0 <= value <= LARGEST_STEP:
+            raise PlanError(f"step is the number of forwards so far, an integer in 0..{LARGEST_STEP}, got {value!r}")
         self._steps.step = value
 
     @property

@@ -10,7 +10,7 @@ import click
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
-from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.cli.output import emit, json_option, progress_bar, say
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import ClusterError
 from qsync_core.units import format_bytes, format_ns
@@ -79,7 +79,7 @@ def communicate(
                 share=share,
                 counts={entry.name: entry.count for entry in cluster.groups} if cluster else None,
                 progress=update,
-                note=lambda text: click.echo(f"note: {text}", err=True) if rank == 0 else None,
+                note=lambda text: say(f"note: {text}") if rank == 0 else None,
             )
         with together("qsync communicate"):
             if rank == 0:

@@ -9,7 +9,7 @@ import click
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
-from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.cli.output import emit, json_option, progress_bar, say
 from qsync_core.errors import ObservationError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
@@ -93,7 +93,7 @@ def observe(
                 seed=seed,
                 earlier=earlier,
                 checkpoint=lambda so_far: None if partial is None else artifact.save(so_far, partial),
-                announce=lambda text: click.echo(text, err=True),
+                announce=say,
                 progress=update,
             )
     except JobFault:
@@ -116,10 +116,9 @@ def observe(
     def render(console: Console) -> None:
         console.print(
             f"{found.model}: {len(found.series)} series over {len(found.iterations)} updates of {found.batch_size} samples",
-            markup=False,
         )
-        console.print(f"stopped: {found.stopped}", markup=False)
-        console.print(f"wrote {output}", markup=False)
+        console.print(f"stopped: {found.stopped}")
+        console.print(f"wrote {output}")
 
     emit(json_flag, data, render)
 

@@ -12,6 +12,7 @@ import click
 
 from qsync_core.artifacts.atomic_file import check_writable, is_stream
 from qsync_core.cli.options import Command
+from qsync_core.cli.output import say
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.ir.precision import Precision
@@ -89,7 +90,7 @@ def chosen_device(text: str) -> torch.device:
     device = parse_device(f"cuda:{local_rank}" if own and "LOCAL_RANK" in os.environ else text)
     if text == AUTO_DEVICE:
         name = "" if device.type == "cpu" else f" ({device_type(device).name})"
-        click.echo(f"device: {device}{name}; --device chooses another", err=True)
+        say(f"device: {device}{name}; --device chooses another")
     return device
 
 

@@ -214,13 +214,11 @@ def _render(found: Prepared, console: Console) -> None:
         plans.add_row(" + ".join(entry.groups), format_ns(plan.predicted_iteration_ns) if plan else "none", said)
     console.print(plans)
     what = f"made {len(found.made)} parts" if found.made else "nothing had changed"
-    console.print(
-        f"{what} in {found.seconds:.0f} s; where {found.run.cluster} is wrong, correct it and run this again", markup=False
-    )
+    console.print(f"{what} in {found.seconds:.0f} s; where {found.run.cluster} is wrong, correct it and run this again")
     if found.report is not None:
-        console.print(f"report: {found.report}", markup=False)
+        console.print(f"report: {found.report}")
     if found.start is None:
-        console.print("some of the groups to train with are not here: train with their machines too", markup=False)
+        console.print("some of the groups to train with are not here: train with their machines too")
         return
     for sentence in found.start.sentences(found.run.path):
-        console.print(sentence, markup=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)

@@ -10,7 +10,7 @@ import click
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
-from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.cli.output import emit, json_option, progress_bar, say
 from qsync_core.errors import QSyncError
 from qsync_core.kernels.choice import AUTO_BACKEND
 from qsync_core.units import format_bytes, format_ns, parse_bytes
@@ -111,7 +111,7 @@ def profile(
     unfinished = partial_file(output)
 
     def note(text: str) -> None:
-        click.echo(f"note: {text}", err=True)
+        say(f"note: {text}")
 
     with watched("qsync profile", members_to_be("watch")), process_group_from_environment(target) as rank:
         with together("qsync profile", slow=True), job_code(job):

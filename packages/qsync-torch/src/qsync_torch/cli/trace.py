@@ -93,7 +93,7 @@ def _render(dag: PrecisionDag, output: Path, console: Console) -> None:
     for op_class, kinds in _kinds_by_class(dag).items():
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         table.add_row(str(op_class), str(kinds.total()), listed, _MEANING[op_class])
-    console.print(table, markup=False)
+    console.print(table)
     share = sum(operator.flops for operator in dag.adjustable) / max(1, sum(operator.flops for operator in dag.operators))
     console.print(f"{len(dag.adjustable)} operators can be lowered; they do {share:.1%} of the forward pass's operations")
     _render_not_applicable(dag, console)
@@ -112,6 +112,6 @@ def _render_not_applicable(dag: PrecisionDag, console: Console) -> None:
     table = Table("operator", "kind", "why not", box=None, pad_edge=False)
     for operator in refused[:_SHOWN]:
         table.add_row(str(operator.op_id), operator.kind, operator.not_applicable)
-    console.print(table, markup=False)
+    console.print(table)
     if len(refused) > _SHOWN:
         console.print(f"and {len(refused) - _SHOWN} more (--json lists all)")

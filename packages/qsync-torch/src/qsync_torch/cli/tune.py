@@ -106,7 +106,7 @@ def tune(
     store = open_store(target, output)
     if note:
         facts = {"store": str(store.path), "seconds": 0.0, "reused": 0, "kernels": [], "note": note}
-        emit(json_flag, facts, lambda console: console.print(note, markup=False))
+        emit(json_flag, facts, lambda console: console.print(note))
         return
     with progress_bar("tune") as update:
         found = tune_requests(requests, backends, store, target, effort=Effort(budget=budget, kernels=kernels), progress=update)
@@ -167,7 +167,7 @@ def _compile(requests: Sequence[OperatorRequest], backends: Sequence[KernelBacke
 
     if note:
         facts = {"arch": arch, "requests": 0, "backends": {}, "note": note}
-        emit(json_flag, facts, lambda console: console.print(note, markup=False))
+        emit(json_flag, facts, lambda console: console.print(note))
         return
     able = [one for one in backends if isinstance(one, CompilingBackend)]
     if not able:
@@ -193,7 +193,7 @@ def _compile(requests: Sequence[OperatorRequest], backends: Sequence[KernelBacke
         f"{_counted(len(requests), 'request')} on {arch}"
         for name, made in done.items()
     ]
-    emit(json_flag, data, lambda console: console.print("\n".join(lines), markup=False))
+    emit(json_flag, data, lambda console: console.print("\n".join(lines)))
 
 
 def _counted(count: int, what: str, plural: str = "s") -> str:
@@ -206,7 +206,7 @@ def _merge(inputs: tuple[Path, ...], output: Path | None, json_flag: bool) -> No
     target = output or default_store_path()
     count = merge_stores(inputs, target)
     data = {"output": str(target), "records": count}
-    emit(json_flag, data, lambda console: console.print(f"wrote {target}: {count} tuned kernels", markup=False))
+    emit(json_flag, data, lambda console: console.print(f"wrote {target}: {count} tuned kernels"))
 
 
 def _facts(found: JobTuning, path: Path) -> dict[str, Any]:
@@ -246,22 +246,21 @@ def _render(found: JobTuning, store: TuningStore, console: Console) -> None:
         others = sorted((r for r in entry.records if r is not best), key=lambda record: record.latency_ns)
         said = "  ".join(f"{record.key.backend} {format_ns(record.latency_ns)}" for record in others)
         table.add_row(describe(entry.asked), best.key.backend, best.config or "–", format_ns(best.latency_ns), said or "–")
-    console.print(table, markup=False)
+    console.print(table)
     failed = [
         (name, why) for entry in found.requests if entry.best is None for name, said in entry.refusals.items() for why in said
     ]
     if failed:
         console.print("\nWhy none:")
         for name, why in dict.fromkeys(failed):
-            console.print(f"{name}: {why}", markup=False, soft_wrap=True)
+            console.print(f"{name}: {why}", soft_wrap=True)
         console.print(
             "a failure is kept for the backend's version; when it is repaired, raise the version of its package or tune into "
             "another file (-o)\n",
-            markup=False,
             soft_wrap=True,
         )
     count = sum(len(entry.records) for entry in found.requests)
     again = f", {found.reused} of them known already" if found.reused else ""
     where = f"wrote {store.path}" if store.added else f"nothing was added to {store.path}"
     kernels = _counted(len(found.requests), "kernel")
-    console.print(f"{_counted(count, 'search', 'es')} for {kernels} in {found.seconds:.1f} s{again}; {where}", markup=False)
+    console.print(f"{_counted(count, 'search', 'es')} for {kernels} in {found.seconds:.1f} s{again}; {where}")

@@ -187,7 +187,8 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     budget = f", memory budget {format_bytes(outcome.budget_bytes)}" if outcome.budget_bytes else ""
     console.print(
         f"[bold]{outcome.model}[/] on {outcome.data}: {outcome.steps} steps with each method.  The weak worker has "
-        f"{outcome.weakness}; its float32 step takes {outcome.step_ratio:.2f} times the strong one's{budget}."
+        f"{outcome.weakness}; its float32 step takes {outcome.step_ratio:.2f} times the strong one's{budget}.",
+        markup=True,
     )
     table = Table(
         title=None,
@@ -213,7 +214,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
             f"{row.evaluation.accuracy:.1%}" if row.evaluation else "",
             format_bytes(row.peak_bytes) + over,
         )
-    console.print(table)
+    console.print(table, markup=True)
     for sentence in (*outcome.notes, *conclusions(outcome)):
         console.print(sentence)
     if outcome.stored:
@@ -221,7 +222,10 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def _print_stored(console: Console, stored: Stored) -> None:
-    console.print(f"\nWhat a plan saves in time where low precision is fast: [bold]replayed, not measured here[/]: {stored.what}.")
+    console.print(
+        f"\nWhat a plan saves in time where low precision is fast: [bold]replayed, not measured here[/]: {stored.what}.",
+        markup=True,
+    )
     table = Table("method", "iteration, predicted", "weak GPUs' operators", "gradient error (Σ Ω)", "weak GPU's peak, predicted")
     for row in stored.rows:
         time, peak = f"{row.predicted_ns / 1e6:.1f} ms", format_bytes(row.peak_bytes)

@@ -20,6 +20,7 @@ from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSync
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
+from qsync_core.printable import printable
 from qsync_torch.distributed.bounded_store import collective_timeout, rank_timeout_s
 from qsync_torch.distributed.exchange import Exchange, Members, Report, beside, by_value, grace_s, rank_list, store_has_gone
 from qsync_torch.distributed.meeting import store_of_environment
@@ -263,7 +264,9 @@ def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> It
             found = None if done.wait(grace_s(rank_timeout_s())) else (store_has_gone(what, error), {})
         if found is not None:
             missing, reports = found
-            print(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}", file=sys.stderr, flush=True)
+            print(
+                printable(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}"), file=sys.stderr, flush=True
+            )
             os._exit(1)
 
     with beside("qsync-watch", watch):

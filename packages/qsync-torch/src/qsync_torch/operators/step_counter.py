@@ -29,6 +29,9 @@ DEVICE_KINDS = frozenset({"cuda"})
 STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
 
+LARGEST_STEP = (1 << 30) - 1
+"""To go on from: the count has 64 bits, and as many steps are left."""
+
 
 class Position(NamedTuple):
     """A forward's place in the sequence of random numbers: the offset of its own."""

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import attrs
-import click
 import torch.distributed as dist
 
-from qsync_core.cli.output import progress_lines
+from qsync_core.cli.output import open_console, progress_lines, say
 from qsync_core.progress import ProgressCallback
 from qsync_torch.distributed.bounded_store import BoundedStore
 from qsync_torch.distributed.exchange import Members
@@ -39,7 +38,7 @@ class Board:
     _notes: int = 0
     _told: float = float("-inf")
     _show: Show | None = None
-    _say: Callable[[str], None] = lambda text: click.echo(f"note: {text}", err=True)
+    _say: Callable[[str], None] = lambda text: say(f"note: {text}")
 
     @property
     def rank(self) -> int:
@@ -138,19 +137,19 @@ def _display(ranks: Sequence[int]) -> Iterator[tuple[Show, Callable[[str], None]
             lines = {rank: open_lines.enter_context(progress_lines()) for rank in ranks}
             yield lambda rank, done, total, what: lines[rank](done, total, what), _print_note
         return
-    from rich.console import Console
-    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    console = Console(stderr=True)
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bars:
+    console = open_console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), console=console, transient=True
+    ) as bars:
         tasks = {rank: bars.add_task(f"rank {rank}", total=None) for rank in ranks}
 
         def show(rank: int, done: int, total: int, what: str) -> None:
-            bars.update(tasks[rank], completed=done, total=total, description=escape(what))
+            bars.update(tasks[rank], completed=done, total=total, description=what)
 
-        yield show, lambda text: console.print(f"note: {text}", markup=False, soft_wrap=True)
+        yield show, lambda text: console.print(f"note: {text}", soft_wrap=True)
 
 
 def _print_note(text: str) -> None:
-    click.echo(f"note: {text}", err=True)
+    say(f"note: {text}")

@@ -350,7 +350,7 @@ def least_time_plan(
     answers, omega = least_omega(shortest)
     if omega_limit is not None and omega > most:
         answers, omega = least_omega(ANY_TIME_NS)
-        high = max(shortest, *(entry.plan.period_ns for entry in answers.values()))
+        high = max((shortest, *(entry.plan.period_ns for entry in answers.values())))
         if omega > most:
             raise InfeasibleError(
                 f"no precision plan within the memory budgets has a Σ Ω of at most {omega_limit:g}; the least is "
