@@ -14,8 +14,9 @@ from planning_cases import random_case
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator import BatchProfile, allocate
-from qsync_planner.allocator.dynamic_batch import BatchScaling, balance
+from qsync_planner.allocator.dynamic_batch import BatchScaling, balance, replay_batches
 from qsync_planner.allocator.problem import build_problem
+from qsync_planner.replayer.replay import Replayer
 
 
 @given(
@@ -137,3 +138,33 @@ def test_second_profiles_that_do_not_go_with_the_first_are_refused() -> None:
         allocate(*case.arguments, batch_profiles={"infer0": BatchProfile(8, attrs.evolve(profile, cost_index=fewer))})
     with pytest.raises(PlanError, match="a second profile was given for group 'nobody', but the cluster has train0, infer0"):
         allocate(*case.arguments, batch_profiles={"nobody": BatchProfile(8, profile)})
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+@pytest.mark.parametrize("seed", range(4))
+def test_no_split_of_the_batch_is_faster(seed: int, kind: DeviceKind) -> None:
+    """Also where the CPU binds part of the step, so that its time is not in proportion to what is computed."""
+    case = random_case(seed, kind=kind, infer_groups=1 + seed % 2)
+    slow = {name: 1 + 40 * number for number, name in enumerate(case.profiles)}
+    profiles = {name: with_dispatch(profile, slow[name]) for name, profile in case.profiles.items()}
+    counts = {group.name: group.count for group in case.cluster.groups}
+    total = 4 * sum(counts.values())
+    replayer = Replayer(case.dag, case.cluster, profiles)
+    best = min(
+        replay_batches(replayer, {}, local, {})[1].iteration_ns
+        for sizes in itertools.product(range(1, total), repeat=len(counts))
+        for local in [dict(zip(counts, sizes, strict=True))]
+        if sum(counts[name] * batch for name, batch in local.items()) == total
+    )
+    plan = allocate(case.dag, case.cluster, profiles, None, solver="dynamic-batch")
+    assert plan.predicted_iteration_ns <= best * 1.001
+
+
+def with_dispatch(profile: Profile, factor: int) -> Profile:
+    costs = tuple(
+        attrs.evolve(
+            cost, forward_dispatch_ns=factor * cost.forward_dispatch_ns, backward_dispatch_ns=factor * cost.backward_dispatch_ns
+        )
+        for cost in profile.costs
+    )
+    return attrs.evolve(profile, costs=costs)

@@ -13,7 +13,9 @@ from planning_cases import FULL, Case, leanest, random_case, random_costs
 
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.plan import Role, Verdict
-from qsync_core.ir.profile import DeviceKind, Profile
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType, Profile
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.communication import ways_to_communicate
 from qsync_planner.allocator.dynamic_batch import replay_batches
@@ -261,3 +263,28 @@ def test_groups_without_a_link_of_their_own_communicate_as_with_those_left_out()
     among_themselves = attrs.evolve(cluster, groups=groups[:1], links=(attrs.evolve(slow, between=(train.name, train.name)),))
     period = Replayer(case.dag, among_themselves, {train.name: profiles[train.name]}).replay({}).iteration_ns
     assert verdict.training_only_ns == period
+
+
+@pytest.mark.parametrize(
+    "device, software, base, said",
+    [
+        ("A100", {"float32_matmul": "highest", "cudnn_tf32": "True"}, Precision.FLOAT32, "without TF32"),
+        ("A100", {"float32_matmul": "high", "cudnn_tf32": "False"}, Precision.FLOAT32, "without TF32"),
+        ("A100", {"float32_matmul": "high", "cudnn_tf32": "True"}, Precision.FLOAT32, "float32 without autocast, and gains"),
+        ("V100", {"float32_matmul": "highest"}, Precision.FLOAT32, "float32 without autocast, and gains"),
+        ("A100", {"float32_matmul": "highest"}, Precision.BFLOAT16, ""),
+    ],
+)
+def test_a_baseline_that_is_slower_than_what_people_train_with_is_told(
+    device: str, software: dict[str, str], base: Precision, said: str
+) -> None:
+    case = random_case(0, kind=DeviceKind.CUDA)
+    rung = Variant.plain(base)
+    groups = tuple(attrs.evolve(group, base=base, ladder=(rung,), device=device) for group in case.cluster.groups)
+    kind = DeviceType(device, DeviceKind.CUDA)
+    profiles = {name: attrs.evolve(profile, software=software, device=kind) for name, profile in case.profiles.items()}
+    notes = allocate(case.dag, attrs.evolve(case.cluster, groups=groups), profiles, case.sensitivity).notes
+    told = [note for note in notes if note.startswith("the baseline is slower than what people train with")]
+    assert len(told) == bool(said)
+    assert all(said in note for note in told)
+    assert not any("slower than what people" in note for note in allocate(*random_case(0, kind=DeviceKind.CPU).arguments).notes)

@@ -80,7 +80,7 @@ def test_diff_names_changed_inputs_and_groups() -> None:
     assert diff_plans(one, other)["inputs_changed"] == ["cluster"]
     train = one.groups[0].group
     kept = {name: {train: getattr(one, name)[train]} for name in ("local_batches", "software", "memory")}
-    smaller = attrs.evolve(one, groups=one.groups[:1], recommended_groups=(), **kept)
+    smaller = attrs.evolve(one, groups=one.groups[:1], recommended_groups=(), recommended_way=None, **kept)
     assert diff_plans(one, smaller)["groups_removed"] == ["infer0"]
     assert diff_plans(smaller, one)["groups_added"] == ["infer0"]
 

@@ -36,7 +36,7 @@ from qsync_planner.allocator.free_batch import fastest_batches, free_batches
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.jobs import Jobs
-from qsync_planner.allocator.notes import baseline_notes, contention_notes, uniform_notes, waiting_notes
+from qsync_planner.allocator.notes import baseline_notes, contention_notes, slow_base_notes, uniform_notes, waiting_notes
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
 from qsync_planner.allocator.verdict import error_notes, judge
@@ -129,7 +129,10 @@ def allocate(
     full = _under_the_best(Solution.of(state), ways, {})
     if solver != "dynamic-batch":
         check_training_memory(problem, full)
-    balanced = balance_batches(problem, ways, full, batch_profiles or {})
+    choices = GroupChoices(problem, Jobs(ways, {}), batch_profiles or {})
+    fastest = FastestJobs(choices)
+    alone = fastest.find(choices.jobs.names, lower=False, uneven=True)
+    balanced = balance_batches(problem, ways, full, batch_profiles or {}, None if alone is None else alone.local_batches)
     solution = None
     if solver == "full":
         solution = solve_full(problem, full)
@@ -200,10 +203,10 @@ def allocate(
             rungs = {name: start.rungs for name, start in starts.items()}
             freed = free_batches(problem, ways, solution, balanced, rungs, limit_ns, batch_profiles or {}, solve_at)
             rated, solution = freed.problem, freed.solution
-    known = fastest_rungs(problem, programs, {name: start.rungs for name, start in starts.items()})
-    for name, found in solution.rungs.items():
-        known.setdefault(name, []).append(found)
-    fastest = FastestJobs(GroupChoices(problem, Jobs(ways, problem.variants(solution.rungs)), batch_profiles or {}, known))
+    choices.add_ladders()
+    for known in (fastest_rungs(problem, programs, {name: start.rungs for name, start in starts.items()}), solution.rungs):
+        for name, found in known.items():
+            choices.add(name, found)
     if batch == "free" and objective == "time":
         freed = fastest_batches(problem, ways, solution, fastest, omega_limit, batch_profiles or {}, search_fastest)
         rated, solution = freed.problem, freed.solution
@@ -216,7 +219,7 @@ def allocate(
     notes = (*solution.notes, *baseline_notes(problem, solver, full, balanced.does_not_fit), *uniform_notes(problem, starts))
     peaks = {name: predicted.peak_bytes for name, predicted in solution.prediction.groups.items()}
     notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem, peaks))
-    notes = (*notes, *contention_notes(problem, communication))
+    notes = (*notes, *contention_notes(problem, communication), *slow_base_notes(dag, cluster, profiles))
     omega = rated.objective(solution.rungs)
     return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described, fastest)
 
@@ -387,7 +390,7 @@ def _plan(
     local_batches = dict(solution.local_batches) or {group.name: dag.batch_size for group in cluster.groups}
     training = [group.name for group in cluster.groups if group.role is Role.TRAIN]
     notes = (*notes, *error_notes(sensitivity, groups))
-    judged = judge(fastest, solution.way, period, local_batches)
+    judged = judge(attrs.evolve(fastest.jobs, variants=variants, known={}), fastest, solution.way, period, local_batches)
     scaling = any(group.needs_loss_scaling for group in groups)
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")

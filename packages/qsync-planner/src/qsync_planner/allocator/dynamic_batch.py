@@ -44,34 +44,35 @@ class Balanced:
     does_not_fit: str
 
 
-def balance_batches(problem: Problem, ways: Ways, full: Solution, further: Mapping[str, BatchProfile]) -> Balanced:
-    """Balance the local batches of all groups and predict the job with them.
+def balance_batches(
+    problem: Problem, ways: Ways, full: Solution, further: Mapping[str, BatchProfile], batches: Mapping[str, int] | None
+) -> Balanced:
+    """Predict the job with the local batches that are the fastest at base precision.
 
     Args:
         ways: to communicate, of which the job takes the fastest; the first one's replayer is in the state of the base precision.
         full: the solution at base precision and equal batches.
         further: per group a second profile, at another batch size.
+        batches: these; None where the memory takes none: batches are balanced without regard to it then, for comparison.
 
     Raises:
         PlanError: when a second profile does not go with the first.
     """
     dag, groups, replayer = problem.dag, problem.cluster.groups, ways.at(ways.settings[0])
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
-    memory = {g.name: replayer.memory(g.name) for g in groups}
-    counts = [group.count for group in groups]
-    traced = max(1, dag.batch_size)
-    total = traced * sum(counts)
-    unlimited = [(total - sum(counts)) // count + 1 for count in counts]
-    limited = [largest_batch(memory[g.name], g.memory_bytes, most) for g, most in zip(groups, unlimited, strict=True)]
-    times = [scalings[group.name].busy_ns for group in groups]
-    batches = balance(counts, total, limited, times, traced)
-    does_not_fit = ""
-    if batches is None:
-        most = ", ".join(f"{group.name} takes at most {limit}" for group, limit in zip(groups, limited, strict=True))
+    traced, does_not_fit = max(1, dag.batch_size), ""
+    local = None if batches is None else dict(batches)
+    if local is None:
+        counts = [group.count for group in groups]
+        total = traced * sum(counts)
+        unlimited = [(total - sum(counts)) // count + 1 for count in counts]
+        memory = [replayer.memory(group.name) for group in groups]
+        limits = [largest_batch(own, g.memory_bytes, most) for own, g, most in zip(memory, groups, unlimited, strict=True)]
+        most = ", ".join(f"{group.name} takes at most {limit}" for group, limit in zip(groups, limits, strict=True))
         does_not_fit = f"the global batch of {total} does not fit the groups' memory ({most} per rank)"
-        batches = balance(counts, total, unlimited, times, traced)
-        assert batches is not None, "equal batches always add up to the global batch"
-    local = {group.name: batch for group, batch in zip(groups, batches, strict=True)}
+        found = balance(counts, total, unlimited, [scalings[group.name].busy_ns for group in groups], traced)
+        assert found is not None, "equal batches always add up to the global batch"
+        local = {group.name: batch for group, batch in zip(groups, found, strict=True)}
     ways = ways.with_profiles(scaled_profiles(problem, scalings, local, further))
     periods = ways.periods_ns({})
     way = fastest(periods)

@@ -25,7 +25,7 @@ from qsync_planner.allocator.jobs import JobOfGroups, Jobs
 from qsync_planner.allocator.problem import Problem
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.memory import MemoryEstimate
-from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.replay import Replayer, base_rung
 from qsync_planner.replayer.step_timing import Condensed, StepTiming
 
 WORTH_IT = 1.005
@@ -63,25 +63,28 @@ class GroupChoices:
         problem: whose groups these are.
         jobs: of its groups.
         further: per group a second profile, at another batch size.
-        known: rungs that are tried beside those of the ladder, by inference group.
+
+    At first that is the base precision alone; others are added.
     """
 
-    def __init__(
-        self, problem: Problem, jobs: Jobs, further: Mapping[str, BatchProfile], known: Mapping[str, Sequence[Rungs]]
-    ) -> None:
+    def __init__(self, problem: Problem, jobs: Jobs, further: Mapping[str, BatchProfile]) -> None:
         self.problem, self.jobs = problem, jobs
         self.traced = max(1, problem.dag.batch_size)
         groups = problem.cluster.groups
         self.scalings = {group.name: BatchScaling(problem, group, 0, further.get(group.name)) for group in groups}
+        self._made: dict[tuple[object, ...], Choice] = {}
         self._base = {group.name: self._choice(group.name, ()) for group in groups}
         self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}
         self._work: dict[tuple[int, int], Condensed] = {}
         self._scaled: dict[tuple[object, ...], tuple[str, Replayer]] = {}
         shapes = [jobs.ways.at(way).shape(groups[0].name) for way in jobs.ways.settings]
         self._cuts = {cut for shape in shapes for cut in shape.cuts}
-        for group in problem.groups:
-            for rungs in (*(group.uniform(index) for index in range(len(group.group.ladder))), *known.get(group.name, ())):
-                self.add(group.name, rungs)
+
+    def add_ladders(self) -> None:
+        """Every inference group at each rung of its ladder."""
+        for group in self.problem.groups:
+            for index in range(len(group.group.ladder)):
+                self.add(group.name, group.uniform(index))
 
     def rungs(self, group: str, variants: Variants) -> Rungs:
         """The rungs of an inference group's choice of these variants."""
@@ -97,12 +100,17 @@ class GroupChoices:
 
     def _choice(self, group: str, rungs: Rungs) -> Choice:
         replayer, decided = self.jobs.whole, self.problem.by_name.get(group)
-        if decided is None:
-            variants: Variants = replayer.base_variants(group)
-        else:
-            rungs = rungs or tuple(unit.top for unit in decided.units)
-            variants = decided.variants(rungs)
-        return Choice(variants, rungs, replayer.memory(group, variants))
+        if decided is not None and not rungs:
+            rungs = tuple(unit.top for unit in decided.units)
+        key = (*self._kind(self.problem.cluster.group(group)), rungs)
+        if key not in self._made:
+            variants: Variants = replayer.base_variants(group) if decided is None else decided.variants(rungs)
+            self._made[key] = Choice(variants, rungs, replayer.memory(group, variants))
+        return self._made[key]
+
+    def _kind(self, group: DeviceGroup) -> tuple[object, ...]:
+        """What the costs of a group's choices depend on; groups of one device type share them."""
+        return id(self.jobs.whole.profiles[group.name]), group.base, group.ladder
 
     def of(self, group: str, *, lower: bool, uneven: bool) -> list[Choice]:
         """The choices of a group, the base precision first; such as keep every batch where ``uneven``."""
@@ -118,19 +126,23 @@ class GroupChoices:
         key = (id(choice), batch)
         if key not in self._work:
             whole = self.jobs.whole
-            name, replayer = (group, whole) if batch == self.traced else self._at(whole.cluster.group(group), batch)
+            entry = whole.cluster.group(group)
+            lowers = choice is not self._base[group]
+            name, replayer = (group, whole) if batch == self.traced else self._at(entry, batch, lowers=lowers)
             self._work[key] = Condensed.of(replayer.mapper(name, choice.variants), self._cuts)
         return self._work[key]
 
-    def _at(self, group: DeviceGroup, batch: int) -> tuple[str, Replayer]:
-        """A replayer of one rank with another batch, and its group's name there; groups of one device type share it."""
-        key = (id(self.jobs.whole.profiles[group.name]), group.base, group.ladder, batch)
+    def _at(self, group: DeviceGroup, batch: int, *, lowers: bool) -> tuple[str, Replayer]:
+        """A replayer of one rank with another batch, for what its operators cost, and its group's name there."""
+        key = (*self._kind(group), batch, lowers)
         if key not in self._scaled:
             profile = self.scalings[group.name].profile_at(batch)
-            # Times alone are asked for, and bringing memory to measured peaks takes as long as all else.
-            profile = attrs.evolve(profile, steps=tuple(attrs.evolve(step, peak_bytes=0) for step in profile.steps))
+            # Bringing memory to measured peaks, and other rungs to their steps, takes long, and is not asked for.
+            base = base_rung(group)
+            steps = [attrs.evolve(step, peak_bytes=0) for step in profile.steps if lowers or step.variant == base]
             one = attrs.evolve(self.jobs.whole.cluster, groups=(attrs.evolve(group, count=1),), links=())
-            self._scaled[key] = group.name, Replayer(self.problem.dag, one, {group.name: profile})
+            scaled = attrs.evolve(profile, steps=tuple(steps))
+            self._scaled[key] = group.name, Replayer(self.problem.dag, one, {group.name: scaled})
         return self._scaled[key]
 
 
@@ -285,7 +297,7 @@ def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced:
             return batches
 
 
-def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Rungs]) -> dict[str, list[Rungs]]:
+def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Rungs]) -> dict[str, Rungs]:
     """By inference group the rungs of the shortest period that were found by its program; none where none says.
 
     Args:
@@ -293,12 +305,12 @@ def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Run
         programs: of its groups.
         starts: rungs that keep the memory budgets, by group.
     """
-    found: dict[str, list[Rungs]] = {}
+    found: dict[str, Rungs] = {}
     for group in problem.groups if is_installed() else ():
         try:
             best = least(programs.of(group), Quantity.TIME, budget_bytes=group.group.memory_bytes, start=starts[group.name])
         except NO_PROGRAM:
             continue
         if best is not None:
-            found[group.name] = [best.rungs]
+            found[group.name] = best.rungs
     return found

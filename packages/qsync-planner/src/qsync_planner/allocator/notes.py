@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from qsync_core.devices import find_chip
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import EXPECTED, UniformStart
 from qsync_planner.allocator.problem import Problem
 from qsync_planner.allocator.solution import Solution
+
+_TF32_SINCE = (8, 0)
+"""Compute capability."""
 
 
 def waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:
@@ -62,3 +68,35 @@ def contention_notes(problem: Problem, communication: CollectiveCosts | None) ->
         "what all-reduces take from compute was not measured, so the time limit may be missed (by 3 to 9% where all ranks finish "
         "together): run 'qsync communicate' on all ranks, and plan with --communication"
     ]
+
+
+def slow_base_notes(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> list[str]:
+    """That jobs on these GPUs are mostly trained faster than their base precision: under autocast, or with TF32.
+
+    Gains over such a baseline are not gains over what people train with.
+    """
+    plain = [
+        group
+        for group in cluster.groups
+        if group.base is Precision.FLOAT32 and not profiles[group.name].device.is_synchronous and dag.base is Precision.FLOAT32
+    ]
+    if not plain:
+        return []
+    without = [group.name for group in plain if _may_have_tf32(group.device) and _lacks_tf32(profiles[group.name])]
+    tf32 = f", on {' and '.join(without)} even without TF32" if without else ""
+    help_ = ' (with TF32 alone: torch.set_float32_matmul_precision("high"))' if without else ""
+    return [
+        f"the baseline is slower than what people train with: the job runs in float32 without autocast{tf32}, and gains are over "
+        f"that; trace and profile it as you would train it, for example under autocast{help_}"
+    ]
+
+
+def _may_have_tf32(device: str) -> bool:
+    """Whether a device's generation has TF32 (Ampere and later); one that is not known counts as one that has."""
+    chip = find_chip(device)
+    return chip is None or not chip.compute_capability or tuple(map(int, chip.compute_capability.split("."))) >= _TF32_SINCE
+
+
+def _lacks_tf32(profile: Profile) -> bool:
+    """Whether products or convolutions were measured with TF32 off; one of a version that did not say counts as on."""
+    return profile.software.get("float32_matmul", "high") == "highest" or profile.software.get("cudnn_tf32", "True") == "False"

@@ -95,6 +95,7 @@ class Judged:
 
 
 def judge(
+    jobs: Jobs,
     fastest: FastestJobs,
     chosen: CommunicationSettings,
     hybrid_ns: int,
@@ -103,7 +104,7 @@ def judge(
     """Compare the whole job under the plan with every other way to run it, each under its best way to communicate.
 
     Args:
-        fastest: jobs of the plan's groups.
+        jobs: of the plan's groups, under the plan; fastest: under other ones.
         chosen: how the whole job communicates under the plan.
         hybrid_ns: the plan's predicted period.
         local_batches: by group, where they differ from the traced batch size.
@@ -111,7 +112,6 @@ def judge(
     Returns:
         None where there is no training group, or no other one.
     """
-    jobs = fastest.jobs
     if not jobs.training or len(jobs.names) < 2:
         return None
     cluster, traced = jobs.whole.cluster, jobs.whole.dag.batch_size
@@ -144,8 +144,9 @@ def _sets(
 
 
 def _others(fastest: FastestJobs, some: Sequence[JobOfGroups]) -> Iterator[Way]:
-    """Every way that is not the plan's, of all groups and of those sets."""
-    for names in (fastest.jobs.names, *(job.groups for job in some)):
+    """Every way that is not the plan's, of all groups and of those sets; of very many groups, of all and of the best ones alone."""
+    names_of = [job.groups for job in some]
+    for names in (fastest.jobs.names, *(names_of if len(fastest.jobs.names) <= MAX_SUBSET_GROUPS else names_of[:1])):
         for means in (Means.PLAIN, Means.UNEVEN, Means.LOWERED, Means.BOTH):
             lower, uneven = means in (Means.LOWERED, Means.BOTH), means in (Means.UNEVEN, Means.BOTH)
             job = fastest.find(names, lower=lower, uneven=uneven)

@@ -18,6 +18,7 @@ from qsync_core.ir.timeline import Timeline
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.allocator.communication import Ways
 from qsync_planner.allocator.jobs import Jobs
+from qsync_planner.allocator.verdict import Means
 from qsync_planner.matching import under_base
 from qsync_planner.replayer.chains import Chosen
 from qsync_planner.replayer.replay import Replayer, group_variants
@@ -78,8 +79,9 @@ class WayToRun:
 
 
 def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
-    """The best groups alone, full precision everywhere, uniform precision and the plan; and the plan as it was measured.
+    """The best groups alone, full precision everywhere, uniform precision, the plan, and what its verdict recommends instead.
 
+    Last is the plan as it was measured.
     Without an inference group nothing is lowered in any way.
     """
     found = _alone(job)
@@ -88,6 +90,7 @@ def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
         found += _baseline(job, "uniform", "uniform low precision")
     samples = sum(group.count * job.batch(group.name) for group in job.cluster.groups)
     found.append(_planned(job, samples))
+    found += _recommended(job)
     if measured is not None:
         found.append(_of(measured, "QSync, measured", samples))
     return found
@@ -110,6 +113,17 @@ def _planned(job: Job, samples: int) -> WayToRun:
         for group in job.plan.groups
     }
     return WayToRun("QSync", period, samples, parts, note="batches differ between groups, so phases are not told apart")
+
+
+def _recommended(job: Job) -> list[WayToRun]:
+    """The way that the plan's verdict recommends, where that is another plan than this one; none where nothing need be planned."""
+    best = job.plan.recommended_way
+    if best is None or best.options in ("", Means.PLAIN.options):
+        return []
+    parts = {name: StepParts(best.iteration_ns, 0, 0, 0, 0) for name in best.groups}
+    samples = sum(job.cluster.group(name).count * batch for name, batch in best.local_batches.items())
+    note = "predicted as a whole, so phases are not told apart"
+    return [WayToRun(f"qsync plan … {best.options}", best.iteration_ns, samples, parts, note=note)]
 
 
 def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
