@@ -1,5 +1,6 @@
 """Fused chains in a profile: which ways to run are measured, what is kept, and that plans can be made of it."""
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def test_it_can_be_stored_and_nothing_else_differs(job, dag, found):
     assert artifact.from_bytes(artifact.to_bytes(found), Profile) == found
     without = profile(job, dag, ladder=LADDER, **EFFORTS)
     assert without.chains == ()
-    assert b"chains" not in artifact.to_bytes(without)
+    assert b"chains" not in artifact.to_bytes(attrs.evolve(without, check=None))  # which a later version added
     assert without.cost_index == found.cost_index
 
 
