@@ -138,7 +138,7 @@ def run_loss(job: Job, batch: Batch) -> RunLoss:
     reached = _leaves_behind(loss)
     order: list[str] = []
     handles = [
-        parameter.register_hook(lambda gradient, name=name: order.append(name))  # type: ignore[misc]
+        parameter.register_hook(lambda gradient, name=name: order.append(name))
         for parameter, name in parameters.items()
         if parameter in reached
     ]
