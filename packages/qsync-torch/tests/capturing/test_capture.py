@@ -558,7 +558,7 @@ def test_lists_with_an_entry_for_each_sample_are_refused(given, said):
 
     model = Detector()
     with pytest.raises(JobError, match=said + ".* along dimension 0 of tensors: pad the entries in collate_fn and stack them, "):
-        capture(model, torch.optim.SGD(model.parameters(), 0.1), None, [given])
+        qsync.capture(model, torch.optim.SGD(model.parameters(), 0.1), None, [given])
 
 
 def test_lists_of_inputs_that_hold_all_samples_are_cut():
@@ -572,5 +572,5 @@ def test_lists_of_inputs_that_hold_all_samples_are_cut():
 
     model = Scales()
     given = ([torch.randn(4, 8), torch.randn(4, 8)], torch.randn(4))
-    job = capture(model, torch.optim.SGD(model.parameters(), 0.1), None, [given])
+    job = qsync.capture(model, torch.optim.SGD(model.parameters(), 0.1), None, [given])
     assert [tuple(x.shape) for x in job.batch(0, 2).tensors] == [(2, 8), (2, 8), (2,)]

@@ -225,6 +225,33 @@ def test_what_is_no_loss_is_refused(loss, said):
         trace(job_of(loss))
 
 
+def line_of(marker: str) -> int:
+    with open(__file__) as file:
+        return next(number for number, text in enumerate(file, 1) if text.endswith(f"# {marker}\n"))
+
+
+def test_a_loss_that_differentiates_its_outputs_is_refused_with_what_to_do():
+    inputs = torch.randn(6, 16, requires_grad=True)
+
+    def penalty(output: Any, target: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(output["left"].sum(), inputs, create_graph=True)  # slope
+        return masked(output, target) + slope.square().sum()
+
+    job = attrs.evolve(job_of(penalty), batch=lambda step, size: Batch((inputs,), target=torch.arange(6)))
+    line = line_of("slope")
+    said = rf"^the loss of heads differentiates the model's outputs because of .*:{line} .*: do that in the model's forward"
+    with pytest.raises(TraceError, match=said):
+        trace(job)
+
+
+def test_a_jobs_own_loss_that_fails_is_named():
+    def wrong(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return output["left"][target != 3][:, :3] @ output["right"]  # wrong shapes
+
+    with pytest.raises(TraceError, match=rf"^the loss of heads fails because of .*:{line_of('wrong shapes')} .*RuntimeError: mat1"):
+        trace(job_of(wrong))
+
+
 def test_kinds_are_those_of_every_path():
     def both(output: Any, target: torch.Tensor) -> torch.Tensor:
         return masked(output, target) + F.cross_entropy(output["right"], target % 4)

@@ -15,8 +15,9 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from qsync_core.errors import TraceError
+from qsync_core.errors import QSyncError, TraceError
 from qsync_core.ir.dag import Operator
+from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, autocast
 
 LOSS_SCOPE = "$loss"
@@ -36,6 +37,7 @@ _KIND_OF_NODE = {
     "MultilabelMarginLossBackward": "multilabel_margin",
 }
 """Autograd's name of a loss function that is one operator, and the kind that a PrecisionDag stores."""
+_DIFFERENTIATES = ("appears to not have been used in the graph", "does not require grad and does not have a grad_fn")
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 """As ATen numbers them."""
 
@@ -98,8 +100,9 @@ def run_loss(job: Job, batch: Batch) -> RunLoss:
     """Run the job's loss on the outputs of one forward pass and differentiate it by them.
 
     Raises:
-        JobError: when the loss fails, naming its line.
-        TraceError: when it returns something else than one scalar tensor.
+        JobError: when a script's loss fails, naming its line.
+        TraceError: when another loss or the forward pass fails, naming the line; when the loss differentiates the model's outputs;
+            when it returns something else than one scalar tensor.
     """
     given: list[torch.Tensor] = []
 
@@ -107,17 +110,35 @@ def run_loss(job: Job, batch: Batch) -> RunLoss:
         given.append(tensor.detach().requires_grad_())
         return given[-1].clone()  # a loss may write into it, which no leaf permits
 
-    output = map_tensors(outputs_of(job, job.model, batch), detached)
+    try:
+        output = map_tensors(outputs_of(job, job.model, batch), detached)
+    except Exception as error:
+        raise TraceError(
+            f"the loss of {job.name} reads values, so that it is run on outputs of a forward pass without autograd, which fails"
+            f"{place_of(error)} ({first_line(error)}); see that the model runs under torch.no_grad()"
+        ) from error
     parameters = {parameter: name for name, parameter in job.model.named_parameters() if parameter.requires_grad}
     with _same_random_state(batch.tensors[0].device if batch.tensors else torch.device("cpu")), torch.enable_grad():
-        loss = job.loss(output, batch)
+        try:
+            loss = job.loss(output, batch)
+        except Exception as error:
+            if any(sign in str(error) for sign in _DIFFERENTIATES):
+                raise TraceError(
+                    f"the loss of {job.name} differentiates the model's outputs{place_of(error)}, and is run on outputs of "
+                    "its own, because it reads values: do that in the model's forward and return the derivative with the outputs"
+                ) from error
+            if isinstance(error, QSyncError):
+                raise
+            raise TraceError(
+                f"the loss of {job.name} fails{place_of(error)} ({first_line(error)}); see that it runs on what the model returns"
+            ) from error
     check_scalar(job.name, [loss])
     if not loss.requires_grad:
         return RunLoss((), (), "custom", "mean")
     reached = _leaves_behind(loss)
     order: list[str] = []
     handles = [
-        parameter.register_hook(lambda gradient, name=name: order.append(name))  # type: ignore[misc]
+        parameter.register_hook(lambda gradient, name=name: order.append(name))
         for parameter, name in parameters.items()
         if parameter in reached
     ]
