@@ -209,6 +209,17 @@ def test_profiles_that_say_nothing_of_their_kernels_are_stored_as_before() -> No
         KernelCheck(-1)
 
 
+def test_graphs_without_views_are_stored_as_before() -> None:
+    dag = attrs.evolve(examples(layers=1)[PrecisionDag], base=Precision.FLOAT32, batch_axes={})
+    reader = next(operator for operator in dag.operators if len(operator.inputs) == 1)
+    seeing = attrs.evolve(dag, operators=tuple(attrs.evolve(o, views=(1,)) if o is reader else o for o in dag.operators))
+    assert [version_of(d) for d in (dag, seeing)] == [1, 3]
+    assert artifact.from_bytes(artifact.to_bytes(seeing), PrecisionDag) == seeing
+    for wrong in ((1, 1), (-1,)):
+        with pytest.raises(ValueError, match=rf"{reader.op_id}: views .* must be a number from 0 for each of its 1 inputs"):
+            attrs.evolve(reader, views=wrong)
+
+
 def test_costs_without_transfer_shares_are_stored_as_before() -> None:
     costs = examples(layers=1)[CollectiveCosts]
     first, *others = costs.measured

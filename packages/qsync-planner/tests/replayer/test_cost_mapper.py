@@ -94,6 +94,18 @@ def test_consumers_of_one_tensor_share_a_cast_charged_to_the_first() -> None:
     }
 
 
+@pytest.mark.parametrize("views", [((0,), (0,)), ((0,), (1,))])
+def test_different_views_of_one_tensor_are_cast_apart(views: tuple[tuple[int], tuple[int]]) -> None:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    g.loss(g.join("add", "add", [g.linear("l1", x, 16), g.linear("l2", x, 16)]))
+    read = dict(zip(("l1", "l2"), views, strict=True))
+    operators = tuple(attrs.evolve(o, views=read.get(o.op_id.fqn, ())) for o in g.build().operators)
+    found = charges(mapper(attrs.evolve(g.build(), operators=operators), {op("l1"): BF16, op("l2"): BF16}))
+    own = ("input", FLOAT32, BFLOAT16, 32)
+    assert [own in found[name] for name in ("l1", "l2")] == [True, views[0] != views[1]]
+
+
 def test_the_shared_cast_moves_on_when_its_first_consumer_no_longer_needs_it() -> None:
     built = query_key_value(dict.fromkeys("qkv", BF16))
     built.update({op("q"): FP32})
