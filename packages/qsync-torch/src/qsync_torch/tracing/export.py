@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, TraceError
 from qsync_torch.failures import first_line, place_in, place_of
+from qsync_torch.distributed.alone import Alone
 from qsync_torch.job import Batch, Job
 
 MODEL_PREFIX = "model"
@@ -75,7 +76,7 @@ def export_step(job: Job, batch: Batch) -> ExportedStep:
         TraceError: naming the line of the model that cannot be exported, and what to do about it.
     """
     device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
-    with _training(job.model), quiet_torch(), torch.autocast(device, enabled=False), _as_in_training(), _CertainChoices():
+    with _training(job.model), quiet_torch(), torch.autocast(device, enabled=False), _as_in_training(), _CertainChoices(), Alone():
         try:
             program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
         except JobError:  # what the job itself refuses is no failure of the export
