@@ -2,8 +2,8 @@
 
     python tests/benchmarks/cluster/scripts.py [--only momentum,gather] [--out FOLDER] [--new]
 
-The scripts of ``script_kinds`` run in one pair of processes, in turn: each compares outputs, gradients and buffers of every rank with
-those of the same script in float32, within the error of its formats.  Then rows T1 and T2 are run again (not with ``--new``).
+The scripts of ``script_kinds`` run in one pair of processes, in turn: each compares outputs, gradients and buffers of every rank
+with those of the same script in float32, within the error of its formats.  Then rows T1 and T2 are run again (not with ``--new``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks by themselves: requires_grad changes, detachments, forces, masks, reversible blocks, tied weights, accumulation, autocast."""
+"""Ranks by themselves: requires_grad changes, detachments, forces, masks, reversible blocks, tied weights, accumulation."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Script:
     """One of them.
 
     Attributes:
-        name: of the script, with its formats; kind: what is compared.
+        name: of the script, with its formats.
         make: the model.
         step: from a model and this rank's batch, what is compared.
         variants: of the lowered rank's operators.
@@ -93,8 +93,13 @@ def enter(
                 name = f"{body.__name__}[{format_}-ranks {lowered}]"
                 variants = {f"{layer}#0": format_ for layer in layers.split()}
                 SCRIPTS[name] = Script(
-                    name, lambda: make(body), options.get("step", train), variants, tuple(map(int, lowered)), options.get("base", Precision.FLOAT32)
-                )  # fmt: skip
+                    name=name,
+                    make=lambda: make(body),
+                    step=options.get("step", train),
+                    variants=variants,
+                    ranks=tuple(map(int, lowered)),
+                    base=options.get("base", Precision.FLOAT32),
+                )
         return body
 
     return register

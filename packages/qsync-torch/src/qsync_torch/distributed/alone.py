@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from qsync_torch.distributed.collective_calls import COLLECTIVES, FUNCTIONAL, tensors_in
@@ -55,6 +56,25 @@ class Alone(TorchFunctionMode):
             return _functional_answer(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
+    def follow(self, loss: torch.Tensor) -> torch.Tensor:
+        """Answer what autograd functions ask in the backward of a loss too, however it is called: no mode comes along there."""
+        waiting, met = [loss.grad_fn], set()
+        while waiting:
+            if (node := waiting.pop()) is None or node in met:
+                continue
+            met.add(node)
+            waiting += [source for source, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction):
+                node.register_prehook(lambda grads: self._begin())
+                node.register_hook(lambda grad_inputs, grads: self._end())
+        return loss
+
+    def _begin(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     collective = COLLECTIVES[function]
@@ -64,7 +84,9 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     name, op = collective.name, given.get("op", dist.ReduceOp.SUM)
     sent = list(tensors_in(given.get(collective.sent)))
-    received = [tensor.data for tensor in tensors_in(given.get(collective.received))]  # no collective makes new versions
+    received = list(tensors_in(given.get(collective.received)))
+    if not torch.compiler.is_compiling():  # which has no versions, and follows no ``data``
+        received = [tensor.data for tensor in received]
     with torch.no_grad():
         if name in ("all_reduce", "all_reduce_coalesced", "reduce"):
             for tensor in received:
@@ -83,7 +105,9 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         elif name == "all_to_all":
             _exchange(received, sent, rank)
         elif name == "all_to_all_single":
-            _exchange(_parts(received[0], given["output_split_sizes"], count), _parts(sent[0], given["input_split_sizes"], count), rank)
+            _exchange(
+                _parts(received[0], given["output_split_sizes"], count), _parts(sent[0], given["input_split_sizes"], count), rank
+            )
     if name in ("isend", "irecv") or given.get("async_op"):
         return Done()
     return rank if name == "recv" else None

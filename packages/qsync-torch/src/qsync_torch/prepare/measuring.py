@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -22,7 +23,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
-from qsync_torch.job import Job, check_same_job, describe_optimizer
+from qsync_torch.job import Batch, Job, check_same_job, describe_optimizer
 from qsync_torch.observing.observe import STEPS, WARMUP, observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.prepare.board import Board
@@ -220,9 +221,9 @@ class Bench:
     def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
         partial.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with nullcontext() if self.folder.members is None else Alone():
+            with Alone() if self.folder.members else nullcontext() as alone:
                 return observe(
-                    self.job,
+                    self.job if alone is None else attrs.evolve(self.job, loss=_followed(self.job.loss, alone)),
                     self.dag,
                     variants,
                     warmup=WARMUP,
@@ -254,6 +255,10 @@ def collective_inputs(dag: PrecisionDag, groups: Iterable[Group]) -> dict[str, s
         versions = ", ".join(f"{name} {first.software.get(name, '')}" for name in ("torch", "qsync-torch", "cuda", "driver"))
         found[f"group {group.name}"] = f"{device}, {versions}"
     return found
+
+
+def _followed(loss: Callable[[Any, Batch], torch.Tensor], alone: Alone) -> Callable[[Any, Batch], torch.Tensor]:
+    return lambda output, batch: alone.follow(loss(output, batch))
 
 
 def _texts(variants: Iterable[Variant]) -> str:

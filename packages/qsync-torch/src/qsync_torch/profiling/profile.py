@@ -231,17 +231,17 @@ def profile(
             advance("loss")
             index[operator.op_id] = {FLOAT32: len(costs)}
             costs.append(bench.loss(operator, runner))
-        if runner.communicates:
-            note(
-                "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step times "
-                "leave these transfers out"
-            )
         _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
         for variant in sorted(complete, key=lambda v: v != base):
             advance(f"whole step {variant.label}")
             chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
+        if runner.communicates:
+            note(
+                "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step "
+                "times leave these transfers out"
+            )
         alternating = None
         rung = next((v for v in complete if v != base and not v.compute.needs_scale), complete[0])
         of_rung = next(step for step in steps if step.variant == rung)

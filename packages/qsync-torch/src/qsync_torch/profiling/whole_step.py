@@ -8,8 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -63,7 +62,8 @@ class StepRunner:
 
     ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU;
     ``synchronises`` says whether a step waits for the device, once that was looked for; ``rungs`` is the memory of the steps
-    measured on a CUDA device.  ``alone`` answers collectives in the model for the ranks that do not step meanwhile.
+    measured on a CUDA device.  ``alone`` answers collectives in the model for the ranks that do not step meanwhile; None where
+    there are no other ranks, or none is asked.
     """
 
     job: Job
@@ -73,7 +73,7 @@ class StepRunner:
     update_rise: int | None = None
     synchronises: bool | None = None
     rungs: dict[Variant, RungMemory] = attrs.field(factory=dict)
-    alone: AbstractContextManager[Any] = attrs.field(factory=nullcontext)
+    alone: Alone | None = None
 
     @classmethod
     def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
@@ -82,32 +82,31 @@ class StepRunner:
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         runner = cls(job, model, optimizer, [job.batch(step, job.batch_size).to(device) for step in range(batches)])
         if rank_count() > 1 and batches:
-            runner._meet_collectives()
+            runner._meet_collectives(device)
         return runner
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks communicate in the model's forward or backward."""
-        return isinstance(self.alone, Alone)
+        """Whether the model has waited for other ranks."""
+        return self.alone is not None and self.alone.communicates
 
-    def _meet_collectives(self) -> None:
-        """Find out whether the model waits for other ranks, in steps that do not; a mode in all steps would take time in each."""
-        with Alone() as alone:
+    def _meet_collectives(self, device: torch.device) -> None:
+        """Find out whether the model waits for other ranks; on a GPU, whose steps a mode may lengthen, in its first steps alone."""
+        self.alone = Alone()
+        if device.type == "cuda":
             for step in range(_STEPS_TO_MEET):
                 self.forward(step).backward()
-        self.optimizer.zero_grad(set_to_none=True)
-        if alone.communicates:
-            self.alone = alone
+            self.optimizer.zero_grad(set_to_none=True)
+            if not self.communicates:
+                self.alone = None
 
     def forward(self, step: int) -> torch.Tensor:
         """Forward pass and loss of the batch of a step."""
+        batch = self.batches[step % len(self.batches)]
+        if self.alone is None:
+            return self.job.compute_loss(batch, self.model)
         with self.alone:
-            return self.job.compute_loss(self.batches[step % len(self.batches)], self.model)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of a loss."""
-        with self.alone:
-            loss.backward()
+            return self.alone.follow(self.job.compute_loss(batch, self.model))
 
     def update(self) -> None:
         """Optimizer step and zeroing of gradients."""
@@ -116,7 +115,7 @@ class StepRunner:
 
     def train_step(self, step: int) -> None:
         """One whole step."""
-        self.backward(self.forward(step))
+        self.forward(step).backward()
         self.update()
 
     def watch_synchronising(self, device: torch.device) -> bool:
@@ -238,7 +237,7 @@ def _group_of_one() -> Iterator[dist.ProcessGroup]:
 def _wrapped(runner: StepRunner, group: dist.ProcessGroup) -> StepRunner:
     """The runner as training will have it among several ranks: in DistributedDataParallel, whose hooks and copies of gradients are
     part of the step; alone in its group, because waiting for other ranks is not."""
-    runner.backward(runner.forward(0))
+    runner.forward(0).backward()
     unused = any(p.requires_grad and p.grad is None for p in runner.model.parameters())
     runner.optimizer.zero_grad(set_to_none=True)
     return attrs.evolve(runner, model=DistributedDataParallel(runner.model, process_group=group, find_unused_parameters=unused))
@@ -265,7 +264,7 @@ def _peak_bytes(runner: StepRunner, variant: Variant, device: torch.device, *, w
         found = measure_memory(lambda: runner.train_step(0), variant, device, runner.beside)
         runner.rungs[variant] = found
         return found.allocated_bytes
-    rise, gradients = memory_rise(lambda: runner.backward(runner.forward(0)))
+    rise, gradients = memory_rise(lambda: runner.forward(0).backward())
     if with_update or runner.update_rise is None:
         # A first update also makes the optimizer's state, which stays and is among the static bytes.
         runner.update_rise = passing_rise(runner.optimizer.step)
@@ -287,7 +286,7 @@ def _synchronous_sample(runner: StepRunner, optimizer_ns: int | None) -> Callabl
         start = time.perf_counter_ns()
         loss = runner.forward(next(steps))
         forwarded = time.perf_counter_ns()
-        runner.backward(loss)
+        loss.backward()
         del loss
         backwarded = time.perf_counter_ns()
         if optimizer_ns is not None:
@@ -359,7 +358,7 @@ def _issue_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[i
     def backward() -> None:
         nonlocal loss
         assert loss is not None
-        runner.backward(loss)
+        loss.backward()
         loss = None
 
     times = []
@@ -374,7 +373,7 @@ def _issue_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[i
 def _device_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[int, ...]:
     """How long the device takes for forward, backward and optimizer where it never waits for the CPU."""
     loss, forward = stopwatch.time_phase(lambda: runner.forward(step))
-    _, backward = stopwatch.time_phase(lambda: runner.backward(loss))
+    _, backward = stopwatch.time_phase(loss.backward)
     del loss
     _, optimizer = stopwatch.time_phase(runner.update)
     return forward, backward, optimizer

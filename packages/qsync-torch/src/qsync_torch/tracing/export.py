@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, TraceError
+from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_in, place_of
 from qsync_torch.job import Batch, Job
 from qsync_torch.tracing.running_loss import RunLoss, check_scalar, map_tensors
@@ -121,7 +122,8 @@ def with_run_loss(step: ExportedStep, loss: RunLoss) -> ExportedStep:
 
 def _export(job: Job, module: torch.nn.Module, batch: Batch) -> torch.export.ExportedProgram:
     device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
-    with training(job.model), quiet_torch(), torch.autocast(device, enabled=False), _as_in_training(), _CertainChoices():
+    autocast_off = torch.autocast(device, enabled=False)
+    with training(job.model), quiet_torch(), autocast_off, _as_in_training(), _CertainChoices(), Alone():
         try:
             return torch.export.export(module, (batch.args, batch.kwargs, batch.target), strict=False)
         except JobError:  # what the job itself refuses is no failure of the export

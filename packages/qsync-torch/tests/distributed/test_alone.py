@@ -1,0 +1,101 @@
+"""What a rank that is measured alone gets from its collectives: what it would get if all ranks did as it does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from qsync_torch.distributed.alone import Alone
+
+X = torch.arange(1.0, 9.0).view(4, 2)
+
+
+@pytest.fixture(autouse=True)
+def three_ranks_of_which_one_is_here():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    yield
+    dist.destroy_process_group()
+
+
+def answer(call):
+    with Alone() as alone:
+        found = call()
+    assert alone.communicates
+    return found
+
+
+def all_reduced(op):
+    x = X.clone()
+    dist.all_reduce(x, op)
+    return x
+
+
+def gathered(call):
+    parts = [torch.zeros(4, 2) for _ in range(3)]
+    call(parts, X)
+    return torch.cat(parts)
+
+
+def into(out, call):
+    call(out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: all_reduced(dist.ReduceOp.SUM), 3 * X),
+        (lambda: all_reduced(dist.ReduceOp.MAX), X),
+        (lambda: all_reduced(dist.ReduceOp.PRODUCT), X**3),
+        (lambda: gathered(dist.all_gather), X.repeat(3, 1)),
+        (lambda: gathered(lambda parts, x: dist.gather(x, parts, 1)), X.repeat(3, 1)),
+        (lambda: into(torch.zeros(3, 4, 2), lambda out: dist.all_gather_into_tensor(out, X)), X.repeat(3, 1, 1)),
+        (lambda: into(X.clone(), lambda out: dist.broadcast(out, 0)), X),
+        (lambda: into(torch.zeros(4, 2), lambda out: dist.reduce_scatter(out, [X, 2 * X, 4 * X])), 6 * X),
+        (lambda: into(torch.zeros(1, 2), lambda out: dist.reduce_scatter_tensor(out, X[:3])), 3 * X[1:2]),
+        (lambda: into(torch.zeros(3, 2), lambda out: dist.all_to_all_single(out, X[:3])), X[1].repeat(3, 1)),
+        (lambda: into(torch.zeros(4, 2), lambda out: dist.scatter(out, [X, 2 * X, 4 * X], 1)), 2 * X),
+        (lambda: functional.all_reduce(X, "sum", dist.group.WORLD) * 1, 3 * X),
+        (lambda: functional.all_gather_tensor(X, 0, dist.group.WORLD) * 1, X.repeat(3, 1)),
+        (lambda: functional.reduce_scatter_tensor(X[:3], "sum", 0, dist.group.WORLD) * 1, 3 * X[1:2]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_other_rank_does_as_this_one(call, expected):
+    assert torch.equal(answer(call), expected)
+
+
+def test_a_gathered_object_is_its_own():
+    found = [None] * 3
+    answer(lambda: dist.all_gather_object(found, {"size": 4}))
+    assert found == [{"size": 4}] * 3
+
+
+def test_a_transfer_that_is_waited_for_has_ended():
+    x = X.clone()
+    work = answer(lambda: dist.all_reduce(x, async_op=True))
+    assert work.wait()
+    assert torch.equal(x, 3 * X)
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+@pytest.mark.parametrize("through", ["backward", "grad"])
+def test_a_backward_that_communicates_is_answered_too(through):
+    x = X.clone().requires_grad_()
+    with Alone() as alone:
+        loss = alone.follow(Summed.apply(x).sum())
+    found = torch.autograd.grad(loss, x)[0] if through == "grad" else (loss.backward(), x.grad)[1]
+    assert alone.communicates
+    assert torch.equal(found, torch.full_like(X, 3.0))
