@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, TraceError
-from qsync_torch.failures import first_line, place_in, place_of
 from qsync_torch.distributed.alone import Alone
+from qsync_torch.failures import first_line, place_in, place_of
 from qsync_torch.job import Batch, Job
 
 MODEL_PREFIX = "model"
