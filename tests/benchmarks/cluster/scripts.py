@@ -133,8 +133,8 @@ def row_of(found: Mapping[str, Sequence[Outcome]], earlier: Mapping[str, Mapping
     count = Counter(worst.values())
     kinds = {re.sub(r"\[.*", "", name) for name in found}
     parts = [
-        f"{len(found)} new scripts of {len(kinds)} kinds on two ranks: {count['right']} right, {count['refused']} refused in a sentence, "
-        f"{count['silent']} silent, {count['failed']} failed"
+        f"{len(found)} new scripts of {len(kinds)} kinds on two ranks: {count['right']} right, "
+        f"{count['refused']} refused in a sentence, {count['silent']} silent, {count['failed']} failed"
     ]
     parts += [f"{key}: {earlier[key]['value']} of {earlier[key]['spread']}" for key in ("T1", "T2") if key in earlier]
     parts += [] if earlier else ["T1 and T2 not run again"]

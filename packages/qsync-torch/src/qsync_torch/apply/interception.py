@@ -79,6 +79,9 @@ NUMBERED: frozenset[Function] = frozenset(_named(torch, "arange", "linspace", "l
 UNSEEN_WRITES: frozenset[Function] = frozenset(_named(torch.Tensor.data, "__get__", "__set__"))
 """Ways to change a tensor that leave its version as it was."""
 
+FORMAT_READS: frozenset[Function] = frozenset(_named(torch.Tensor.dtype, "__get__"))
+"""``h.dtype``, into which a model may cast something else."""
+
 WRITES: frozenset[Function] = frozenset(
     _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
 )
@@ -206,7 +209,7 @@ class Interception(TorchFunctionMode):
                 **dict.fromkeys(NUMBERED, self._numbered),
                 **dict.fromkeys(NORMS, call_norm),
                 **dict.fromkeys(FUNCTIONAL, self._communicated_functionally),
-                torch.Tensor.dtype.__get__: self._format_read,
+                **dict.fromkeys(FORMAT_READS, self._format_read),
                 **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS, F.embedding), call_in_float32),
                 **self._handlers,
                 **dict.fromkeys(READS & PROMOTED, self._read_promoted),

@@ -118,7 +118,7 @@ def _functional_answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, A
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     group = given["group_name"]
     if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     value = given[schema.arguments[0].name]
     if isinstance(value, (list, tuple)):
