@@ -129,17 +129,17 @@ def test_a_whole_model_keeps_what_the_parts_say():
     """The distinct bytes that autograd keeps in one real forward equal the sum over operators, shared tensors counted once."""
     job = load_job("resnet18:image=16,small_stem=true,width=4,classes=5", batch_size=2)
     dag = trace(job)
-    kept = {}
-    parameters = {p.untyped_storage().data_ptr() for p in (*job.model.parameters(), *job.model.buffers())}
+    kept, batch = {}, job.batch(0, 2)
+    lasting = {t.untyped_storage().data_ptr() for t in (*job.model.parameters(), *job.model.buffers(), batch.target)}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
+        if storage.data_ptr() not in lasting:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = job.compute_loss(job.batch(0, 2))
+        loss = job.compute_loss(batch)
     measured = sum(nbytes for nbytes, _ in kept.values())
     assert loss.requires_grad
 
