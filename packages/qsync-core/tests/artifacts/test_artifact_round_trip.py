@@ -23,7 +23,7 @@ from qsync_core.ir.chain import ChainForm, ChainVariant
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import ChainAssignment, PrecisionPlan
+from qsync_core.ir.plan import ChainAssignment, PrecisionPlan, RecommendedWay
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import AlternatingDispatch, ChainCost, KernelCheck, OpCost, Profile, WrongKernels
 from qsync_core.ir.sensitivity import Sensitivity
@@ -157,6 +157,12 @@ def test_plans_and_profiles_without_chains_are_stored_as_before_there_were_any()
     with_forms = attrs.evolve(plan, groups=(group, *plan.groups[1:]))
     assert version_of(with_forms) == 4
     assert artifact.from_bytes(artifact.to_bytes(with_forms), PrecisionPlan) == with_forms
+    best = RecommendedWay((plan.groups[0].group,), {plan.groups[0].group: 12}, 99_000_000, 121.2, "--solver dynamic-batch")
+    recommending = attrs.evolve(plan, recommended_way=best)
+    assert version_of(recommending) == 5
+    assert artifact.from_bytes(artifact.to_bytes(recommending), PrecisionPlan) == recommending
+    with pytest.raises(ValueError, match="a way with group 'nowhere' is recommended"):
+        attrs.evolve(plan, recommended_way=attrs.evolve(best, groups=("nowhere",)))
     with pytest.raises(ValueError, match=r"has a form of norm#0, which is no chain that it fuses"):
         attrs.evolve(plan, groups=(attrs.evolve(group, chains={}), *plan.groups[1:]))
     without_any = attrs.evolve(with_chains, **NEW_IN_2)

@@ -103,17 +103,20 @@ def free_batches(
     def kept(why: str) -> Freed:
         return Freed(problem, attrs.evolve(equal, notes=(*equal.notes, f"local batches stay equal: {why}")))
 
+    lowers = equal.rungs != balanced.solution.rungs
     full_ns = balanced.solution.prediction.iteration_ns
-    faster = omega > 0 or full_ns < equal.prediction.iteration_ns * (1 - PREDICTION_ERROR)
-    if not balanced.does_not_fit and full_ns <= margin_ns and faster and not problem.objective(balanced.solution.rungs):
+    faster = full_ns < equal.prediction.iteration_ns * (1 - PREDICTION_ERROR)
+    if not balanced.does_not_fit and full_ns <= margin_ns and (lowers or faster):
         solution = balanced.solution.with_one_reason(problem, "with these local batches nothing need be lowered")
-        before = f"{format_ns(equal.prediction.iteration_ns)} and a Σ Ω of {omega:.4g}" if omega else format_ns(limit_ns)
+        before = format_ns(equal.prediction.iteration_ns) + (f" and a Σ Ω of {omega:.4g}" if lowers else "")
         note = (
             f"local batches differ: nothing is lowered, and a step takes {format_ns(full_ns)} instead of {before} with equal "
             f"batches; {HONOUR}"
         )
-        return Freed(problem, attrs.evolve(solution, notes=(note, *solution.notes)))
-    if omega == 0:
+        splits = _Splits(problem, ways, equal, further)
+        weighted = splits.problem(solution.local_batches, splits.ways(solution.local_batches))
+        return Freed(weighted, attrs.evolve(solution, notes=(note, *solution.notes)))
+    if not lowers:
         return kept("nothing is lowered")
     splits = _Splits(problem, ways, equal, further)
     variants = problem.variants(uniform)

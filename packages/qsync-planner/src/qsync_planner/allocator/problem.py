@@ -243,11 +243,13 @@ def _check_base_measured(dag: PrecisionDag, group: DeviceGroup, profile: Profile
 
 
 def _omega(sensitivity: Sensitivity | None, op_id: OpId, variant: Variant, group: DeviceGroup) -> float:
-    if sensitivity is None or variant == Variant.plain(group.base):
-        return 0.0  # the base precision is what the group runs in without a plan, whatever the graph was rated against
+    if sensitivity is None:
+        return 0.0
     value = sensitivity.omega.get(op_id, {}).get(variant)
     if value is not None:
         return value
+    if variant == Variant.plain(group.base):
+        return 0.0
     raise PlanError(
         f"the sensitivity by {sensitivity.indicator!r} has no Ω of {op_id} at {variant.label} ({variant}), which is on the ladder "
         f"of group {group.name!r}; run 'qsync observe' and 'qsync indicate' with that group's ladder"
