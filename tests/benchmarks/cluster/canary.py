@@ -1,6 +1,6 @@
 """Row C2: the canary on GPUs, share by share, and what is wrong there.
 
-    python tests/benchmarks/cluster/canary.py [--out FOLDER] [--raw FOLDER] [--seconds 340] [--shares 10,20,25,…] [--no-look]
+    python tests/benchmarks/cluster/canary.py [--out FOLDER] [--raw FOLDER] [--seconds 340] [--shares 10,20,…] [--changed 40,60]
 
 Each GPU has an MPS daemon of its own, and processes under each share multiply in every format on every backend: each result is
 compared with the exact one in full (float64, which is certified by a random vector), and shown to the canary.  Then a small model
@@ -41,7 +41,7 @@ SHAPES = (
 """(M, K, N)."""
 FORMATS = ("float32", "bfloat16", "float16", "int8")
 BACKENDS = ("aten", "triton", "cutlass")
-AT_ONCE = 3
+AT_ONCE = 4
 """Processes on a GPU at once: nothing is timed but the canary, in a process by itself."""
 TRAINED = ("int8", "bfloat16", "float16")
 STEPS, LAYERS = 5, ((192, 768), (768, 192), (192, 768), (768, 64))
@@ -59,7 +59,8 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, default=None, help="folder for what each process found")
     parser.add_argument("--seconds", type=float, default=340.0, help="when to stop starting processes")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)))
-    parser.add_argument("--no-look", action="store_true", help="leave out what the rows do not need")
+    parser.add_argument("--look", action="store_true", help="see also which numbers of SMs are wrong, by MPS and in green contexts")
+    parser.add_argument("--changed", default="", help="shares at which it is tried what makes wrong products right: 40,60")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -143,18 +144,16 @@ class Runs:
         try:
             with ThreadPoolExecutor(1) as side, ThreadPoolExecutor(AT_ONCE * self.gpus) as pool:
                 reference = side.submit(self.one, "reference", 0, None)
-                if not self.options.no_look:
-                    looks = [*shares, *LOOKED_AT] if self.gpus > 1 else [*shares]
-                    found += list(pool.map(lambda n: self.one("look", n[0] % self.gpus, n[1], limit_s=60), enumerate(looks)))
+                changed = [int(share) for share in self.options.changed.split(",") if share]
+                jobs = [(share, "", {}) for share in (*shares, *LOOKED_AT)] if self.options.look else []
+                jobs += [(share, *change) for share in changed for change in CHANGES.items()]
+                found += list(pool.map(
+                    lambda n: self.one("look", n[0] % self.gpus, n[1][0], n[1][1], 60, **n[1][2]), enumerate(jobs)
+                ))  # fmt: skip
+                if self.options.look:
                     found.append(self.one("green", 0, None, limit_s=60))
                 found.append(reference.result())
                 found += list(pool.map(lambda n: self.one("share", n[0] % self.gpus, n[1]), enumerate(shares)))
-                if not self.options.no_look:
-                    wrong = [f["share"] for f in found if f["worker"] == "look" and f.get("wrong")]
-                    jobs = [(share, *change) for share in wrong[:2] for change in CHANGES.items()]
-                    found += list(pool.map(
-                        lambda n: self.one("look", n[0] % self.gpus, n[1][0], n[1][1], 60, **n[1][2]), enumerate(jobs)
-                    ))  # fmt: skip
             found.append(self.one("cost", self.gpus - 1, 50))
         finally:
             for own in self.environments:
@@ -174,7 +173,7 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
     "full-reduction": {"CANARY_REDUCTION": "full"},
     "blocking": {"CUDA_LAUNCH_BLOCKING": "1"},
     "one-connection": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    "sm-target": {"CANARY_SM_CARVEOUT": "4"},
+    **{f"{sms} SMs left out": {"CANARY_SM_CARVEOUT": str(sms)} for sms in (4, 8, 16, 24)},
 }
 """What may make a wrong product right: variables of the environment, or settings that the process makes of them."""
 
@@ -295,7 +294,8 @@ def of_share(options: argparse.Namespace) -> dict[str, Any]:
                         product = product_of_call(asked.request, arguments)
                         judge((backend, name, asked.role.partition(".")[2], shape), product, problem, known, 0)
                     del arguments
-        options.result.write_text(json.dumps({"sms": _sms(), "kernels": rows, "refused": dict(refused)}))
+        so_far = {"sms": _sms(), "kernels": rows, "refused": dict(refused), "planted": dict(counts), "not seen": faults}
+        options.result.write_text(json.dumps(so_far))
     found = {"sms": _sms(), "kernels": rows, "refused": dict(refused), "planted": dict(counts), "not seen": faults}
     options.result.write_text(json.dumps(found))
     return {**found, "training": list(trainings(options.raw))}
@@ -349,19 +349,29 @@ def reference(options: argparse.Namespace) -> dict[str, Any]:
 
     from qsync_core.ir.precision import Precision
     from qsync_core.ir.variant import Variant
-    from qsync_core.kernels.requests import CallShapes
-    from qsync_torch.tuning.chooser import KernelChooser
-    from qsync_torch.tuning.compiling import build_all
+    from qsync_core.kernels.choice import KernelChoice
+    from qsync_core.kernels.requests import CallShapes, operator_requests
+    from qsync_torch.devices import device_facts
+    from qsync_torch.kernels.selection import build_kernel, reasons_against
 
-    begin, device, failed = time.monotonic(), _device(), []
-    for backend in ("cutlass+aten", "triton+aten"):
+    begin, device = time.monotonic(), _device()
+    wanted: dict[str, Any] = {}
+    for m, k, n in (*SHAPES, *((ROWS, k, n) for k, n in LAYERS)):
+        for name in FORMATS:
+            for asked in operator_requests(
+                CallShapes("linear", (m, k), (n, k), (m, n)), Variant.of(Precision(name)), *device_facts(device)
+            ):
+                wanted.setdefault(str(asked.request), asked.request)
+    choice = KernelChoice(("cutlass",))
+
+    def build(request: Any) -> str:
         try:
-            chooser = KernelChooser(device, backend)
-            for m, k, n in (*SHAPES, *((ROWS, k, n) for k, n in LAYERS)):
-                chooser.for_operator(CallShapes("linear", (m, k), (n, k), (m, n)), Variant.of(Precision.INT8))
-            build_all(chooser.to_compile, lambda built, every: None)
+            return "" if reasons_against(request, choice) else str(build_kernel(request, choice) and "")
         except Exception as error:  # the others still count
-            failed.append(f"{backend}: {str(error)[:200]}")
+            return str(error)[:200]
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        failed = sorted({said for said in pool.map(build, wanted.values()) if said})
     torch.set_num_threads(16)
     losses = train(torch.float64, torch.device("cpu"))
     return {"losses": losses, "seconds": time.monotonic() - begin, "not built": failed}
@@ -546,7 +556,7 @@ WORKERS = {"share": of_share, "reference": reference, "look": look, "green": gre
 
 def report(found: Sequence[Mapping[str, Any]], options: argparse.Namespace, device: str) -> None:
     """Print what was seen, and write the rows."""
-    shares = [entry for entry in found if entry["worker"] == "share"]
+    shares = [entry for entry in found if entry["worker"] == "share" and entry.get("kernels")]
     failed = [
         f"{entry['worker']} {entry['share']} {entry['label']}: {entry['failed'][-120:]}" for entry in found if "failed" in entry
     ]
@@ -574,35 +584,38 @@ def report(found: Sequence[Mapping[str, Any]], options: argparse.Namespace, devi
     print(*failed, sep="\n")
     counted = Counter((row[1], row[2]) for row in wrong)
     told = "; ".join(f"{share}%: {number}" for share, number in Counter(row[0] for row in wrong).items())
-    says = f"{len(kernels)} kernels at {len(shares)} shares on {device}"
+    whole = sum("training" in entry for entry in shares)
+    says = f"{len(kernels)} kernels at {len(shares)} shares ({whole} of them to the end) on {device}"
     planted_faults = sum((Counter(entry.get("planted", {})) for entry in shares), Counter())
     missed = sum((Counter(entry.get("not seen", ())) for entry in shares), Counter())
-    sown = sum(len(PLANTED) * sum(not row[4] and "quantize" not in row[2] for row in e.get("kernels", ())) for e in shares)
-    print("planted faults found:", dict(planted_faults), "not found:", dict(missed), "of", sown)
+    sown = sum(planted_faults.values()) + sum(missed.values())
+    print("planted faults:", dict(planted_faults), "not found:", dict(missed))
     what = "wrong kernels that the canary found, of those that are wrong"
     if not wrong:
         what = "faults planted in right results that the canary found (no kernel is wrong here)"
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "id": "C2", "what": f"{what}; {says}", "unit": "ratio",
-            "value": len(seen) / len(wrong) if wrong else 1 - sum(missed.values()) / max(1, sown), "target": "1",
+            "value": len(seen) / len(wrong) if wrong else 1 - sum(missed.values()) / max(1, sown), "target": "all",
             "spread": f"{len(seen)} of {len(wrong)} ({told or 'none is wrong'}; {dict(counted) if wrong else ''}); "
             f"right ones called wrong: {len(false)}; of {sown} faults planted in right ones {sum(missed.values())} were not found "
             f"{dict(missed) or ''}; processes that failed: {len(failed)}",
         },
-        {
+    ]  # fmt: skip
+    if trained:
+        rows.append({
             "id": "C2b", "what": "training steps with a wrong number, on what the canary leaves", "unit": "steps", "target": "0",
             "value": sum(training["wrong"] for training in trained),
-            "spread": f"of {STEPS * len(trained)} steps; {sum(t['refused'] for t in steps)} of {len(steps)} trainings refused",
-        },
-    ]  # fmt: skip
+            "spread": f"of {STEPS * len(trained)} steps at {sum('training' in entry for entry in shares)} shares; "
+            f"{sum(t['refused'] for t in steps)} of {len(steps)} trainings refused",
+        })  # fmt: skip
     if times:
         jobs = {name: round(job["seconds"], 2) for entry in found for name, job in entry.get("jobs", {}).items()}
         rows.append({
             "id": "C2c", "what": "seconds that the canary adds to a profile, the longest of three jobs", "unit": "s",
             "value": max(times), "target": "≤ 2", "spread": json.dumps(jobs),
         })  # fmt: skip
-    if kernels:
+    if kernels and (wrong or sown):
         command = "python tests/benchmarks/cluster/canary.py"
         print(write_rows("cluster", [{**row, "device": device} for row in rows], command, directory=options.out))
     for row in rows:

@@ -24,10 +24,11 @@ _AT_ONCE = 3
 
 
 def product_lines(daemon: Daemon) -> list[DoctorLine]:
-    """Of every GPU, as a whole and under the shares that an MPS daemon gives; nothing without a GPU."""
+    """Of every GPU as a whole, and of the first of each kind under the shares that an MPS daemon gives; nothing without a GPU."""
     if not torch.cuda.is_available():
         return []
     lines: list[DoctorLine] = []
+    tried: set[str] = set()
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         try:
@@ -35,7 +36,9 @@ def product_lines(daemon: Daemon) -> list[DoctorLine]:
         except RuntimeError:  # the device's own line says what is wrong with it
             continue
         lines += whole_lines(f"cuda:{index}", here)
-        if not daemon.problem and not os.environ.get(SHARE_VARIABLE):
+        name = torch.cuda.get_device_name(device)
+        if not daemon.problem and not os.environ.get(SHARE_VARIABLE) and name not in tried:
+            tried.add(name)
             lines += share_lines(f"cuda:{index}", under_shares(probe_by_process(CALLS, _formats(device), device)))
     return lines
 
