@@ -11,12 +11,13 @@ from torch import nn
 
 from qsync_core.errors import TraceError
 from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.export import export_step
+from qsync_torch.tracing.gradient_order import run_fake
 from qsync_torch.tracing.trace import trace
 
 
-def traced(model: nn.Module) -> list[str]:
-    """Names of the operators that a plan may pick."""
-    job = Job(
+def job_of(model: nn.Module) -> Job:
+    return Job(
         "ordinary",
         model,
         lambda step, size: Batch((torch.randn(size, 16),)),
@@ -24,9 +25,11 @@ def traced(model: nn.Module) -> list[str]:
         lambda parameters: torch.optim.SGD(parameters, 0.1),
         4,
     )
-    dag = trace(job)
-    assert set(dag.parameters) >= {p for p in dag.parameters if p.fqn in {f for b in dag.buckets for f in b.parameters}}
-    return [operator.op_id.fqn for operator in dag.adjustable]
+
+
+def traced(model: nn.Module) -> list[str]:
+    """Names of the operators that a plan may pick."""
+    return [operator.op_id.fqn for operator in trace(job_of(model)).adjustable]
 
 
 class Layers(nn.Module):
@@ -118,9 +121,12 @@ class MaskedInPlace(Layers):
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_an_ordinary_step_is_traced(model, expected):
-    apply, enable, convert = torch.autograd.Function.apply, torch._C._set_grad_enabled, nn.Module._apply
+    def replaced() -> list[Any]:
+        return [torch.autograd.Function.apply, nn.Module._apply, torch.set_grad_enabled.__init__, torch.enable_grad.__exit__]
+
+    before = replaced()
     assert traced(model) == expected
-    assert (torch.autograd.Function.apply, torch._C._set_grad_enabled, nn.Module._apply) == (apply, enable, convert)
+    assert replaced() == before
     assert torch.is_grad_enabled()
 
 
@@ -131,18 +137,29 @@ def test_the_order_of_gradients_is_that_of_the_real_backward():
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     model(torch.randn(4, 16)).square().mean().backward()
-    job = Job(
-        "masked",
-        model.requires_grad_(True),
-        lambda step, size: Batch((torch.randn(size, 16),)),
-        lambda output, batch: output.square().mean(),
-        lambda parameters: torch.optim.SGD(parameters, 0.1),
-        4,
-    )
     model.g.requires_grad_(False)
     model.h.requires_grad_(False)
-    found = [name for bucket in trace(job, bucket_cap_mb=1e-6).buckets for name in bucket.parameters]
+    found = [name for bucket in trace(job_of(model), bucket_cap_mb=1e-6).buckets for name in bucket.parameters]
     assert found == order
+
+
+class Frozen(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.e(x)
+        with torch.set_grad_enabled(False):
+            x = self.f(x)
+            with torch.enable_grad():
+                x = self.g(x)
+        return self.h(x)
+
+
+def test_parts_without_autograd_have_no_gradient():
+    model = Frozen()
+    model(torch.randn(4, 16)).square().mean().backward()
+    expected = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    run = run_fake(export_step(job := job_of(model), job.batch(0, 4)), frozenset(dict(model.named_parameters())), "frozen")
+    assert set(run.gradient_order) == expected == {"g.weight", "g.bias", "h.weight", "h.bias"}
 
 
 def test_a_conversion_to_another_format_is_named():

@@ -177,10 +177,9 @@ class LayerDrop(nn.Module):
         return x
 
 
-def test_a_draw_that_cannot_matter_is_no_obstacle() -> None:
-    assert len(trace(job(LayerDrop(0.0))).adjustable) == 2
-    with pytest.raises(TraceError, match=r"test_unusual_calls.py:\d+ \(if drawn < self.p:  # layer drop\)"):
-        trace(job(LayerDrop(0.1)))
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_no_layer_is_dropped_in_an_ordinary_step(p: float) -> None:
+    assert len(trace(job(LayerDrop(p))).adjustable) == 2
 
 
 @torch.library.custom_op("qsync_test::scale_by_count", mutates_args=())

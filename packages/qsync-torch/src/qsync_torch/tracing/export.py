@@ -13,7 +13,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 from unittest.mock import patch
 
@@ -185,7 +185,6 @@ def _as_in_training() -> Iterator[None]:
     """
     inside = 0
     apply = vars(torch.autograd.Function)["apply"]
-    enable = torch._C._set_grad_enabled
 
     def counted(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
@@ -195,17 +194,28 @@ def _as_in_training() -> Iterator[None]:
         finally:
             inside -= 1
 
-    def enable_outside(mode: bool) -> None:
-        if not inside:
-            enable(mode)
+    def outside(method: Callable[..., None]) -> Callable[..., None]:
+        def switched(self: Any, *args: Any) -> None:
+            if not inside:
+                method(self, *args)
 
-    with (
-        patch.object(torch.utils.checkpoint, "CheckpointFunction", _PlainCheckpoint),
-        patch.object(torch.autograd.Function, "apply", classmethod(counted)),
-        patch.object(torch._C, "_set_grad_enabled", enable_outside),
-        patch.object(torch.nn.Module, "_apply", _without_conversion),
-        patch.object(torch.distributions.Distribution, "_validate_args", False),
-    ):
+        return switched
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.utils.checkpoint, "CheckpointFunction", _PlainCheckpoint),
+        (torch.autograd.Function, "apply", classmethod(counted)),
+        # torch.no_grad calls set_grad_enabled.
+        *((torch.enable_grad, name, outside(getattr(torch.enable_grad, name))) for name in ("__enter__", "__exit__")),
+        *(
+            (torch.set_grad_enabled, name, outside(getattr(torch.set_grad_enabled, name)))
+            for name in ("__init__", "__enter__", "__exit__")
+        ),
+        (torch.nn.Module, "_apply", _without_conversion),
+        (torch.distributions.Distribution, "_validate_args", False),
+    ]
+    with ExitStack() as ending:
+        for owner, name, stand_in in replaced:
+            ending.enter_context(patch.object(owner, name, stand_in))
         yield
 
 
