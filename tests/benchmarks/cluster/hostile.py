@@ -127,6 +127,9 @@ def _is_harmless(path: str) -> bool:
     return "__pycache__" in path or path in (os.devnull, "/dev/tty")
 
 
+_NOTHING_LEFT = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Where an earlier attack has left nothing that a later one could change."""
+
 # Attacks: each changes the folder; the names are counted
 
 
@@ -231,7 +234,7 @@ def _artifacts(run: Path) -> list[Path]:
 def _put(rng: random.Random, run: Path, path: Path, data: bytes) -> None:
     """Exchange an artifact, most often with its digest in the ledger."""
     path.write_bytes(data)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(*_NOTHING_LEFT):
         ledger = _ledger(run)
         for part in ledger["parts"].values():
             if part["file"] == path.relative_to(run).as_posix() and rng.random() < 0.8:
@@ -448,15 +451,14 @@ def check(count: int, seed: int, first: int = 0) -> dict[str, Any]:
             shutil.copy(next((base / "plans").glob("*.qsync")), outside / "plan.qsync")
             attacks = rng.sample(ATTACKS, rng.choice((1, 1, 1, 2, 3)))
             for attack in attacks:
-                with contextlib.suppress(
-                    OSError, ValueError, KeyError, TypeError, AttributeError
-                ):  # an earlier one left nothing to change
+                with contextlib.suppress(*_NOTHING_LEFT):
                     attack(rng, run)
                 found["attacks"][attack.__name__] += 1
             _, reader, read = rng.choices(READERS, weights)[0]
             found["readers"][reader] += 1
             label = f"folder {number} ({', '.join(attack.__name__ for attack in attacks)}; {reader})"
             before = snapshot(outside)
+            before_counts = {kind: len(found[kind]) for kind in ("touched", "tracebacks", "obeyed")}
             watch.run, watch.outside, watch.touched, watch.on = str(run), str(outside), [], reader != "two ranks"
             said = ""
             try:
@@ -475,6 +477,8 @@ def check(count: int, seed: int, first: int = 0) -> dict[str, Any]:
                 found["touched"].append(f"{label}: {touched[:5] or 'content'}")
             if not is_printable(_STYLE.sub("", said)):
                 found["obeyed"].append(f"{label}: {said[-300:]!r}")
+            for kind, seen in before_counts.items():
+                print(*found[kind][seen:], sep="\n", end="\n" if found[kind][seen:] else "", file=sys.stderr, flush=True)
             found["refused"] += "rror: " in said or (reader == "two ranks" and bool(said.strip()))
     return found
 

@@ -21,6 +21,7 @@ from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import OpCost
 from qsync_core.ir.variant import Variant
 from qsync_core.units import parse_bytes
 from qsync_planner.allocator import allocate
@@ -150,6 +151,27 @@ def test_where_nothing_can_be_lowered_full_precision_is_the_only_point() -> None
     assert (point.omega, point.gap) == (0.0, 0.0)
     assert point.counts == {"infer0": {"float32": len(case.dag.adjustable)}}
     assert point.arguments == ("--tolerance", "0")
+
+
+@needs_highs
+def test_profiles_without_time_are_refused() -> None:
+    case = random_case(5, blocks=1, infer_groups=1)
+    times = [field.name for field in attrs.fields(OpCost) if field.name.endswith("_ns")]
+    timeless = {
+        name: attrs.evolve(
+            profile,
+            costs=tuple(attrs.evolve(cost, **dict.fromkeys(times, 0)) for cost in profile.costs),
+            casts=tuple(attrs.evolve(cast, dispatch_ns=0, intercept_ns=0.0, ns_per_element=0.0) for cast in profile.casts),
+            optimizer_dispatch_ns=0,
+            optimizer_compute_ns=0,
+            collective=profile.collective and attrs.evolve(profile.collective, alpha_ns=0.0, beta_ns_per_byte=0.0, measured=()),
+        )
+        for name, profile in case.profiles.items()
+    }
+    links = tuple(attrs.evolve(link, alpha_ns=0.0, beta_ns_per_byte=0.0) for link in case.cluster.links)
+    cluster = attrs.evolve(case.cluster, links=links)
+    with pytest.raises(PlanError, match=r"by these profiles a step takes no time.*; measure them again"):
+        tradeoff(case.dag, cluster, timeless, case.sensitivity)
 
 
 @needs_highs

@@ -61,7 +61,7 @@ def _render(tables: Sequence[FindingsTable], lines: Sequence[DoctorLine], consol
     from rich.text import Text
 
     for found in tables:
-        table = Table(*map(Text, found.columns), title=Text(found.title), title_justify="left", box=None, pad_edge=False)
+        table = Table(*found.columns, title=found.title, title_justify="left", box=None, pad_edge=False)
         for row in found.rows:
             table.add_row(*map(Text, row))
         console.print(table)

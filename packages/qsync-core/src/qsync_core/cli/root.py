@@ -84,7 +84,7 @@ class QSyncGroup(click.Group):
             with guard("the command", failed, passing=passing, program=True):
                 return super().invoke(ctx)
         except click.ClickException as error:  # quotes names of files
-            error.message = printable(error.message)
+            error.message = printable(error.message)  # type: ignore[misc]  # final by its type, a plain attribute in truth
             raise
 
     def main(self, *args: Any, **extra: Any) -> Any:

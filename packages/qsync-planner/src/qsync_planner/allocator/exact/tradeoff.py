@@ -181,7 +181,7 @@ def tradeoff(
         progress: receives what is being solved.
 
     Raises:
-        PlanError: without a sensitivity or without HiGHS; for artifacts that do not belong together.
+        PlanError: without a sensitivity or without HiGHS; for artifacts that do not belong together, or have no time in them.
         InfeasibleError: when a group's memory budget is too small for any plan.
     """
     if sensitivity is None:
@@ -196,6 +196,8 @@ def tradeoff(
     problem = build_problem(dag, cluster, profiles, sensitivity, with_chains=True)
     curve = _Curve(problem, Replayer(dag, cluster, profiles), effort)
     levels = curve.levels(budgets)
+    if not all(level.uniform_ns for level in levels):
+        raise PlanError("by these profiles a step takes no time, which no time limit is a multiple of; measure them again")
     for number, level in enumerate(levels):
         for text in curve.add(level, limits):
             progress(number * limits, len(levels) * limits, f"{_sizes(level.given) or 'no memory limit'}, {text}")
