@@ -119,10 +119,11 @@ def agreement_rows(
         job = make(0)
         dag = trace(job)
         started = time.perf_counter()
-        options = {"warmup": warmup, "device": device, "settled": None}
-        observed = observe(job, dag, LADDER, steps=16, collectors=[collector() for collector in collectors], **options)
+        # The same updates for both: another batch has another gradient.
+        options = {"warmup": warmup, "steps": 16, "device": device, "settled": None}
+        observed = observe(job, dag, LADDER, collectors=[collector() for collector in collectors], **options)
         print(f"{name}: observed in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        truth = observe(job, dag, LADDER, steps=4, collectors=[MonteCarloCollector(8)], **options)
+        truth = observe(job, dag, LADDER, collectors=[MonteCarloCollector(8)], **options)
         print(f"{name}: measured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,7 @@ def agreement_rows(
                 agreement = found.agreement[indicator]
                 size = f"share within 2: {agreement.share_within_2:.2f}, median Ω/truth {agreement.median_ratio:.3g}"
                 spread = f"{size}, Spearman {agreement.ranks.spearman:.3f}; truth's halves by {halves}"
-                what = f"{state}, Kendall's τ, {variant.label}: {indicator}"
+                what = f"{state}, Kendall's τ at the same {len(losses)} updates, {variant.label}: {indicator}"
                 suffix = "" if variant == LADDER[0] else f"-{variant.label}"
                 suffix += "" if indicator == DEFAULT else f"-{indicator}"
                 target = "reported" if suffix else "within .05 of the small models'"

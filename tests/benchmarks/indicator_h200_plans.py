@@ -33,7 +33,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
-from qsync_planner.indicators.series import geometric_mean
+from qsync_planner.indicators.series import UpdateMean
 from qsync_torch.load_job import load_job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
@@ -118,7 +118,8 @@ def _errors(job: Any, dag: PrecisionDag, plans: Sequence[Plan], steps: int, draw
     """True error of each plan of a device that helps; equal plans are measured once."""
     different = list({frozenset(plan.items()): plan for plan in plans}.values())
     found = observe(job, dag, LADDER, steps=steps, collectors=[PlanErrors(different, draws)], **common)
-    values = [geometric_mean(found.values(PlanErrors.name, f"plan {i}")) for i in range(len(different))]
+    mean = UpdateMean.of(found).mean
+    values = [mean(found.values(PlanErrors.name, f"plan {i}")) for i in range(len(different))]
     return [values[different.index(plan)] for plan in plans]
 
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from indicator.additivity import Row, exponent_row, measured_omega, plan_rows, sensitivity_on, with_true_omega
+from indicator.additivity import Row, exponent_row, mean_error, measured_omega, plan_rows, sensitivity_on, with_true_omega
 from indicator.equal_time import SETTINGS, Compared, equal_time_rows, planned
 from indicator.measuring import Effort, Kept, Measured, Task, measure
 from indicator.models import SUBJECTS
@@ -27,8 +27,6 @@ from indicator.plain_cnn import NAME as HELD_OUT
 from indicator.plain_cnn import register
 from indicator.plans import Plan, PlanEffort, drawn_plans, plan_errors
 from results import write_rows
-
-from qsync_planner.indicators.series import geometric_mean
 
 
 def main() -> None:
@@ -74,7 +72,7 @@ def _rows(names: list[str], seeds: int, count: int, kept: Kept, effort: PlanEffo
             sensitivity = sensitivity_on(measured, effort.steps)
             if sensitivity.flips:
                 exact = with_true_omega(sensitivity, measured_omega(measured.truth, measured.dag, effort.steps))
-                with_flips[f"{name} seed {seed}"] = (exact, plans, list(map(geometric_mean, errors)))
+                with_flips[f"{name} seed {seed}"] = (exact, plans, [mean_error(measured, by_update) for by_update in errors])
     if with_flips:
         yield exponent_row(with_flips)
     for name in [name for name in names if name != HELD_OUT]:
@@ -91,9 +89,9 @@ def _at_equal_time(measured: Measured, kept: Kept, effort: PlanEffort) -> dict[s
         for plan in at.plans.values():
             different.setdefault(frozenset(plan.items()), plan)
     errors = plan_errors(measured.task, measured.dag, list(different.values()), kept, effort)
-    error_of = dict(zip(different, errors, strict=True))
+    error_of = dict(zip(different, [mean_error(measured, by_update) for by_update in errors], strict=True))
     return {
-        setting.suffix: Compared.of(at, {who: error_of[frozenset(plan.items())] for who, plan in at.plans.items()})
+        setting.suffix: Compared(at, {who: error_of[frozenset(plan.items())] for who, plan in at.plans.items()})
         for setting, at in zip(SETTINGS, by_setting, strict=True)
     }
 

@@ -1,10 +1,10 @@
 """Rows C10 of ``docs/results/cluster.json``: Ω of whole plans over their true gradient error, on four models of no other row.
 
-    python tests/benchmarks/cluster/omega.py [--models vit,gpt] [--out FOLDER]
+    python tests/benchmarks/cluster/omega.py [--models vit,gpt] [--jobs 2] [--out FOLDER]
 
-Each model is trained for a while, observed at a number of updates, and the error of every plan is measured at the same updates:
-the squared change of all gradients under the plan, averaged as Ω is.  Plans are all operators in int8, bfloat16 or float16, and
-mixtures.  A row's value is the ratio that is farthest from 1.
+Each model is trained for a while and observed at a number of updates; the error of every plan is measured at the same updates: the
+squared change of all gradients under the plan, averaged as Ω is.  Plans are all operators in int8, bfloat16 or float16, and
+mixtures.  A row's value is the median over the plans; it says which is farthest from 1, and how sure both sides are.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import os
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy and torch are imported
 
 import argparse
+import math
+import multiprocessing
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from indicator.additivity import Fit
 from indicator.measuring import INT8
 from indicator.plans import Plan, PlanErrors
 from results import RESULTS, write_rows
@@ -53,9 +54,9 @@ class Effort:
     """How much is measured: ``updates`` after ``warmup`` others, with so many draws of each of the plans."""
 
     warmup: int = 200
-    updates: int = 16
-    draws: int = 4
-    plans: int = 12
+    updates: int = 96
+    draws: int = 2
+    plans: int = 8
 
 
 def drawn(dag: PrecisionDag, count: int) -> dict[str, Plan]:
@@ -72,20 +73,35 @@ def drawn(dag: PrecisionDag, count: int) -> dict[str, Plan]:
 
 @attrs.frozen
 class Measured:
-    """Predicted and true errors of the plans of one model, and the standard errors of the former by how updates differ."""
+    """Predicted over true error of the plans of one model, and the standard error of that ratio, by how updates differ.
 
-    predicted: Mapping[str, float]
-    truth: Mapping[str, float]
-    true_error: Mapping[str, float]
+    Both sides saw the same updates, which makes the ratio surer than its standard error says.
+    """
+
+    ratios: Mapping[str, float]
+    errors: Mapping[str, float]
 
     @property
-    def ratios(self) -> dict[str, float]:
-        """Predicted over true, by plan."""
-        return {name: self.predicted[name] / self.truth[name] for name in self.truth}
+    def median(self) -> float:
+        """Over the plans."""
+        return statistics.median(self.ratios.values())
+
+    @property
+    def worst(self) -> str:
+        """The plan whose ratio is farthest from 1, by its logarithm."""
+        return max(self.ratios, key=lambda plan: abs(math.log(self.ratios[plan])))
+
+    def outside(self, sigmas: float = 0.0) -> int:
+        """How many plans are outside the bounds, by so many standard errors at least."""
+        return sum(
+            ratio * (1 + sigmas * self.errors[plan]) < LOW or ratio * (1 - sigmas * self.errors[plan]) > HIGH
+            for plan, ratio in self.ratios.items()
+        )
 
 
 def measure(name: str, effort: Effort) -> Measured:
     """Observe, and measure the plans at the same updates."""
+    torch.set_num_threads(1)
     job = MODELS[name]()
     dag = trace(job)
     plans = drawn(dag, effort.plans)
@@ -93,34 +109,36 @@ def measure(name: str, effort: Effort) -> Measured:
     sensitivity = indicate(observe(job, dag, LADDER, collectors=[HutchinsonCollector()], **options), dag, LADDER)
     found = observe(job, dag, LADDER, collectors=[PlanErrors(list(plans.values()), effort.draws)], **options)
     averaged = UpdateMean.of(found)
-    errors = {plan: found.values(PlanErrors.name, f"plan {i}") for i, plan in enumerate(plans)}
-    return Measured(
-        {plan: plan_error(sensitivity, variants) for plan, variants in plans.items()},
-        {plan: averaged.mean(values) for plan, values in errors.items()},
-        {plan: averaged.error(values) or 0.0 for plan, values in errors.items()},
-    )
+    ratios, errors = {}, {}
+    for number, (plan, variants) in enumerate(plans.items()):
+        values = found.values(PlanErrors.name, f"plan {number}")
+        truth, of_truth = averaged.mean(values), averaged.error(values) or 0.0
+        omega = sum(sensitivity.omega[op_id].get(variant, 0.0) for op_id, variant in variants.items())
+        error = sum(sensitivity.errors[op_id].get(variant, 0.0) for op_id, variant in variants.items())
+        ratios[plan] = plan_error(sensitivity, variants) / truth
+        errors[plan] = math.hypot(of_truth / truth, error / omega)
+    return Measured(ratios, errors)
 
 
-def rows(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
+def rows(names: Sequence[str], effort: Effort, processes: int) -> Iterator[dict[str, Any]]:
     """One a model, then the worst of them."""
-    worst: dict[str, float] = {}
-    for name in names:
-        started = time.perf_counter()
-        measured = measure(name, effort)
-        fit = Fit.of(list(measured.predicted.values()), list(measured.truth.values()))
-        worst[name] = fit.worst
-        uncertain = statistics.median(measured.true_error[plan] / truth for plan, truth in measured.truth.items())
-        each = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in measured.ratios.items())
-        outside = sum(not LOW <= ratio <= HIGH for ratio in fit.ratios)
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = dict(zip(names, pool.map(measure, names, [effort] * len(names)), strict=True))
+    for name, measured in found.items():
+        worst, plans = measured.worst, len(measured.ratios)
         what = (
-            f"{name}: Ω of a whole plan over its true error, {effort.updates} updates after {effort.warmup}, the plan that is "
-            f"farthest from 1; {outside} of {len(fit.ratios)} plans outside {LOW} to {HIGH}"
+            f"{name}: Ω of whole plans over their true error at the same {effort.updates} updates, median of {plans} plans; the "
+            f"farthest is {measured.ratios[worst]:.2f} ({worst}); {measured.outside()} of {plans} are outside {LOW} to {HIGH}, "
+            f"{measured.outside(2)} by more than two standard errors"
         )
-        spread = f"{fit}; {each}; the truth's standard error is {uncertain:.0%}, median"
-        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        yield _row(f"C10-{name}", what, fit.worst, spread)
-    model = max(worst, key=lambda name: Fit((worst[name],), 0.0).scatter or abs(worst[name] - 1))
-    yield _row("C10", f"Ω of whole plans over the truth, the worst of {', '.join(names)}: {model}", worst[model], "")
+        each = ", ".join(f"{plan} {ratio:.2f} ± {ratio * measured.errors[plan]:.2f}" for plan, ratio in measured.ratios.items())
+        yield _row(f"C10-{name}", what, measured.median, each)
+    model = max(found, key=lambda name: abs(math.log(found[name].median)))
+    outside = sum(measured.outside() for measured in found.values())
+    what = f"Ω of whole plans over the truth, the model that is farthest from 1 of {', '.join(names)}: {model}"
+    spread = ", ".join(f"{name} {measured.median:.2f}" for name, measured in found.items())
+    plans = sum(len(measured.ratios) for measured in found.values())
+    yield _row("C10", what, found[model].median, f"{spread}; {outside} of all {plans} plans are outside {LOW} to {HIGH}")
 
 
 def _row(name: str, what: str, value: float, spread: str) -> dict[str, Any]:
@@ -132,10 +150,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="which, comma-separated")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     found = []
-    for row in rows(options.models.split(","), Effort()):
+    for row in rows(options.models.split(","), Effort(), options.jobs):
         print(f"{row['id']}: {row['value']} ({row['spread']})", flush=True)
         found.append(row)
     print(f"wrote {write_rows('cluster', found, 'python tests/benchmarks/cluster/omega.py', directory=options.out)}")

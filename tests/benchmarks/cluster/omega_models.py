@@ -2,7 +2,7 @@
 
 ==================  ==================================================================================================
 ``vit``             vision transformer: patches of 4×4, a class token, fused attention, GELU; on digits
-``depthwise``       MobileNet-like: 3×3 depthwise and 1×1 convolutions, each with BatchNorm and ReLU; on grainy digits
+``depthwise``       MobileNetV2-like: bottlenecks of 1×1 and 3×3 depthwise convolutions, BatchNorm, ReLU; on grainy digits
 ``gpt``             decoder with one product for query, key and value, tanh GELU, tied head; on Python's source text
 ``unet``            two levels down and up, BatchNorm, ReLU, MaxPool, skip connections; removes noise from digits
 ==================  ==================================================================================================
@@ -133,24 +133,6 @@ class Depthwise(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
-class DepthwiseChain(nn.Module):
-    """MobileNetV1-like: a first convolution, then 8 times a depthwise one and one over channels, at 8×8 and 4×4; no shortcuts."""
-
-    def __init__(self, widths: tuple[int, ...] = (16, 24, 24, 24, 24, 48, 48, 48)) -> None:
-        super().__init__()
-        parts: list[nn.Module] = [_convolution(1, widths[0], 3, 2)]
-        width_in = widths[0]
-        for width in widths:
-            parts += [_convolution(width_in, width_in, 3, 2 if width > 1.5 * width_in else 1, groups=width_in)]
-            parts += [_convolution(width_in, width, 1)]
-            width_in = width
-        self.body, self.head = nn.Sequential(*parts), nn.Linear(width_in, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, 1, 16, 16) to logits (N, 10)."""
-        return self.head(self.body(x).mean((2, 3)))
-
-
 class UNet(nn.Module):
     """At 16×16, 8×8 and 4×4; what goes down is handed to what comes up."""
 
@@ -217,11 +199,6 @@ def depthwise() -> Job:
     return _job("depthwise", Depthwise, _grainy, rate=2e-3, size=64)
 
 
-def depthwise_chain() -> Job:
-    """17 convolutions, 8 of them depthwise, and a linear operator; half a batch is 32 images."""
-    return _job("depthwise-chain", DepthwiseChain, _grainy, rate=2e-3, size=64)
-
-
 def gpt() -> Job:
     """17 linear operators; half a batch is 8 sequences of 32 bytes."""
     return _job("gpt", Gpt, lambda step, size: text_batch(step, size, length=LENGTH, seed=0), rate=1e-3, size=16)
@@ -232,5 +209,5 @@ def unet() -> Job:
     return _job("unet", UNet, _to_clean, _images, rate=2e-3, size=32)
 
 
-MODELS = {"vit": vit, "depthwise": depthwise, "depthwise-chain": depthwise_chain, "gpt": gpt, "unet": unet}
+MODELS = {"vit": vit, "depthwise": depthwise, "gpt": gpt, "unet": unet}
 """Jobs by the name of their row."""

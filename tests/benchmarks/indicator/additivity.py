@@ -20,7 +20,7 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import verdict as product
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check.agreement import kendall_tau
-from qsync_planner.indicators.series import geometric_mean
+from qsync_planner.indicators.series import UpdateMean
 
 Row = dict[str, Any]
 Omega = Mapping[OpId, Mapping[Variant, float]]
@@ -29,12 +29,18 @@ Omega = Mapping[OpId, Mapping[Variant, float]]
 def measured_omega(truth: Observations, dag: PrecisionDag, updates: int | None = None) -> Omega:
     """The true error of every operator alone, over the first so many updates."""
     found: dict[OpId, dict[Variant, float]] = {}
+    averaged = UpdateMean.of(truth).over(slice(updates))
     for operator in dag.adjustable:
         for variant in MEASURED:
             halves = [truth.values(terms.MONTECARLO, t, operator.op_id, variant) for t in (terms.FIRST_HALF, terms.SECOND_HALF)]
             by_update = [(a + b) / 2 for a, b in zip(*halves, strict=True)][:updates]
-            found.setdefault(operator.op_id, {})[variant] = geometric_mean(by_update)
+            found.setdefault(operator.op_id, {})[variant] = averaged.mean(by_update)
     return found
+
+
+def mean_error(measured: Measured, by_update: Sequence[float]) -> float:
+    """The true error of a plan over the first of the updates that the truth was measured at, averaged as Ω is."""
+    return UpdateMean.of(measured.truth).over(slice(len(by_update))).mean(by_update)
 
 
 def sensitivity_on(measured: Measured, updates: int) -> Sensitivity:
@@ -92,7 +98,7 @@ class Fit:
 
 def plan_rows(model: str, measured: Measured, plans: Sequence[Plan], errors: Sequence[Sequence[float]], seed: int) -> Iterator[Row]:
     """For one model: predictions by Σ Ω and by the correction, from the indicator's Ω and from the measured one."""
-    truth = [geometric_mean(by_update) for by_update in errors]
+    truth = [mean_error(measured, by_update) for by_update in errors]
     estimated = sensitivity_on(measured, len(errors[0]))
     exact = with_true_omega(estimated, measured_omega(measured.truth, measured.dag, len(errors[0])))
     name = f"I-plans-{model}" + (f"-seed{seed}" if seed else "")

@@ -169,11 +169,6 @@ class Compared:
     at: Planned
     errors: Mapping[str, float]
 
-    @classmethod
-    def of(cls, at: Planned, errors: Mapping[str, Sequence[float]]) -> Compared:
-        """Errors with a number per batch."""
-        return cls(at, {name: geometric_mean(by_update) for name, by_update in errors.items()})
-
     def over(self, name: str, other: str) -> float:
         """True error over another's; random's is the mean over its draws."""
         if name == "random":

@@ -14,10 +14,12 @@ from click.testing import CliRunner, Result
 from synthetic import BFLOAT16, INT8
 from test_indicator_check import A, B, C, checked, graph, observed
 
-from qsync_core.artifacts.files import digest, save
+from qsync_core.artifacts.files import digest, load, save
+from qsync_core.artifacts.summary import summarize
 from qsync_core.errors import ArtifactError, ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.hooks import TruthRequest
 from qsync_core.plugins.registry import Registry
@@ -92,6 +94,27 @@ def test_observations_that_hold_the_truth_themselves(folder: Path) -> None:
     save(seen, folder / "both.qsync")
     result = run("both.qsync", "--dag", "dag.qsync", "--indicator", "random", "--check", "--json")
     assert json.loads(result.stdout)["check"]["indicators"] == ["random"]
+
+
+def test_a_truth_of_fewer_updates_is_said(folder: Path) -> None:
+    dag, rows, _ = checked()
+    first = {key: tuple(half[:1] for half in halves) for key, halves in rows.items()}
+    save(attrs.evolve(observed(dag, first), settings={"seed": "0"}), folder / "one.qsync")
+    said = "the truth was measured at 1 of the 2 observed updates: magnitudes differ by as much as batches do"
+    assert said in " ".join(check("--truth", "one.qsync").output.split())
+    assert "of the 2 observed updates" not in check("--truth", "t.qsync").output
+
+
+def test_omega_is_printed_with_its_standard_error(folder: Path) -> None:
+    seen = load(folder / "o.qsync", Observations)
+    norms = Series(None, None, terms.RUN, terms.GRADIENT_SQ_NORM, (1.0, 4.0))
+    save(attrs.evolve(seen, series=(*seen.series, norms)), folder / "o.qsync")
+    arguments = ("o.qsync", "--dag", "dag.qsync", "--indicator", "lossvar", "-o", "s.qsync")
+    # 8 at both updates, of ‖g‖² 1 and 4: 2 · (8 / 1 + 8 / 4) / 2, and 2 · (8 / 1 - 8 / 4) / 2.
+    assert re.search(r"a#0 +int8 +10 ± 6", run(*arguments).output)
+    row = json.loads(run(*arguments, "--json").stdout)["omega"][0]
+    assert (row["operator"], row["omega"], row["error"]) == ("a#0", pytest.approx(10.0), pytest.approx(6.0))
+    assert ("Ω int8", "10 ± 6  a#0") in summarize(load(folder / "s.qsync", Sensitivity))
 
 
 def test_a_truth_of_other_updates_is_said(folder: Path) -> None:

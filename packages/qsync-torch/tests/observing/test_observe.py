@@ -141,6 +141,20 @@ def test_updates_are_real_and_half_batches():
     assert len(set(norms)) == 4
 
 
+def test_the_norm_of_every_updates_gradient_is_recorded():
+    """Of what trained the model at that update, against SGD by hand."""
+    found = _observe(_job(lr=0.5), warmup=1, steps=3)
+    norms, model = found.values(terms.RUN, terms.GRADIENT_SQ_NORM), _job().model
+    for step in range(4):
+        loss = F.cross_entropy(model(_batch(step, 3).args[0]), _batch(step, 3).target)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        if step:
+            assert norms[step - 1] == pytest.approx(sum(float(g.double().square().sum()) for g in gradients), rel=1e-4)
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.5 * gradient
+
+
 def test_paper_terms_by_hand():
     found = _observe(_job(), steps=1)
     x = _batch(0, 3).args[0]

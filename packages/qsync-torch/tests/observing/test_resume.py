@@ -109,6 +109,13 @@ def test_continued_is_as_if_never_interrupted(dag, after):
     assert _observe(dag, earlier=earlier) == whole
 
 
+def test_one_that_an_older_version_began_is_refused(dag):
+    earlier = _interrupted(dag, 2)
+    older = attrs.evolve(earlier, series=tuple(one for one in earlier.series if one.term != terms.GRADIENT_SQ_NORM))
+    with pytest.raises(ObservationError, match=r"an older version made it, without the gradient's norm .*--fresh"):
+        _observe(dag, earlier=older)
+
+
 def test_interrupted_twice(dag):
     earlier = _interrupted(dag, 2)
     later = _interrupted(dag, 1, earlier=earlier)

@@ -298,6 +298,10 @@ def _differences(observations: Observations, measured: Observations) -> list[str
             f"the truth was measured on batches of {measured.batch_size} samples, the indicators were observed on "
             f"{observations.batch_size}: magnitudes differ"
         )
+    if missing := set(observations.iterations).difference(measured.iterations):
+        seen = len(observations.iterations)
+        both = f"{seen - len(missing)} of the {seen} observed updates"
+        notes.append(f"the truth was measured at {both}: magnitudes differ by as much as batches do")
     for name in ("seed", "warmup"):
         ours, theirs = observations.settings.get(name), measured.settings.get(name)
         if ours != theirs:

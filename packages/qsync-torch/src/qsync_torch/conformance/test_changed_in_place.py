@@ -255,13 +255,17 @@ def test_gradients_of_producers(subject: Subject, outputs: Outputs, form: str, s
     problem = Producer.of(form, variant_of(saved=saved), (42, 24), subject.device, 3)
     kept, grad = Kept.of(problem), gradient(problem)
     bits = packed(grad > 0) if problem.wants_bits else None
+
+    def copy(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.clone()
+
     operands = (grad, kept.x, kept.scale, kept.mean, kept.spread, bits, problem.weight, problem.bias)
     for kernel in problem.kernels(subject, "grad_input"):
         for when in after_each_change(operands):
-            found, elsewhere = (
-                attrs.evolve(problem, weight=weight, bias=bias).run_backward(kernel, outputs, *rest)
-                for *rest, weight, bias in (operands, [None if one is None else one.clone() for one in operands])
-            )
+            found = problem.run_backward(kernel, outputs, grad, kept.x, kept.scale, kept.mean, kept.spread, bits)
+            moved = attrs.evolve(problem, weight=copy(problem.weight), bias=copy(problem.bias))
+            x, mean, spread = kept.x.clone(), kept.mean.clone(), kept.spread.clone()
+            elsewhere = moved.run_backward(kernel, outputs, grad.clone(), x, copy(kept.scale), mean, spread, copy(bits))
             for name, value in attrs.asdict(elsewhere, recurse=False).items():
                 if value is not None:
                     error = (getattr(found, name) - value).abs().max().item()
