@@ -2,9 +2,9 @@
 
     python tests/benchmarks/cluster/communicators.py [--out FOLDER] [--gpu] [--jobs 10] [--in-a-row 30]
 
-C1: four gloo ranks on this machine, two in each of two groups, and one, one and two in three: ``qsync prepare`` of a tiny job, a few
-steps of training under its plan, and its report.  C1b, with ``--gpu`` and two GPUs: two ranks measure communication among themselves
-as a set of the job's ranks, again and again in one process group over NCCL.  Both are the share of what succeeded.
+C1, with ``--gpu`` and two GPUs: two ranks measure communication among themselves as a set of the job's ranks, again and again in
+one process group over NCCL.  C1b: four gloo ranks on this machine, two in each of two groups, and one, one and two in three:
+``qsync prepare`` of a tiny job, a few steps of training under its plan, and its report.  Both are the share of what succeeded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def train(run: Path) -> None:
     model = job.model
     qsync_torch.apply_(model, run)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = job.make_optimizer(model.parameters())
+    optimizer = job.optimizer(model.parameters())
     for step in range(_STEPS):
         batch = job.batch(step, 4)
         loss = job.loss(ddp(*batch.args), batch)
@@ -105,7 +105,7 @@ def main() -> None:
     """Run the jobs, one after the other, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
-    parser.add_argument("--gpu", action="store_true", help="C1b alone, on two GPUs")
+    parser.add_argument("--gpu", action="store_true", help="C1 alone, on two GPUs")
     parser.add_argument("--jobs", type=int, default=10, help="gloo jobs of each set of groups")
     parser.add_argument("--in-a-row", type=int, default=30, help="measurements on two GPUs")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -117,7 +117,7 @@ def main() -> None:
         on_gpus(options.in_a_row)
     elif options.gpu:
         if torch.cuda.device_count() < 2:
-            raise SystemExit("C1b is skipped: it needs two GPUs")
+            raise SystemExit("C1 is skipped: it needs two GPUs")
         command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--in-a-row", str(options.in_a_row)]
         try:
             ended = ranks_of([command] * 2, ["a", "a"], 580)
@@ -127,7 +127,7 @@ def main() -> None:
         done = min(output.count("communicators done") for output in outputs)
         print(*(output[-1500:] for output in outputs), sep="\n")
         row = {
-            "id": "C1b",
+            "id": "C1",
             "what": f"measurements of communication among a set of two GPUs over NCCL that succeed, of {options.in_a_row} in a row",
             "value": done / options.in_a_row,
             "unit": "share",
@@ -146,8 +146,8 @@ def main() -> None:
                 failed += [f"{'+'.join(groups)}: {why}"] if why else []
         jobs = len(SETS) * options.jobs
         row = {
-            "id": "C1",
-            "what": "jobs of four gloo ranks in groups of 2+2 and of 1+1+2 that are prepared, train under their plan and have a report",
+            "id": "C1b",
+            "what": "jobs of four gloo ranks (2+2 and 1+1+2) that are prepared, train under their plan and have a report",
             "value": (jobs - len(failed)) / jobs,
             "unit": "share",
             "spread": f"{jobs - len(failed)} of {jobs}" + "".join(f"; {why[:120]}" for why in failed[:3]),
