@@ -31,9 +31,17 @@ def probe() -> None:
         return lambda: (work(), time.sleep(0.4))
 
     probe.all_reduce = all_reduce
+    if FAULT == "stops whole":
+        probe.find_facts = stop_whole
     if FAULT == "slow":
         probe.product = slow_product
     probe.main()
+
+
+def stop_whole(rank):
+    """As a machine that freezes."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 AT_ALL_REDUCE = {

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,16 @@ FAULTY = str(Path(__file__).with_name("doctor_with_fault.py"))
 TIMEOUT_S = 120
 
 
-def run_ranks(fault: str, rank: int, *arguments: str, world: int = 2, absent: int | None = None, **variables: str) -> list[Ended]:
-    """One process per rank without torchrun, which would end those that are left."""
+def run_ranks(
+    fault: str,
+    rank: int,
+    *arguments: str,
+    world: int = 2,
+    absent: int | None = None,
+    leave: Collection[int] = (),
+    **variables: str,
+) -> list[Ended]:
+    """One process per rank without torchrun, which would end those that are left; ranks to ``leave`` are not waited for."""
     port = free_port()
     processes = {}
     for own in range(world):
@@ -30,11 +39,11 @@ def run_ranks(fault: str, rank: int, *arguments: str, world: int = 2, absent: in
             command = [sys.executable, FAULTY, fault, str(rank), *arguments]
             processes[own] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        outputs = {own: process.communicate(timeout=TIMEOUT_S)[0] for own, process in processes.items()}
+        outputs = {own: process.communicate(timeout=TIMEOUT_S)[0] for own, process in processes.items() if own not in leave}
     finally:
         for process in processes.values():
             process.kill()
-    return [Ended(process.returncode, " ".join(outputs[own].split())) for own, process in processes.items()]
+    return [Ended(processes[own].returncode, " ".join(output.split())) for own, output in outputs.items()]
 
 
 def check_blamed(ended: list[Ended], *sentences: str) -> None:
@@ -75,6 +84,11 @@ def test_a_rank_that_stops_in_an_all_reduce_is_named():
     check_blamed(
         ended, "an all-reduce of 1 MiB over gloo failed because of rank 1", "its probe is stopped, and gives no sign of life"
     )
+
+
+def test_a_rank_that_is_frozen_before_it_has_said_what_it_has_is_named():
+    ended = run_ranks("stops whole", 1, QSYNC_RANK_TIMEOUT_S="8", leave=(1,))
+    check_blamed(ended, "saying what it has", "failed because of rank 1", "has ended or is stopped, and gives no sign of life")
 
 
 def test_an_all_reduce_that_hangs_between_ranks_that_live():

@@ -20,6 +20,7 @@ import pytest
 
 from processes import free_port
 from qsync_core.artifacts.files import load
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.timeline import Timeline
 from qsync_core.run_folder import RunFolder
@@ -54,7 +55,7 @@ def started(
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "QSYNC_RANK_TIMEOUT_S": "20"}
     processes = []
     for rank, folder in enumerate(folders):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": GROUPS[rank]}
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": GROUPS[min(rank, 1)]}
         command = [sys.executable, "-m", "qsync", "prepare", JOB, "-o", str(folder), "--device", "cpu", "--json"]
         command += ["--group", "strong=role:train"] if roles else []
         environment = {**os.environ, **shared, **own, **(environments[rank] if environments else {})}
@@ -124,6 +125,19 @@ def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(dis
     assert not {name for name in again if name.startswith(("profile", "observations", "communication", "probe"))}
     assert run.cluster.read_text() == changed
     assert run.load_plan(GROUPS).group("weak").memory_budget_bytes == 1 << 30
+
+
+def test_two_ranks_in_each_group_measure_among_all_and_among_themselves(tmp_path):
+    groups = ("strong", "strong", "weak", "weak")
+    first = made(prepare([tmp_path / "run"] * 4, [{"QSYNC_GROUP": group} for group in groups]))
+    run = RunFolder(tmp_path / "run")
+    assert {(group.name, group.count) for group in run.read_cluster().groups} == {("strong", 2), ("weak", 2)}
+    for names, ranks in ((GROUPS, 4), (["strong"], 2), (["weak"], 2)):
+        assert f"communication {'+'.join(names)}" in first
+        costs = load(run.communication(names), CollectiveCosts)
+        assert costs.ranks == dict.fromkeys(names, 2)
+        assert [entry.all_reduce.world_size for entry in costs.measured] == [ranks]
+        assert run.load_plan(names).communication is not None
 
 
 def test_what_interrupts_one_rank_ends_both_with_a_sentence_and_the_folder_continues(disks):

@@ -106,11 +106,6 @@ class BoundedStore:
 
     store: dist.Store
 
-    @classmethod
-    def of(cls, store: dist.Store | BoundedStore) -> BoundedStore:
-        """The same store, bounded."""
-        return store if isinstance(store, BoundedStore) else cls(store)
-
     def under(self, prefix: str) -> BoundedStore:
         """The keys that begin with a prefix."""
         return BoundedStore(dist.PrefixStore(prefix, self.store))
@@ -153,6 +148,11 @@ class BoundedStore:
             raise StoreSilent(f"no answer for {rank_timeout_s():g} s") from None
         _ANSWERS.set()
         return found
+
+
+def bounded(store: dist.Store | BoundedStore) -> BoundedStore:
+    """The same store, bounded."""
+    return store if isinstance(store, BoundedStore) else BoundedStore(store)
 
 
 _ANSWERS = threading.Event()

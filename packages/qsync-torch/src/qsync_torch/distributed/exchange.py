@@ -17,7 +17,7 @@ import attrs
 import torch.distributed as dist
 
 from qsync_core.errors import RankError
-from qsync_torch.distributed.bounded_store import TIMEOUT_VARIABLE, BoundedStore, StoreSilent
+from qsync_torch.distributed.bounded_store import TIMEOUT_VARIABLE, BoundedStore, StoreSilent, bounded
 from qsync_torch.distributed.process_group import rank_count
 
 _GRACE_S = 5.0
@@ -59,7 +59,7 @@ class Members:
 
     rank: int
     ranks: Sequence[int]
-    store: BoundedStore = attrs.field(converter=BoundedStore.of)
+    store: BoundedStore = attrs.field(converter=bounded)
     patience_s: float
 
     @classmethod

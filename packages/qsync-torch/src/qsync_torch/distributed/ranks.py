@@ -21,7 +21,7 @@ from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.printable import printable
-from qsync_torch.distributed.bounded_store import collective_timeout, rank_timeout_s
+from qsync_torch.distributed.bounded_store import StoreSilent, collective_timeout, rank_timeout_s
 from qsync_torch.distributed.exchange import Exchange, Members, Report, beside, by_value, grace_s, rank_list, store_has_gone
 from qsync_torch.distributed.meeting import store_of_environment
 from qsync_torch.distributed.process_group import in_process_group
@@ -324,6 +324,8 @@ def naming_lost_ranks(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_of_lost_rank(error):
             raise
+        if isinstance(error, StoreSilent):
+            raise RankError(store_has_gone(what, error)) from error
         raise RankError(
             f"another rank of this job has failed, or cannot be reached any more, while this one was in {what}: see what was "
             f"printed there last ({_first_line(error).partition('. ')[0]})"

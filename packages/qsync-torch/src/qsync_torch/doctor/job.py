@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import attrs
@@ -118,19 +118,19 @@ def doctor_of_job(timeout_s: float) -> JobFindings | None:
     if place is None:
         return None
     box = Mailbox(place, holds=True)
-    with ExitStack() as ending:
-        ending.enter_context(_naming_the_store())
+    with _naming_the_store():
         box.beat("alive")
         box.say("here", [socket.gethostname(), versions_text()])
         probe = _Probe(box)
-        ending.callback(probe.end)
-        ending.enter_context(_told_to_end())
-        if place.rank != 0:
-            return _follow(box, probe)
-        seen = _Gathering(box, probe, timeout_s).run()
-        findings = job_findings(seen)
-        return attrs.evolve(findings, finish=lambda: _let_go(box, findings.failed, seen))
-    raise AssertionError
+        try:
+            with _told_to_end():
+                if place.rank != 0:
+                    return _follow(box, probe)
+                seen = _Gathering(box, probe, timeout_s).run()
+                findings = job_findings(seen)
+                return attrs.evolve(findings, finish=lambda: _let_go(box, findings.failed, seen))
+        finally:
+            probe.end()
 
 
 @contextmanager
