@@ -516,4 +516,4 @@ FAMILIES = {
     ),
     "Decision Transformer": Family(_decisions),
 }
-"""By name; what a refusal must name was found by reading the model's code, not from a sentence of ours."""
+"""By name; what a refusal must name is a line of the model's own code."""
