@@ -194,7 +194,7 @@ class FastestJobs:
         total = self.choices.traced * sum(counts)
         most = [(total - sum(counts)) // count + 1 if uneven else self.choices.traced for count in counts]
         paces = [_Pace(self.choices, replayer, name, wanted[name], limit) for name, limit in zip(names, most, strict=True)]
-        if not uneven:
+        if not uneven or len(names) == 1:
             fits = all(pace.most == self.choices.traced for pace in paces)
             return self._job(paces, [self.choices.traced] * len(names)) if fits else None
         batches = _balanced(counts, total, paces, self.choices.traced)
@@ -232,8 +232,7 @@ class FastestJobs:
 class _Pace:
     """The period that one group would impose on a job at a batch, under its fastest choice there.
 
-    Known exactly where it was asked for, and between these batches by straight lines: costs are straight lines over the batch, and
-    sums and maxima of such are convex, so that no pace is taken for shorter than it is.
+    Known exactly where it was asked for, the smallest and the largest batch among these, and by straight lines between.
     """
 
     def __init__(self, choices: GroupChoices, replayer: Replayer, group: str, wanted: Sequence[Choice], most: int) -> None:
@@ -254,12 +253,11 @@ class _Pace:
         bisect.insort(self._batches, batch)
         return True
 
-    def ask_bends(self, traced: int) -> None:
-        """Make the pace known at the smallest and largest batch, the traced one, and where the memory rules a choice out."""
-        ends = {1, traced, *(limit for _, limit in self._limits), *(limit + 1 for _, limit in self._limits)}
-        for batch in ends:
-            if 1 <= batch <= self.most:
-                self.ask(batch)
+    def ask_first(self, traced: int) -> None:
+        """Make the pace known at the smallest, the traced and the largest batch, and where the memory rules a choice out."""
+        bends = {end for _, limit in self._limits for end in (limit, limit + 1) if 0 < limit < self.most}
+        for batch in (1, min(traced, self.most), self.most, *bends):
+            self.ask(batch)
 
     def choice(self, batch: int) -> Choice:
         """The fastest one at a batch; of equal ones the first."""
@@ -268,9 +266,9 @@ class _Pace:
 
     def about_ns(self, batch: int) -> int:
         """The pace, never falling with the batch."""
-        after = bisect.bisect_left(self._batches, batch)
-        if self._batches[after] == batch:
+        if batch in self._known:
             return self._known[batch][0]
+        after = bisect.bisect_left(self._batches, batch)
         low, high = self._batches[after - 1], self._batches[after]
         below, above = self._known[low][0], max(self._known[low][0], self._known[high][0])
         return below + (above - below) * (batch - low) // (high - low)
@@ -287,7 +285,7 @@ def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced:
     if min(pace.most for pace in paces) < 1:
         return None
     for pace in paces:
-        pace.ask_bends(traced)
+        pace.ask_first(traced)
     while True:
         batches = balance(counts, total, [pace.most for pace in paces], [pace.about_ns for pace in paces], traced)
         if batches is None:
