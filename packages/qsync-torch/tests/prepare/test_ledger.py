@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_core.errors import QSyncError
+from qsync_core.printable import is_printable
 from qsync_core.run_folder import RunFolder
 from qsync_torch.prepare.ledger import Part, Parts, difference, read_parts, relative_file, sha256_of, write_parts
 
-TEXTS = st.text(max_size=8)
+TEXTS = st.text(st.characters().filter(is_printable), max_size=8)
 NAMES = st.from_regex(r"(probe|tuning|plan) [a-z0-9]{1,8}", fullmatch=True)
 PARTS = st.dictionaries(NAMES, st.builds(Part, inputs=st.dictionaries(TEXTS, TEXTS, max_size=3), value=TEXTS), max_size=4)
 
