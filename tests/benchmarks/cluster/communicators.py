@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="C1 alone, on two GPUs")
     parser.add_argument("--jobs", type=int, default=10, help="gloo jobs of each set of groups")
     parser.add_argument("--in-a-row", type=int, default=30, help="measurements on two GPUs")
+    parser.add_argument("--limit", type=float, default=580.0, help="seconds for those on two GPUs")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -120,7 +121,7 @@ def main() -> None:
             raise SystemExit("C1 is skipped: it needs two GPUs")
         command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--in-a-row", str(options.in_a_row)]
         try:
-            ended = ranks_of([command] * 2, ["a", "a"], 580)
+            ended = ranks_of([command] * 2, ["a", "a"], options.limit)
             outputs = [one.output for one in ended]
         except AssertionError as error:  # says what each printed
             outputs = str(error).split("-- process")[1:]
