@@ -419,6 +419,7 @@ def _plan(
         verdict=judged.verdict if judged else None,
         baselines=baselines,
         local_batches=local_batches,
+        accumulate=dag.accumulate,
         notes=notes,
         unaddressed_ids=tuple(
             operator.op_id
