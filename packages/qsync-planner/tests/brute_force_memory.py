@@ -55,9 +55,7 @@ def bucket_bytes(walker: Walker, *, several_ranks: bool) -> int:
     return sets * sum(bucket.nbytes for bucket in walker.dag.buckets)
 
 
-def levels_bytes(
-    walker: Walker, walked: Sequence[Walked], *, several_ranks: bool, micro_batches: int = 1
-) -> tuple[int, list[int]]:
+def levels_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool, micro_batches: int = 1) -> tuple[int, list[int]]:
     """What is there during the whole step, and what is alive beside it while each operator runs, forward and backward.
 
     All micro-batches after the first are alike.

@@ -28,10 +28,13 @@ from qsync_planner.replayer.step_timing import StepShape
 pytest.importorskip("highspy")
 
 
-def contended_job(seed: int, *, synchronises: bool = False, infer_groups: int = 1) -> tuple[Case, Replayer, Problem]:
+def contended_job(
+    seed: int, *, synchronises: bool = False, infer_groups: int = 1, accumulate: int = 1
+) -> tuple[Case, Replayer, Problem]:
     """A drawn job on GPUs with up to a dozen buckets, and its replayer under a drawn way to communicate."""
     rng = random.Random(seed)
     case = random_case(seed, blocks=2 if infer_groups == 1 else 1, infer_groups=infer_groups, kind=DeviceKind.CUDA)
+    case = attrs.evolve(case, dag=attrs.evolve(case.dag, accumulate=accumulate))
     groups = tuple(attrs.evolve(group, sync_per_step=synchronises) for group in case.cluster.groups)
     case = attrs.evolve(case, cluster=attrs.evolve(case.cluster, groups=groups))
     if synchronises:
@@ -73,15 +76,20 @@ def least_omega(case: Case, replayer: Replayer, problem: Problem, limit_ns: int)
     return best
 
 
-@pytest.mark.parametrize(("synchronises", "seeds"), [(False, range(16)), (True, range(100, 112))])
-def test_the_best_plan_of_a_job_whose_ranks_slow_each_other_down_is_found_and_proven(synchronises: bool, seeds: range) -> None:
+@pytest.mark.parametrize(
+    ("synchronises", "seeds", "accumulate"),
+    [(False, range(16), 1), (True, range(100, 112), 1), (False, range(16, 20), 3), (True, range(112, 116), 3)],
+)
+def test_the_best_plan_of_a_job_whose_ranks_slow_each_other_down_is_found_and_proven(
+    synchronises: bool, seeds: range, accumulate: int
+) -> None:
     """Of one free group every plan is found in these draws; from the joint program alone, without a look at the deadlines first.
 
     Of a group that synchronises every step and is slow to dispatch, rows are a relaxation: nearly every plan is proven.
     """
     proven = 0
     for seed in seeds:
-        case, replayer, problem = contended_job(seed, synchronises=synchronises)
+        case, replayer, problem = contended_job(seed, synchronises=synchronises, accumulate=accumulate)
         state, programs = SearchState(problem, replayer), Programs(replayer)
         starts = {group.name: move_to_uniform(state, group.name, programs).rungs for group in problem.groups}
         limit_ns = round(state.prediction.iteration_ns * random.Random(seed).choice((1.0, 1.02, 1.1)))
@@ -142,13 +150,13 @@ def test_the_least_memory_within_a_time_limit_is_found(seed: int) -> None:
     assert found.peak_bytes == min(p.groups[group.name].peak_bytes for p in replays if p.iteration_ns <= limit_ns)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_and_replayer_agree_on_the_time_of_a_plan(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "accumulate"), [*((seed, 1) for seed in range(8)), (8, 2), (9, 5)])
+def test_rows_and_replayer_agree_on_the_time_of_a_plan(seed: int, accumulate: int) -> None:
     """With every unit fixed, the least T that the rows allow is the period, up to a nanosecond a segment that rounding may take.
 
     The rows are made for exactly this T: what bounds leave out of them must not be needed.
     """
-    _, replayer, problem = contended_job(seed)
+    _, replayer, problem = contended_job(seed, accumulate=accumulate)
     group, rng = problem.groups[0], random.Random(seed)
     for _ in range(6):
         rungs = [rng.randrange(len(unit.rungs)) for unit in group.units]

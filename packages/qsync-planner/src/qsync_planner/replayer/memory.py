@@ -258,7 +258,9 @@ class MemoryLedger:
         self, mapper: CostMapper, *, distributed: bool = True, bucket_views: bool = False, accumulates: bool = False
     ) -> None:
         self._mapper = mapper
-        layout = self._layout = MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, distributed, bucket_views, accumulates)
+        layout = self._layout = MemoryLayout(
+            mapper.dag, mapper.wiring, mapper.model.profile, distributed, bucket_views, accumulates
+        )
         count = layout.count
         self.static_bytes = layout.static_bytes
         self._backward_of = [layout.backward_of(position) for position in range(count)]

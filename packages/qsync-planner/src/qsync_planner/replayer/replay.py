@@ -202,7 +202,14 @@ class Replayer:
         key = (optimizer, share, copies, slowdown)
         if key not in known:
             known[key] = StepShape.of(
-                self._ready_after, exchange.collective_ns, share, optimizer, copies, slowdown, exchange.start_delay_ns, self.dag.accumulate
+                self._ready_after,
+                exchange.collective_ns,
+                share,
+                optimizer,
+                copies,
+                slowdown,
+                exchange.start_delay_ns,
+                self.dag.accumulate,
             )
         return known[key]
 

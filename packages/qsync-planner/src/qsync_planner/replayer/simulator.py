@@ -161,8 +161,8 @@ def build_local_dfg(
     Every kernel is a dispatch node and a compute node that waits for it; a synchronous device has compute nodes only (the cost
     model merged dispatch into them).  Data dependencies between kernels of one rank need no edges: the compute resource is serial
     and runs them in this order.  The optimizer's computation waits for the last bucket.  Compute nodes last as long as they do
-    while collectives slow them down.  A broadcast at the start of every step stands at the end of the one before.  Micro-batches before
-    the last have no communication; where steps synchronise, each of them does.
+    while collectives slow them down.  A broadcast at the start of every step stands at the end of the one
+    before.  Micro-batches before the last have no communication; where steps synchronise, each of them does.
 
     Args:
         group: the device group's name.

@@ -196,8 +196,8 @@ class StepTiming:
     of buckets that are ready within: ``after_device`` counts from the device's becoming free, ``after_cpu`` from the CPU's.  A leaf
     begins with its operators' work backward and the position of the first.
 
-    Micro-batches before the last one are alike, so one more such object, without buckets, has the time of each.  CPU and device of a
-    synchronising group are level between them.
+    Micro-batches before the last one are alike, so one more such object, without buckets, has the time of each.  CPU and device of
+    a synchronising group are level between them.
     """
 
     def __init__(self, work: CostMapper | Condensed, shape: StepShape, *, synchronises: bool) -> None:

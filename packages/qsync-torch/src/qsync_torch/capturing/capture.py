@@ -86,9 +86,7 @@ def job_of(
     if amp is None:
         active = autocast_now(device_of(model).type)
         amp = None if active is Precision.FLOAT32 else str(active)
-    return Job(
-        name, model, KeptBatches.of(name, batches), loss_of(name, loss_fn), make_optimizer, batches[0].size, amp, accumulate
-    )
+    return Job(name, model, KeptBatches.of(name, batches), loss_of(name, loss_fn), make_optimizer, batches[0].size, amp, accumulate)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

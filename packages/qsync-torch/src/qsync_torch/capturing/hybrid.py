@@ -41,8 +41,9 @@ def hybrid(
 
     Under ``qsync prepare train.py -o run`` the script ends here, and what it passes becomes the job that is planned, as
     :func:`~qsync_torch.capturing.capture.capture` takes it.  In training it is ``apply_(model, run)``, and of the other arguments
-    ``accumulate`` alone is looked at, because the plan's predictions are of as many micro-batches.  It stands before the training loop, after ``init_process_group`` and before ``torch.compile``; best also before
-    DistributedDataParallel, so that the wrapper can be given what the plan says of communication.
+    ``accumulate`` alone is looked at, because the plan's predictions are of as many micro-batches.  It stands before the training
+    loop, after ``init_process_group`` and before ``torch.compile``; best also before DistributedDataParallel, so that the wrapper
+    can be given what the plan says of communication.
 
     Args:
         model, optimizer, loss_fn, loader, name, amp, accumulate: as :func:`~qsync_torch.capturing.capture.capture` takes them; the loader may

@@ -29,7 +29,9 @@ LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
 _TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
 _AUTOCAST = re.compile(r"\bautocast\(")
-_COMPILE = re.compile(r"^[^#\n]*\b(?:(?!re\b|regex\b)\w+\.compile\b|torch_compile\s*=\s*True|dynamo_(?:backend|plugin)\s*=)", re.MULTILINE)
+_COMPILE = re.compile(
+    r"^[^#\n]*\b(?:(?!re\b|regex\b)\w+\.compile\b|torch_compile\s*=\s*True|dynamo_(?:backend|plugin)\s*=)", re.MULTILINE
+)
 """PyTorch's ways and QSync's, that of the Trainer's arguments, and those of Accelerate."""
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""

@@ -130,7 +130,7 @@ class Step:
 
 
 class StepExpressions:
-    """Forward and backward of every operator, in the order in which they run: per operator one or more steps, and ``all`` of them."""
+    """Forward and backward of every operator, in the order in which they run: per operator one or more steps; and ``all``."""
 
     def __init__(self, choices: Choices, charges: Sequence[ChargedCast]) -> None:
         before: list[list[Step]] = [[] for _ in choices.of]
@@ -192,8 +192,8 @@ class TimeRows:
     def add_synchronising(self, steps: StepExpressions) -> None:
         """Rows of a group that synchronises every step: device time G and CPU time C kernel by kernel.
 
-        ``G' ≥ G + compute``, ``G' ≥ C + chain``, ``C' ≥ C + dispatch``, from 0 at the start of the step, or of its last micro-batch:
-        each one before that takes as long as one alone.
+        ``G' ≥ G + compute``, ``G' ≥ C + chain``, ``C' ≥ C + dispatch``, from 0 at the start of the step, or of its last
+        micro-batch: each one before that takes as long as one alone.
         """
         if self._shape.micro_batches > 1:
             self._micro_batch = self._then(None, {})
