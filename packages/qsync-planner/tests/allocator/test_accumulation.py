@@ -19,6 +19,8 @@ from synthetic import GraphBuilder
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.profile import CollectiveModel, OpCost
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.dynamic_batch import BatchScaling
+from qsync_planner.allocator.problem import build_problem
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import simulate
 
@@ -94,5 +96,19 @@ def test_throughput_counts_all_micro_batches() -> None:
     way = plan.recommended_way
     samples = 8 * sum(case.cluster.group(name).count * batch for name, batch in way.local_batches.items())
     assert way.samples_per_second == pytest.approx(samples * 1e9 / way.iteration_ns)
+    assert plan.notes[-1].startswith("a step is 8 micro-batches: ")
+    assert not any("micro-batches" in note for note in once.notes)
     # Seven more forward and backward passes, and no more exchanges or optimizers.
     assert 4 * once.predicted_iteration_ns < plan.predicted_iteration_ns <= 8 * once.predicted_iteration_ns
+
+
+def test_balanced_batches_know_how_often_forward_and_backward_run() -> None:
+    # 15 ns of forward and backward a sample, 80 ns of optimizer, at a traced batch of 1.
+    g = GraphBuilder("one")
+    g.loss(g.linear("a", g.input("x", (1, 8)), 8, bias=False))
+    dag = attrs.evolve(g.build(), accumulate=3)
+    profiles = {"g": profile(dag, {"a": OpCost(0, 5, 0, 10)}, optimizer_ns=80)}
+    problem = build_problem(dag, single_group(), profiles, None)
+    busy_ns = Replayer(dag, single_group(), profiles).replay({}).groups["g"].busy_ns
+    scaling = BatchScaling(problem, problem.cluster.groups[0], busy_ns, None)
+    assert [scaling.busy_ns(batch) for batch in (1, 2, 10)] == [3 * 15 + 80, 3 * 30 + 80, 3 * 150 + 80]

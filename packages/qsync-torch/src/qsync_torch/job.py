@@ -284,7 +284,7 @@ TRACE_IT = "run 'qsync trace' for this job"
 
 
 def check_same_model(job: Job, dag: PrecisionDag, advice: str = TRACE_IT) -> None:
-    """Compare the graph's parameters (names and shapes), accumulation and batch size with the job's, before the wrong one is measured.
+    """Compare parameters (names and shapes), accumulation and batch size of a graph with a job's, before the wrong one is measured.
 
     Raises:
         QSyncError: naming the first difference.

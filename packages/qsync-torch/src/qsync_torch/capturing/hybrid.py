@@ -46,8 +46,8 @@ def hybrid(
     can be given what the plan says of communication.
 
     Args:
-        model, optimizer, loss_fn, loader, name, amp, accumulate: as :func:`~qsync_torch.capturing.capture.capture` takes them; the loader may
-            be an iterator, and is best a function where it makes something else of the script's batches.
+        model, optimizer, loss_fn, loader, name, amp, accumulate: as :func:`~qsync_torch.capturing.capture.capture` takes them; the
+            loader may be an iterator, and is best a function where it makes something else of the script's batches.
         run: the run folder, or the path of a plan.
         options: of :func:`~qsync_torch.apply.apply.apply_`, such as ``allow_flags``.
 
