@@ -167,6 +167,31 @@ def test_rows_and_replayer_agree_on_the_time_of_a_plan(seed: int, accumulate: in
         assert period_ns - len(replayer.buckets) - 2 <= least_time_ns(program, rungs) <= period_ns + 1
 
 
+@pytest.mark.parametrize("synchronises", [False, True])
+def test_deadlines_and_replayer_agree_on_the_time_of_a_plan_of_several_micro_batches(synchronises: bool) -> None:
+    for seed, count in ((1, 1), (2, 2), (3, 5)):
+        case = contended_job(seed, synchronises=synchronises, accumulate=count)[0]
+        replayer = Replayer(case.dag, case.cluster, case.profiles)  # nothing is known of contention
+        group, rng = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity).groups[0], random.Random(seed)
+        rungs = [rng.randrange(len(unit.rungs)) for unit in group.units]
+        period_ns = replayer.replay({group.name: group.variants(rungs)}).groups[group.name].period_ns
+        program = Programs(replayer).of(group)
+        program.minimise(Quantity.TIME)
+        assert least_time_ns(program, rungs) == pytest.approx(period_ns, abs=1)
+
+
+def test_rows_of_a_contended_group_that_synchronises_know_of_every_micro_batch() -> None:
+    """A relaxation elsewhere, they are met in this draw, in which the group is the one that the job waits for."""
+    _, replayer, problem = contended_job(106, synchronises=True, accumulate=5)
+    group = problem.groups[0]
+    rungs = [0] * len(group.units)
+    predicted = replayer.replay({group.name: group.variants(rungs)})
+    assert predicted.groups[group.name].period_ns == predicted.iteration_ns
+    program = Programs(replayer).joint(group, {}, {group.name}, predicted.iteration_ns)
+    program.minimise(Quantity.TIME)
+    assert least_time_ns(program, rungs) == pytest.approx(predicted.iteration_ns, abs=len(replayer.buckets) + 2)
+
+
 def least_time_ns(program: GroupProgram, rungs: list[int]) -> float:
     """The least T at fixed rungs."""
     for columns, rung in zip(program.choices.columns, rungs, strict=True):
