@@ -17,6 +17,7 @@ found = {
     "name": job.name,
     "line": caller.line("run"),
     "batch_size": job.batch_size,
+    "accumulate": job.accumulate,
     "operators": [str(operator.op_id) for operator in trace(job).adjustable],
     "optimizer": describe_optimizer(job),
     "loss": job.compute_loss(batch, job.copy_model()).item(),

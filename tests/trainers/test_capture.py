@@ -33,7 +33,8 @@ def captured(tmp_path_factory):
     environment = os.environ | cpu | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     running = {}
     for name, text in scripts_of_the_page().items():
-        (folder / name).write_text(text)
+        text = text.replace("Accelerator()", "Accelerator(gradient_accumulation_steps=3)")
+        (folder / name).write_text(text.replace("max_epochs=2", "max_epochs=2, accumulate_grad_batches=4"))
         command = [sys.executable, str(HERE / "captured_job.py"), name]
         running[name] = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -51,7 +52,7 @@ def test_accelerate(captured):
     found = captured["train_accelerate.py"]
     assert found["line"] == "hybrid(accelerator, ..., run='run')"
     images, labels = load_data()[0].tensors
-    assert (found["name"], found["batch_size"], found["operators"]) == ("DigitsNet", 16, DIGITS)
+    assert (found["name"], found["batch_size"], found["accumulate"], found["operators"]) == ("DigitsNet", 16, 3, DIGITS)
     assert found["optimizer"].startswith(SGD)
     assert found["loss"] == cross_entropy(make_model()(images[:16]), labels[:16]).item()
 
@@ -60,7 +61,7 @@ def test_hugging_faces_trainer(captured):
     found, model = captured["train_transformers.py"], bert()
     assert found["line"].replace("'", '"') in scripts_of_the_page()["train_transformers.py"]
     pixels, labels = load_digits(return_X_y=True)
-    assert (found["name"], found["batch_size"]) == ("BertForSequenceClassification", 8)
+    assert (found["name"], found["batch_size"], found["accumulate"]) == ("BertForSequenceClassification", 8, 2)
     assert found["operators"] == [f"{name}#0" for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     assert found["optimizer"].startswith("torch.optim.adamw.AdamW(")
     assert found["loss"] == model(torch.tensor(pixels[:8]).long(), labels=torch.tensor(labels[:8])).loss.item()
@@ -69,7 +70,8 @@ def test_hugging_faces_trainer(captured):
 def test_lightning(captured):
     found = captured["train_lightning.py"]
     assert found["line"].replace("'", '"') in scripts_of_the_page()["train_lightning.py"]
-    assert (found["name"], found["batch_size"], found["operators"]) == ("Digits", 16, [f"net.{name}" for name in DIGITS])
+    assert (found["name"], found["batch_size"], found["accumulate"]) == ("Digits", 16, 4)
+    assert found["operators"] == [f"net.{name}" for name in DIGITS]
     assert found["optimizer"].startswith(SGD)
     # Lightning shuffles; a copy of the captured module gives the loss of its own step.
     assert found["loss"] == found["loss_by_hand"]

@@ -70,7 +70,9 @@ class WholeSteps:
         """The peak of one rank, in bytes."""
         extra = sum(self.bytes_at_rung.get((place, one.variant), 0) for place, one in enumerate(walked) if one.variant is not None)
         least = self.least_bytes + bucket_bytes(walker, several_ranks=several_ranks)
-        return max(least, peak_bytes(walker, walked, several_ranks=several_ranks) + self.bytes_always + extra)
+        passes = min(2, walker.dag.accumulate)
+        peak = peak_bytes(walker, walked, several_ranks=several_ranks, micro_batches=passes)
+        return max(least, peak + self.bytes_always + extra)
 
 
 def one_clock(walker: Walker) -> bool:

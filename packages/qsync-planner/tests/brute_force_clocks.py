@@ -29,6 +29,7 @@ class Program:
         optimizer: dispatch and compute time of the optimizer step.
         one_clock: the CPU runs the kernels.
         synchronises: the CPU waits for everything at the end of every step.
+        waits_before: before which of the kernels the CPU waits for the device: those that begin a micro-batch.
     """
 
     kernels: tuple[tuple[int, int, bool], ...]
@@ -36,6 +37,7 @@ class Program:
     optimizer: tuple[int, int]
     one_clock: bool
     synchronises: bool
+    waits_before: tuple[int, ...] = ()
 
 
 def bucket_places(dag: PrecisionDag) -> list[int]:
@@ -62,6 +64,7 @@ def write_program(
     """The step of one rank: casts around each kernel, buckets in the backward pass.
 
     A collective takes its share of the rank's compute after the operator that completed its bucket; the last one delays nothing.
+    Micro-batches before the last are the same kernels without collectives.
     """
     on_cpu = one_clock(walker)
     kernels: list[tuple[int, int, bool]] = []
@@ -75,23 +78,35 @@ def write_program(
             if wanted.where in places:
                 issue(*cast_times(walker, wanted))
 
-    for place, one in enumerate(walked):
-        cast(one, *BEFORE_FORWARD)
-        issue(*whole.kernel(walker, place, one)[:2])
-    places = bucket_places(walker.dag)
-    ready = [0] * len(places)
-    for place in reversed(range(len(walked))):
+    def forward() -> None:
+        for place, one in enumerate(walked):
+            cast(one, *BEFORE_FORWARD)
+            issue(*whole.kernel(walker, place, one)[:2])
+
+    def backward(place: int) -> None:
         one = walked[place]
         cast(one, OUTPUT_GRADIENT)
         issue(*whole.kernel(walker, place, one)[2:])
         cast(one, INPUT_GRADIENT)
+
+    waits = []
+    for _ in range(walker.dag.accumulate - 1):
+        forward()
+        for place in reversed(range(len(walked))):
+            backward(place)
+        waits.append(len(kernels))
+    forward()
+    places = bucket_places(walker.dag)
+    ready = [0] * len(places)
+    for place in reversed(range(len(walked))):
+        backward(place)
         completed = [bucket for bucket, at in enumerate(places) if at == place]
         for bucket in completed:
             ready[bucket] = len(kernels)
         for bucket in completed:
             if bucket < len(places) - 1:
                 kernels.append((0, round(compute_share * collective_ns[bucket]), False))
-    return Program(tuple(kernels), tuple(ready), whole.optimizer, on_cpu, synchronises)
+    return Program(tuple(kernels), tuple(ready), whole.optimizer, on_cpu, synchronises, tuple(waits) if synchronises else ())
 
 
 def play_step(programs: Sequence[Program], collective_ns: Sequence[int], clocks: Sequence[int]) -> list[int]:
@@ -101,7 +116,9 @@ def play_step(programs: Sequence[Program], collective_ns: Sequence[int], clocks:
     for number, program in enumerate(programs):
         cpu, device = clocks[2 * number], clocks[2 * number + 1]
         moments = [device]
-        for dispatch, compute, dispatched in program.kernels:
+        for place, (dispatch, compute, dispatched) in enumerate(program.kernels):
+            if place in program.waits_before:
+                cpu = max(cpu, device)
             if dispatched:
                 cpu += dispatch
                 device = max(device, cpu)

@@ -84,6 +84,16 @@ def handing_on(instance: Instance) -> Instance:
     return attrs.evolve(instance, name=f"{instance.name}, handing on", profiles=profiles)
 
 
+def accumulating(instance: Instance) -> Instance:
+    """The same with a step of several micro-batches."""
+    count = random.Random(f"micro-batches of {instance.name}").choice((2, 3, 7))
+    dag = attrs.evolve(instance.dag, accumulate=count)
+    known = {id(profile): attrs.evolve(profile, dag_digest=digest(dag)) for profile in instance.profiles.values()}
+    profiles = {name: known[id(profile)] for name, profile in instance.profiles.items()}
+    sensitivity = attrs.evolve(instance.sensitivity, dag_digest=digest(dag))
+    return Instance(f"{instance.name}, accumulating {count}", dag, instance.cluster, profiles, sensitivity)
+
+
 def random_instance(seed: int, number: int) -> Instance:
     """The instance of that number in the series of a seed, without memory budgets."""
     rng = random.Random(f"{seed}/{number}")

@@ -43,9 +43,9 @@ class House:
                 self.present -= nbytes
 
 
-def peak_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool) -> int:
-    """The peak of one rank's step, in bytes."""
-    static, levels = levels_bytes(walker, walked, several_ranks=several_ranks)
+def peak_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool, micro_batches: int = 1) -> int:
+    """The peak of one rank's step, in bytes; of one of several micro-batches where there are two."""
+    static, levels = levels_bytes(walker, walked, several_ranks=several_ranks, micro_batches=micro_batches)
     return static + max(levels)
 
 
@@ -55,13 +55,23 @@ def bucket_bytes(walker: Walker, *, several_ranks: bool) -> int:
     return sets * sum(bucket.nbytes for bucket in walker.dag.buckets)
 
 
-def levels_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool) -> tuple[int, list[int]]:
-    """What is there during the whole step, and what is alive beside it while each operator runs, forward and backward."""
+def levels_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool, micro_batches: int = 1) -> tuple[int, list[int]]:
+    """What is there during the whole step, and what is alive beside it while each operator runs, forward and backward.
+
+    All micro-batches after the first are alike.
+    """
     dag, profile = walker.dag, walker.profile
     static = sum(size(parameter.shape) * ELEMENT_BYTES[parameter.dtype] for parameter in dag.parameters)
     static += profile.optimizer_state_bytes + profile.input_bytes
     static += bucket_bytes(walker, several_ranks=several_ranks)
     house = House()
+    for _ in range(micro_batches):
+        _run(walker, walked, house)
+    return static, house.levels
+
+
+def _run(walker: Walker, walked: Sequence[Walked], house: House) -> None:
+    dag, sums = walker.dag, set(house.alive)
     outputs, copies = _needs(walker, walked)
     for place, operator in enumerate(dag.operators):
         one = walked[place]
@@ -82,15 +92,14 @@ def levels_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: boo
             house.allocate(("own", place), one.cost.saved_own_bytes, {(BACKWARD, place)})
         house.finish((FORWARD, place), one.cost.workspace_bytes)
     for place in reversed(range(len(walked))):
-        _go_backward(walker, walked, house, place)
-    return static, house.levels
+        _go_backward(walker, walked, house, place, sums)
 
 
-def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: int) -> None:
+def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: int, sums: set[object]) -> None:
     operator, one = walker.dag.operators[place], walked[place]
     if one.runs_at != place:
         for fqn in operator.parameters:
-            _parameter_gradient(walker, house, fqn)
+            _parameter_gradient(walker, house, fqn, sums)
         house.finish((BACKWARD, place), 0)
         return
 
@@ -112,7 +121,7 @@ def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: 
             if argument not in walker.dag.operators[member].no_grad_inputs and source not in one.members:
                 gradient_of(source)
     for fqn in operator.parameters:
-        _parameter_gradient(walker, house, fqn)
+        _parameter_gradient(walker, house, fqn, sums)
     house.finish((BACKWARD, place), _passing(walker, one, place))
 
 
@@ -141,8 +150,14 @@ def _passing(walker: Walker, one: Walked, place: int) -> int:
     return passing
 
 
-def _parameter_gradient(walker: Walker, house: House, fqn: str) -> None:
+def _parameter_gradient(walker: Walker, house: House, fqn: str, sums: set[object]) -> None:
+    """The first micro-batch's stays, as the sum; a later one's is added to it when its first user has run backward."""
     parameter, name = walker.parameters[fqn], ("parameter", fqn)
+    if parameter.requires_grad and name in sums:
+        first = next(place for place, operator in enumerate(walker.dag.operators) if fqn in operator.parameters)
+        if ("added", fqn) not in house.alive:
+            house.allocate(("added", fqn), size(parameter.shape) * 4, {(BACKWARD, first)})
+        return
     if parameter.requires_grad and name not in house.alive:
         house.allocate(name, size(parameter.shape) * 4, {FOR_EVER})
 

@@ -144,6 +144,19 @@ def version_of(stored: Any) -> int:
     return int.from_bytes(artifact.to_bytes(stored)[24:28], "big")
 
 
+def test_graphs_and_plans_of_one_micro_batch_are_stored_as_before_there_were_several() -> None:
+    made = examples(layers=1)
+    dag = attrs.evolve(made[PrecisionDag], accumulate=1)
+    plan = attrs.evolve(made[PrecisionPlan], accumulate=1)
+    for stored, newest in ((dag, 4), (plan, 6)):
+        several = attrs.evolve(stored, accumulate=8)
+        assert version_of(stored) < version_of(several) == newest
+        assert artifact.from_bytes(artifact.to_bytes(several)) == several
+        for wrong in (0, -1, 1.5, True, 2**16 + 1):
+            with pytest.raises(ValueError, match=r"accumulate must be an integer in 1\.\.2\*\*16, got "):
+                attrs.evolve(stored, accumulate=wrong)
+
+
 def test_plans_and_profiles_without_chains_are_stored_as_before_there_were_any() -> None:
     made = examples(layers=1)
     plan = attrs.evolve(made[PrecisionPlan], software={"train": {"torch": "2.13"}})

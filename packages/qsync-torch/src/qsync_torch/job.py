@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, QSyncError
+from qsync_core.ir.checks import MOST_MICRO_BATCHES
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -87,6 +88,19 @@ def _check_amp(job: Job, attribute: attrs.Attribute[str | None], amp: str | None
         )
 
 
+def check_accumulate(name: str, accumulate: object) -> None:
+    """Refuse what is no number of micro-batches.
+
+    Raises:
+        JobError: naming the value.
+    """
+    if type(accumulate) is not int or not 1 <= accumulate <= MOST_MICRO_BATCHES:
+        raise JobError(
+            f"accumulate of {name} is how many micro-batches the loop runs for each optimizer step, an integer from 1 to "
+            f"{MOST_MICRO_BATCHES}, got {accumulate!r}"
+        )
+
+
 def without_shape(model: torch.nn.Module) -> str:
     """The first parameter or buffer of a lazy module that has seen no batch; empty where all have shapes."""
     stored = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -116,9 +130,10 @@ class Job:
             raises becomes a JobError, as do a signature with other arguments (at once) and a result that is not a :class:`Batch`.
         loss: ``loss(model_output, batch)``, a scalar tensor.
         optimizer: makes the optimizer from the parameters.
-        batch_size: samples a rank gets per step.
+        batch_size: samples a rank gets per step; where gradients are accumulated, per micro-batch.
         amp: ``"bfloat16"`` where the script trains under ``torch.autocast`` in that format (model and loss inside, backward
             outside); None where it does not (docs/design/precision-semantics.md#jobs-under-amp).
+        accumulate: micro-batches whose gradients the script adds up before its optimizer steps.  Measured steps have one.
     """
 
     name: str
@@ -128,8 +143,10 @@ class Job:
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
     batch_size: int = attrs.field(default=DEFAULT_BATCH_SIZE, validator=attrs.validators.ge(1))
     amp: str | None = attrs.field(default=None, validator=_check_amp)
+    accumulate: int = 1
 
     def __attrs_post_init__(self) -> None:
+        check_accumulate(self.name, self.accumulate)
         check_shapes(self.name, self.model)
         object.__setattr__(self, "batch", _checked_batch(self.batch, self.name))
 
@@ -267,7 +284,7 @@ TRACE_IT = "run 'qsync trace' for this job"
 
 
 def check_same_model(job: Job, dag: PrecisionDag, advice: str = TRACE_IT) -> None:
-    """Compare the graph's parameters (names and shapes) and batch size with the job's, before the wrong one is measured.
+    """Compare parameters (names and shapes), accumulation and batch size of a graph with a job's, before the wrong one is measured.
 
     Raises:
         QSyncError: naming the first difference.
@@ -287,6 +304,11 @@ def check_same_model(job: Job, dag: PrecisionDag, advice: str = TRACE_IT) -> Non
         raise QSyncError(
             f"the graph was traced of a job that trains {_under(dag.base)}, and {job.name} trains {_under(job.base)} (its amp is "
             f"{job.amp!r}); {advice}"
+        )
+    if job.accumulate != dag.accumulate:
+        raise QSyncError(
+            f"the graph was traced of a job that accumulates {dag.accumulate} micro-batches in an optimizer step, and {job.name} "
+            f"accumulates {job.accumulate}; {advice}"
         )
     if job.batch_size != dag.batch_size:
         raise QSyncError(

@@ -37,8 +37,8 @@ KINDS: dict[str, type] = {
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 4,
-    "PrecisionDag": 3,
-    "PrecisionPlan": 5,
+    "PrecisionDag": 4,
+    "PrecisionPlan": 6,
     "Profile": 7,
     "Timeline": 2,
 }
@@ -47,6 +47,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("CollectiveCosts", 2): {},
     ("PrecisionDag", 2): {"base": "float32", "batch_axes": {}},
     ("PrecisionDag", 3): {},
+    ("PrecisionDag", 4): {"accumulate": 1},
     ("PrecisionPlan", 2): {
         "base": "float32",
         "software": {},
@@ -60,6 +61,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionPlan", 3): {},
     ("PrecisionPlan", 4): {},
     ("PrecisionPlan", 5): {"recommended_way": None},
+    ("PrecisionPlan", 6): {"accumulate": 1},
     ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},

@@ -21,6 +21,8 @@ MAX_ELEMENTS = 2**44
 
 MAX_BATCH = 2**20
 """Samples of a rank's batch; what balances batches tries every size."""
+MOST_MICRO_BATCHES = 2**16
+"""Of an optimizer step."""
 
 H = TypeVar("H", bound=Hashable)
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -49,6 +51,12 @@ def batch_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> Non
     """An integer in 0..2**20 (samples of a rank's batch)."""
     if type(value) is not int or not 0 <= value <= MAX_BATCH:
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**20, got {value!r}")
+
+
+def micro_batches(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An integer in 1..2**16 (micro-batches of an optimizer step)."""
+    if type(value) is not int or not 1 <= value <= MOST_MICRO_BATCHES:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 1..2**16, got {value!r}")
 
 
 def positive_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

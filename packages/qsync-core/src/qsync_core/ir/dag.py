@@ -201,6 +201,8 @@ class PrecisionDag:
             (docs/design/precision-semantics.md#jobs-under-amp).
         batch_axes: which dimension of which of the model's arguments has ``batch_size`` elements, by the argument's name; ``*0`` is
             the first of those without a name, ``batch.0`` and ``batch.pixels`` are parts of one.
+        accumulate: micro-batches of ``batch_size`` samples whose gradients add up to an optimizer step's; gradients are exchanged
+            in the last one.
     """
 
     model: str
@@ -212,6 +214,7 @@ class PrecisionDag:
     batch_size: int = attrs.field(default=1, validator=checks.batch_int)
     base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
     batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int), hash=False)
+    accumulate: int = attrs.field(default=1, validator=checks.micro_batches)
 
     def __attrs_post_init__(self) -> None:
         if not self.operators:

@@ -100,7 +100,7 @@ class RecommendedWay:
 
     Attributes:
         groups: which train; the others are left out.
-        local_batches: samples of one rank in a step, of each of them.
+        local_batches: samples of one rank in a micro-batch, of each of them.
         iteration_ns, samples_per_second: its predicted step and throughput.
         options: of ``qsync plan``, which plans it; empty where it is this plan, or this plan without some groups.
     """
@@ -144,6 +144,7 @@ class PrecisionPlan:
         recommended_groups: with which of its groups to train as planned: all of them, or without those that are better left out;
             empty where there is no verdict.
         recommended_way: the best way of all, which may be another plan; None where there is no verdict.
+        accumulate: micro-batches of a step, as in the graph; predicted times are of whole steps, local batches of micro-batches.
     """
 
     model: str
@@ -172,6 +173,7 @@ class PrecisionPlan:
     batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
     recommended_groups: tuple[str, ...] = ()
     recommended_way: RecommendedWay | None = None
+    accumulate: int = attrs.field(default=1, validator=checks.micro_batches)
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]

@@ -36,7 +36,14 @@ from qsync_planner.allocator.free_batch import fastest_batches, free_batches
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.jobs import Jobs
-from qsync_planner.allocator.notes import baseline_notes, contention_notes, slow_base_notes, uniform_notes, waiting_notes
+from qsync_planner.allocator.notes import (
+    accumulation_notes,
+    baseline_notes,
+    contention_notes,
+    slow_base_notes,
+    uniform_notes,
+    waiting_notes,
+)
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
 from qsync_planner.allocator.verdict import error_notes, judge
@@ -219,7 +226,7 @@ def allocate(
     notes = (*solution.notes, *baseline_notes(problem, solver, full, balanced.does_not_fit), *uniform_notes(problem, starts))
     peaks = {name: predicted.peak_bytes for name, predicted in solution.prediction.groups.items()}
     notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem, peaks))
-    notes = (*notes, *contention_notes(problem, communication), *slow_base_notes(dag, cluster, profiles))
+    notes = (*notes, *contention_notes(problem, communication), *slow_base_notes(dag, cluster, profiles), *accumulation_notes(dag))
     omega = rated.objective(solution.rungs)
     return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described, fastest)
 
@@ -419,6 +426,7 @@ def _plan(
         verdict=judged.verdict if judged else None,
         baselines=baselines,
         local_batches=local_batches,
+        accumulate=dag.accumulate,
         notes=notes,
         unaddressed_ids=tuple(
             operator.op_id

@@ -254,6 +254,7 @@ class BatchScaling:
     def __init__(self, problem: Problem, group: DeviceGroup, busy_ns: int, further: BatchProfile | None) -> None:
         self.profile = problem.profiles[group.name]
         self.batch_size = max(1, problem.dag.batch_size)
+        self._accumulate = problem.dag.accumulate
         self.measured_busy_ns = busy_ns
         self._lines = self._fit(group.name, further)
         base = Variant.plain(group.base)
@@ -284,10 +285,10 @@ class BatchScaling:
         return attrs.evolve(self.profile, costs=costs, steps=tuple(self._scaled_step(step, more) for step in self.profile.steps))
 
     def _model_ns(self, batch: int) -> int:
-        """The sum of parts at a batch size: kernels at the base precision and the optimizer."""
+        """The sum of parts at a batch size: kernels of all micro-batches at the base precision, and the optimizer."""
         more = batch - self.batch_size
-        dispatch = self._dispatch_ns + self.profile.optimizer_dispatch_ns
-        compute = self._forward.at(more) + self._backward.at(more) + self.profile.optimizer_compute_ns
+        dispatch = self._accumulate * self._dispatch_ns + self.profile.optimizer_dispatch_ns
+        compute = self._accumulate * (self._forward.at(more) + self._backward.at(more)) + self.profile.optimizer_compute_ns
         return dispatch + compute if self.profile.device.is_synchronous else max(dispatch, compute)
 
     def _scaled_step(self, step: StepMeasurement, more: int) -> StepMeasurement:

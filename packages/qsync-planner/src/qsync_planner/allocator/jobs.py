@@ -28,7 +28,7 @@ class JobOfGroups:
         way: the fastest one to communicate; iteration_ns: the period under it.
         samples_per_second: of the job.
         variants: what its groups run, by name.
-        local_batches: samples of a rank in a step, by name.
+        local_batches: samples of a rank in a micro-batch, by name.
     """
 
     groups: tuple[str, ...]
@@ -37,6 +37,11 @@ class JobOfGroups:
     samples_per_second: float
     variants: Mapping[str, Variants]
     local_batches: Mapping[str, int]
+
+
+def samples_of(replayer: Replayer, local_batches: Mapping[str, int]) -> int:
+    """Samples of an optimizer step of the groups named, all micro-batches together."""
+    return replayer.dag.accumulate * sum(replayer.cluster.group(name).count * batch for name, batch in local_batches.items())
 
 
 def samples_per_second(samples: int, period_ns: int) -> float:
@@ -117,7 +122,7 @@ class Jobs:
         """The job of some groups, given what a rank of each has to do, under the best of the ways to communicate."""
         periods = {way: self.replayer(names, way).period_ns(work) for way in considered or self.ways.settings}
         way = fastest_way(periods)
-        samples = sum(self.whole.cluster.group(name).count * local_batches[name] for name in names)
+        samples = samples_of(self.whole, {name: local_batches[name] for name in names})
         return JobOfGroups(names, way, periods[way], samples_per_second(samples, periods[way]), variants, local_batches)
 
     def timeline(self, job: JobOfGroups) -> Timeline:

@@ -26,6 +26,12 @@ def waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator
             yield f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level"
 
 
+def accumulation_notes(dag: PrecisionDag) -> Iterator[str]:
+    """Steps of several micro-batches."""
+    if dag.accumulate > 1:
+        yield (f"a step is {dag.accumulate} micro-batches: batches are of one of them, and the last one alone exchanges gradients")
+
+
 def baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit: str) -> list[str]:
     """What a baseline's time leaves out: that it could not run for lack of memory."""
     notes = []

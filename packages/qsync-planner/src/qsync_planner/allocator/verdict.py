@@ -23,7 +23,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_estimate, format_ns
 from qsync_planner.allocator.fastest import WORTH_IT, FastestJobs
-from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_per_second
+from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_of, samples_per_second
 
 MAX_SUBSET_GROUPS = 5
 """Groups up to which every subset is tried, under every way to communicate; beyond, only single groups and leaving out one."""
@@ -114,10 +114,9 @@ def judge(
     """
     if not jobs.training or len(jobs.names) < 2:
         return None
-    cluster, traced = jobs.whole.cluster, jobs.whole.dag.batch_size
+    traced = jobs.whole.dag.batch_size
     batches = {name: local_batches.get(name, traced) for name in jobs.names}
-    samples = sum(cluster.group(name).count * batch for name, batch in batches.items())
-    rate = samples_per_second(samples, hybrid_ns)
+    rate = samples_per_second(samples_of(jobs.whole, batches), hybrid_ns)
     hybrid = JobOfGroups(jobs.names, chosen, hybrid_ns, rate, jobs.variants, batches)
     alone = jobs.best_alone()
     some = [jobs.of(names, considered) for names, considered in _sets(jobs, alone, chosen)]

@@ -9,6 +9,8 @@ moments:
 * what an operator alone keeps (int8 copies, masks, statistics) lives from its forward to its backward: three int8 copies are three;
 * a tensor's gradient lives from its last consumer's backward to its producer's; a parameter's from its last user's backward to the
   optimizer, in float32; where it is a view of DDP's bucket, until it has been copied there, after its first user's backward;
+* where gradients are accumulated, the sums are there at every moment, from the second micro-batch on, and a micro-batch's own
+  gradient of a parameter until it has been added, after its first user's backward;
 * workspace and the gradient's copies in the gradient formats live for one moment.
 
 Memory is then integer additions at moments, and the peak is the highest running sum: the same from scratch or after any number of
@@ -135,6 +137,7 @@ class MemoryLayout:
         profile: its measurements.
         distributed: whether DDP keeps buckets of all gradients.
         bucket_views: whether gradients live there alone (``gradient_as_bucket_view``); otherwise the buckets are copies.
+        accumulates: whether a step has several micro-batches.  Their sums are in no bucket before the last backward pass.
     """
 
     dag: PrecisionDag
@@ -142,6 +145,7 @@ class MemoryLayout:
     profile: Profile
     distributed: bool
     bucket_views: bool = False
+    accumulates: bool = False
 
     @property
     def count(self) -> int:
@@ -169,9 +173,11 @@ class MemoryLayout:
     def parameter_gradients(self) -> tuple[int, ...]:
         """By how much the bytes of parameters' gradients outside buckets change at each moment, and at the one after the last."""
         begin = (*self.wiring.parameter_gradients, 0)
-        if not (self.distributed and self.bucket_views):
+        if not self.accumulates and not (self.distributed and self.bucket_views):
             return begin
-        return tuple(new - copied for new, copied in zip(begin, self.wiring.gradients_copied, strict=True))
+        sums = sum(begin) if self.accumulates else 0
+        first, *later = (new - copied for new, copied in zip(begin, self.wiring.gradients_copied, strict=True))
+        return (sums + first, *later)
 
     @cached_property
     def parameter_gradients_until(self) -> tuple[int, ...]:
@@ -248,9 +254,13 @@ class MemoryLedger:
     adds until its end and the highest sum on the way, forward and, in reverse, backward.
     """
 
-    def __init__(self, mapper: CostMapper, *, distributed: bool = True, bucket_views: bool = False) -> None:
+    def __init__(
+        self, mapper: CostMapper, *, distributed: bool = True, bucket_views: bool = False, accumulates: bool = False
+    ) -> None:
         self._mapper = mapper
-        layout = self._layout = MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, distributed, bucket_views)
+        layout = self._layout = MemoryLayout(
+            mapper.dag, mapper.wiring, mapper.model.profile, distributed, bucket_views, accumulates
+        )
         count = layout.count
         self.static_bytes = layout.static_bytes
         self._backward_of = [layout.backward_of(position) for position in range(count)]

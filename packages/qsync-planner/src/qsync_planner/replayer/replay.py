@@ -32,11 +32,11 @@ from qsync_planner.replayer.contention import JointStep, joint_step
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
 from qsync_planner.replayer.gradient_exchange import GradientExchange
-from qsync_planner.replayer.incremental import Deferred, Node
+from qsync_planner.replayer.incremental import Deferred
 from qsync_planner.replayer.max_plus import kernel
 from qsync_planner.replayer.memory import MemoryBefore, MemoryEstimate, MemoryLedger
 from qsync_planner.replayer.prediction import GroupPrediction, GroupPredictions, Prediction
-from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTimes, StepTiming, bucket_positions
+from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTimes, StepTiming, TimingBefore, bucket_positions
 
 
 def base_rung(group: DeviceGroup) -> Variant:
@@ -92,7 +92,7 @@ class GroupState:
         self._make_alone: Callable[[], GroupState] | None = None
         if model is not replayer.model(group.name, lowers=False):
             self._make_alone = lambda: GroupState(replayer, group, replayer.base_variants(group.name), shape, stays=True)
-        self._before: tuple[Node, MemoryBefore, StepTimes, int, set[OpId]] | None = None
+        self._before: tuple[TimingBefore, MemoryBefore, StepTimes, int, set[OpId]] | None = None
         self._measure()
 
     @cached_property
@@ -202,7 +202,14 @@ class Replayer:
         key = (optimizer, share, copies, slowdown)
         if key not in known:
             known[key] = StepShape.of(
-                self._ready_after, exchange.collective_ns, share, optimizer, copies, slowdown, exchange.start_delay_ns
+                self._ready_after,
+                exchange.collective_ns,
+                share,
+                optimizer,
+                copies,
+                slowdown,
+                exchange.start_delay_ns,
+                self.dag.accumulate,
             )
         return known[key]
 
@@ -323,7 +330,12 @@ class Replayer:
 
     def ledger(self, mapper: CostMapper) -> MemoryLedger:
         """Memory of a rank of this job under a mapper's variants."""
-        return MemoryLedger(mapper, distributed=self.ranks > 1, bucket_views=self.settings.gradient_as_bucket_view)
+        return MemoryLedger(
+            mapper,
+            distributed=self.ranks > 1,
+            bucket_views=self.settings.gradient_as_bucket_view,
+            accumulates=self.dag.accumulate > 1,
+        )
 
     def alone(self, group: str, variants: Variants) -> GroupPrediction:
         """One group as if no other group were slower."""

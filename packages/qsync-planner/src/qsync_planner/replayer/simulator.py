@@ -161,7 +161,8 @@ def build_local_dfg(
     Every kernel is a dispatch node and a compute node that waits for it; a synchronous device has compute nodes only (the cost
     model merged dispatch into them).  Data dependencies between kernels of one rank need no edges: the compute resource is serial
     and runs them in this order.  The optimizer's computation waits for the last bucket.  Compute nodes last as long as they do
-    while collectives slow them down.  A broadcast at the start of every forward stands at the end of the step before.
+    while collectives slow them down.  A broadcast at the start of every step stands at the end of the one
+    before.  Micro-batches before the last have no communication; where steps synchronise, each of them does.
 
     Args:
         group: the device group's name.
@@ -172,6 +173,13 @@ def build_local_dfg(
         lost_ns: per bucket what collectives take from the computation between it and the next one; nothing where they take none.
     """
     dag, build = mapper.dag, _Builder(mapper)
+    for _ in range(shape.micro_batches - 1):
+        for position in range(len(dag.operators)):
+            build.kernels(position, Phase.FORWARD)
+        for position in reversed(range(len(dag.operators))):
+            build.kernels(position, Phase.BACKWARD)
+        if sync_per_step:
+            build.level()
     for position in range(len(dag.operators)):
         build.kernels(position, Phase.FORWARD)
     lost_after: dict[int, int] = {}
@@ -220,6 +228,11 @@ class _Builder:
         self.nodes: list[DfgNode] = []
         self.last_compute: tuple[int, ...] = ()
         self._mapper = mapper
+        self._waits_for: tuple[int, ...] = ()
+
+    def level(self) -> None:
+        """Let the CPU dispatch nothing more before the device has come here."""
+        self._waits_for = self.last_compute
 
     def add(
         self,
@@ -260,7 +273,8 @@ class _Builder:
             if work != NOTHING:
                 deps: tuple[int, ...] = ()
                 if work.dispatch_ns or not self._mapper.model.synchronous:
-                    deps = self.add(name, op_id, phase, Resource.DISPATCH, work.dispatch_ns)
+                    deps = self.add(name, op_id, phase, Resource.DISPATCH, work.dispatch_ns, self._waits_for)
+                    self._waits_for = ()
                 self.compute(name, op_id, phase, work.compute_ns, deps)
 
         def run_casts(sites: Sequence[CastSite]) -> None:

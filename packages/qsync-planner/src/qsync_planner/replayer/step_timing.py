@@ -1,6 +1,7 @@
 """One device group's training step in time: how long it takes, and when each gradient bucket is ready.
 
 A step is the forward pass, then the backward pass, in which a gradient bucket is complete after some operators, then the optimizer.
+Where gradients are accumulated, forward and backward run for every micro-batch, and buckets are those of the last one.
 The operators are the leaves of a :class:`~qsync_planner.replayer.incremental.SequenceTree`: a change of some of them costs
 O(log V) each.
 
@@ -23,7 +24,7 @@ from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_planner.replayer.contention import RankStep, joint_step
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.incremental import Deferred, Node, SequenceTree
-from qsync_planner.replayer.max_plus import NEVER, Work, device_only, sequence
+from qsync_planner.replayer.max_plus import NEVER, NOTHING, Work, device_only, sequence
 
 
 def bucket_positions(dag: PrecisionDag, buckets: Sequence[Bucket]) -> tuple[int, ...]:
@@ -52,6 +53,7 @@ class StepShape:
         collective_ns: how long its collective takes.
         slowdown: c while a collective is open, in parts of :data:`~qsync_planner.replayer.contention.PARTS`.
         start_delay_ns: how long after the last rank's optimizer every forward starts; 0: each rank's own only.
+        micro_batches: how many follow each other before the optimizer; buckets are those of the last.
     """
 
     ready_after: tuple[int, ...]
@@ -62,6 +64,7 @@ class StepShape:
     collective_ns: tuple[int, ...]
     slowdown: int = 0
     start_delay_ns: int = 0
+    micro_batches: int = 1
 
     @classmethod
     def of(
@@ -73,6 +76,7 @@ class StepShape:
         copies_ns: Sequence[int] = (),
         slowdown: int = 0,
         start_delay_ns: int = 0,
+        micro_batches: int = 1,
     ) -> StepShape:
         """The shape of a model's step.
 
@@ -82,7 +86,7 @@ class StepShape:
             compute_share: share of it that runs on the rank's own compute resource.
             optimizer: the optimizer step.
             copies_ns: per bucket what copies between it and its gradients take; nothing where there are none.
-            slowdown, start_delay_ns: see above.
+            slowdown, start_delay_ns, micro_batches: see above.
         """
         host = [round(compute_share * duration) for duration in collective_ns]
         copies = copies_ns or [0] * len(host)
@@ -92,7 +96,12 @@ class StepShape:
                 optimizer = device_only(copies[-1]).then(optimizer)
         left = tuple(accumulate(reversed(collective_ns)))[::-1]
         cuts = tuple(sorted(set(ready), reverse=True))
-        return cls(ready, cuts, tuple(host), optimizer, left, collective_ns, slowdown, start_delay_ns)
+        return cls(ready, cuts, tuple(host), optimizer, left, collective_ns, slowdown, start_delay_ns, micro_batches)
+
+    @property
+    def without_exchange(self) -> StepShape:
+        """A micro-batch whose gradients stay on the rank, and which no optimizer follows."""
+        return StepShape.of((), (), 0.0, NOTHING)
 
     @property
     def is_joint(self) -> bool:
@@ -143,7 +152,8 @@ class StepTimes(NamedTuple):
     """One group's step, in nanoseconds from its own start.
 
     Attributes:
-        forward_ns, backward_ns, optimizer_ns: compute time of the phases (host work of collectives counts as backward).
+        forward_ns, backward_ns, optimizer_ns: compute time of the phases, all micro-batches together (host work of collectives
+            counts as backward).
         dispatch_ns: CPU time of the whole step.
         period_ns: the job's period if this group were the only one that limits it.
         bucket_ready: see :attr:`bucket_ready_ns`, worked out when it is asked for.
@@ -169,6 +179,13 @@ class StepTimes(NamedTuple):
         return RankStep(self.optimizer_ns, self.bucket_ready.value, self.finished_ns, slowdown)
 
 
+class TimingBefore(NamedTuple):
+    """What a refresh replaced: of the micro-batch with the buckets, and of those before it."""
+
+    root: Node
+    before_last: TimingBefore | None
+
+
 class StepTiming:
     """The step of one group, kept up to date with its cost mapper; or that of condensed work.
 
@@ -178,6 +195,9 @@ class StepTiming:
     backward pass, which runs through the operators in reverse.  Two more numbers map them to the latest end of the collectives
     of buckets that are ready within: ``after_device`` counts from the device's becoming free, ``after_cpu`` from the CPU's.  A leaf
     begins with its operators' work backward and the position of the first.
+
+    Micro-batches before the last one are alike, so one more such object, without buckets, has the time of each.  CPU and device of
+    a synchronising group are level between them.
     """
 
     def __init__(self, work: CostMapper | Condensed, shape: StepShape, *, synchronises: bool) -> None:
@@ -189,6 +209,9 @@ class StepTiming:
             left[position] = max(left.get(position, 0), left_ns)
         self._cuts = {cut: (shape.host_work_after(cut), left[cut]) for cut in shape.cuts}
         self._tree = SequenceTree(len(work.forward), self._fold, _join)
+        self._before_last: StepTiming | None = None
+        if shape.micro_batches > 1:
+            self._before_last = StepTiming(work, shape.without_exchange, synchronises=synchronises)
 
     def _fold(self, first: int, last: int) -> Node:
         """A few operators: forward; then backward in reverse, after each the buckets that are ready and what they take here."""
@@ -221,15 +244,17 @@ class StepTiming:
             chain = back_chain = after_cpu = NEVER
         return (backward, first, dispatch, compute, chain, back_dispatch, back_compute, back_chain, after_device, after_cpu)
 
-    def refresh(self, recosted: Sequence[int]) -> Node:
+    def refresh(self, recosted: Sequence[int]) -> TimingBefore:
         """Account for changed operators; returns what was there before, for :meth:`restore`."""
-        before = self._tree.root
+        before = TimingBefore(self._tree.root, None if self._before_last is None else self._before_last.refresh(recosted))
         self._tree.refresh(recosted)
         return before
 
-    def restore(self, before: Node) -> None:
+    def restore(self, before: TimingBefore) -> None:
         """Undo a refresh."""
-        self._tree.root = before
+        self._tree.root = before.root
+        if self._before_last is not None and before.before_last is not None:
+            self._before_last.restore(before.before_last)
 
     def times(self) -> StepTimes:
         """The step as it now is."""
@@ -242,18 +267,25 @@ class StepTiming:
         dispatch += back_dispatch + optimizer.dispatch_ns
         if self.cold and dispatch > finished:
             finished = dispatch
+        begin = 0
+        if self._before_last is not None:
+            each, times = self._before_last.times(), self.shape.micro_batches - 1
+            begin = times * each.finished_ns
+            finished, collected = begin + finished, begin + collected
+            forward, backward = forward + times * each.forward_ns, backward + times * each.backward_ns
+            dispatch += times * each.dispatch_ns
         alone = max(finished + optimizer.compute_ns, dispatch)
         period = max(alone, collected + optimizer.compute_ns)
-        ready = Deferred(lambda: self._bucket_ready(root))
-        times = StepTimes(forward, backward, optimizer.compute_ns, dispatch, period, ready, finished)
+        ready = Deferred(lambda: self._bucket_ready(root, begin))
+        step = StepTimes(forward, backward, optimizer.compute_ns, dispatch, period, ready, finished)
         if self.shape.is_joint:
-            joint = joint_step([times.rank_step(self.shape.slowdown)], self.shape.collective_ns, self.shape.start_delay_ns)
-            return times._replace(period_ns=max(joint.period_ns, dispatch))
-        return times
+            joint = joint_step([step.rank_step(self.shape.slowdown)], self.shape.collective_ns, self.shape.start_delay_ns)
+            return step._replace(period_ns=max(joint.period_ns, dispatch))
+        return step
 
-    def _bucket_ready(self, root: Node) -> tuple[int, ...]:
-        """Walks the backward pass, over runs without a bucket in one step."""
-        cpu, device = root[2], max(root[3], root[4])
+    def _bucket_ready(self, root: Node, begin: int) -> tuple[int, ...]:
+        """Walks the backward pass of the micro-batch that starts at ``begin``, over runs without a bucket in one step."""
+        cpu, device = begin + root[2], begin + max(root[3], root[4])
         ready: dict[int, int] = {}
         ahead = [(root, self._tree.half)]
         while ahead:

@@ -260,7 +260,8 @@ def _timeline_sentences(predicted: Timeline | None, measured: Timeline | None) -
 def _subsets_section(job: Job, plans: Sequence[tuple[Sequence[str], PrecisionPlan]]) -> list[Section]:
     rows = []
     for names, plan in plans:
-        samples = sum(group.count * plan.local_batches.get(group.group, job.dag.batch_size) for group in plan.groups)
+        batches = sum(group.count * plan.local_batches.get(group.group, job.dag.batch_size) for group in plan.groups)
+        samples = job.dag.accumulate * batches
         period = plan.predicted_iteration_ns
         rate = f"{samples * 1e9 / period:,.1f}" if period else ""
         memory = ", ".join(

@@ -42,7 +42,7 @@ class Job:
     costs: CollectiveCosts | None = None
 
     def batch(self, group: str) -> int:
-        """Samples of one rank in a step under the plan."""
+        """Samples of one rank in a micro-batch under the plan."""
         return self.plan.local_batches.get(group, self.dag.batch_size)
 
     @property
@@ -88,7 +88,7 @@ def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
     if any(group.role is Role.INFER for group in job.cluster.groups):
         found += [*_baseline(job, "full", "full precision everywhere")]
         found += _baseline(job, "uniform", "uniform low precision")
-    samples = sum(group.count * job.batch(group.name) for group in job.cluster.groups)
+    samples = job.dag.accumulate * sum(group.count * job.batch(group.name) for group in job.cluster.groups)
     found.append(_planned(job, samples))
     found += _recommended(job)
     if measured is not None:
@@ -121,13 +121,13 @@ def _recommended(job: Job) -> list[WayToRun]:
     if best is None or best.options in ("", Means.PLAIN.options):
         return []
     parts = {name: StepParts(best.iteration_ns, 0, 0, 0, 0) for name in best.groups}
-    samples = sum(job.cluster.group(name).count * batch for name, batch in best.local_batches.items())
+    samples = job.dag.accumulate * sum(job.cluster.group(name).count * batch for name, batch in best.local_batches.items())
     note = "predicted as a whole, so phases are not told apart"
     return [WayToRun(f"qsync plan … {best.options}", best.iteration_ns, samples, parts, note=note)]
 
 
 def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
-    samples = job.dag.batch_size * sum(group.count for group in job.cluster.groups)
+    samples = job.dag.accumulate * job.dag.batch_size * sum(group.count for group in job.cluster.groups)
     try:
         plan = allocate(job.dag, job.cluster, job.profiles, job.sensitivity, solver=solver, communication=job.costs)
     except InfeasibleError:
@@ -144,7 +144,7 @@ def _alone(job: Job) -> list[WayToRun]:
     if not jobs.training or len(jobs.names) < 2:
         return []
     best = jobs.best_alone()
-    samples = job.dag.batch_size * sum(cluster.group(name).count for name in best.groups)
+    samples = job.dag.accumulate * job.dag.batch_size * sum(cluster.group(name).count for name in best.groups)
     return [_of(jobs.timeline(best), f"{' and '.join(best.groups)} alone", samples)]
 
 

@@ -126,6 +126,21 @@ class AppliedPlan(PlannedForwards):
         if on and plan is not None and group is not None and self._job is not None:
             self._lag_watch = LagWatch(self.model, plan, group, self._job.groups, self._differs)
 
+    @property
+    def _accumulate(self) -> int:
+        """Micro-batches of a step that the plan was made for."""
+        return 1 if self._planned.plan is None else self._planned.plan.accumulate
+
+    def meet_accumulation(self, accumulate: int) -> None:
+        """Warn where the loop runs another number of micro-batches for each optimizer step than the plan was made for."""
+        if self._planned.plan is not None and accumulate != self._accumulate:
+            warnings.warn(
+                f"the loop accumulates gradients over {accumulate} micro-batches in an optimizer step, and the plan was made for "
+                f"{self._accumulate}: its numbers hold, its predicted step and what it weighs exchanges with do not; "
+                f"{self._planned.caller.plan_again} for this loop",
+                stacklevel=3,
+            )
+
     def _differs(self) -> bool:
         """Whether this process has other settings than its group's profile, or communicates otherwise; both were said."""
         plan, group = self._planned.plan, self._planned.group
@@ -139,7 +154,7 @@ class AppliedPlan(PlannedForwards):
         Empty where the plan says nothing of that; :func:`qsync_torch.process_group_options` has what the process group is told.
         """
         options = ddp_options(self._planned.plan)
-        if options and self._batches.most_passes > 1:
+        if options and (self._batches.most_passes > 1 or self._accumulate > 1):
             options["static_graph"] = False  # PyTorch fails where such a job begins under no_sync(), as accumulation does
         return options
 
@@ -267,7 +282,7 @@ class AppliedPlan(PlannedForwards):
         On a GPU it is called some steps late, because nothing waits for the device; what it raises comes out of a ``backward()``.
         """
         if self._step_times is None:
-            self._step_times = StepTimes(self.model, self._steps.later)
+            self._step_times = StepTimes(self.model, self._steps.later, self._accumulate)
         self._step_times.listeners.append(call)
 
     def log_scalars(self, write: WriteScalar, *, every: int = 10, scaler: Scaler | None = None) -> None:

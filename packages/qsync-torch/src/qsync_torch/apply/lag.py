@@ -191,12 +191,12 @@ class LagWatch:
         self._samples += 1
         self._steps.clear()
         self._other_batch = False
-        self._times = StepTimes(self._model, lambda: int)
+        self._times = StepTimes(self._model, lambda: int, self._plan.accumulate)
         self._times.listeners.append(self._steps.append)
         self._buffers.clear()
         if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
             self._before = _BeforeForward(wrapper, self._model)
-        self._then(self._tell, STEPS + _LATE)
+        self._then(self._tell, STEPS * self._plan.accumulate + _LATE)
 
     def _look(self, inputs: Any) -> None:
         """Another number of samples than was planned for makes another step."""

@@ -27,7 +27,7 @@ class Scaler(Protocol):
 
 @attrs.frozen
 class StepTime:
-    """One step: from the end of a backward pass of the model to the end of the next.
+    """One step: from the end of a backward pass of the model to the end of the next, or of as many as the plan has micro-batches.
 
     Attributes:
         step: ``applied.step`` of its forward.
@@ -45,19 +45,22 @@ class StepTimes:
     """Times the backward passes of a model, and tells each step once its time is known, which on a GPU is some steps later.
 
     On a GPU moments are CUDA events, which are read only when they have passed.  What tells that a backward pass goes on is that
-    parameters receive gradients, so compiled models are timed too, a micro-batch under ``no_sync()`` counts as a step, and the
-    replay of a CUDA graph is not seen.
+    parameters receive gradients, so compiled models are timed too, a micro-batch under ``no_sync()`` counts as a step unless its
+    plan knows of accumulation, and the replay of a CUDA graph is not seen.
 
     Args:
         model: parameters that need no gradient now are not looked at.
         position: what tells the number of the step that runs now, once the device has come here.
+        micro_batches: backward passes of a step.  Any so many in a row are timed as one, with the optimizer among them.
     """
 
-    def __init__(self, model: nn.Module, position: Callable[[], Callable[[], int]]) -> None:
+    def __init__(self, model: nn.Module, position: Callable[[], Callable[[], int]], micro_batches: int = 1) -> None:
         self.listeners: list[Callable[[StepTime], None]] = []
         self._position = position
         self._finished: deque[_Backward] = deque()
         self._previous: _Backward | None = None
+        self._micro_batches = micro_batches
+        self._waits_ns: list[int] = []
         self._current: _Backward | None = None
         self._arrived: set[int] = set()
         self._is_open = False
@@ -108,12 +111,16 @@ class StepTimes:
     def _tell(self, *, wait: bool = False) -> None:
         while self._finished and (wait or has_passed(self._finished[0].end)):
             done = self._finished.popleft()
-            before, self._previous = self._previous, done
             if wait and isinstance(done.end, torch.cuda.Event):
                 done.end.synchronize()
+            before = self._previous
             if before is not None and before.device == done.device:
-                wait_ns = sum(between_ns(*pair) for pair in done.waits)
-                step = StepTime(done.step(), between_ns(before.end, done.end), wait_ns)
+                self._waits_ns.append(sum(between_ns(*pair) for pair in done.waits))
+                if len(self._waits_ns) < self._micro_batches:
+                    continue
+            self._previous, waits_ns, self._waits_ns = done, self._waits_ns, []
+            if waits_ns and before is not None:
+                step = StepTime(done.step(), between_ns(before.end, done.end), sum(waits_ns))
                 for listener in self.listeners:
                     listener(step)
 

@@ -13,7 +13,7 @@ from qsync_torch.apply.first_step import autocast_now, device_of
 from qsync_torch.capturing.batches import KeptBatches, Loader, as_batch, check_samples_first, first_batches
 from qsync_torch.capturing.losses import Loss, loss_of
 from qsync_torch.capturing.optimizer import Optimizers, maker_of
-from qsync_torch.job import Job, check_shapes
+from qsync_torch.job import Job, check_accumulate, check_shapes
 
 
 def capture(
@@ -24,6 +24,7 @@ def capture(
     *,
     name: str | None = None,
     amp: str | None = None,
+    accumulate: int = 1,
 ) -> Job:
     """What a training script trains, as a :class:`~qsync_torch.job.Job` (docs/your-script.md).
 
@@ -43,6 +44,7 @@ def capture(
         name: of the job in files and messages; the model's class by default.
         amp: ``"bfloat16"`` where the loop trains under ``torch.autocast`` in that format; by default what autocast is around this
             call.
+        accumulate: batches whose gradients the loop adds up for each step of its optimizer.
 
     Raises:
         JobError: when one of them is not what it should be, with what to pass instead; when the loader is an iterator, which would
@@ -53,7 +55,7 @@ def capture(
             f"the loader is a {type(loader).__name__}, which gives each batch only once, so that the script would miss those that "
             "are read here; pass what the iterator is made from, such as the DataLoader"
         )
-    return job_of(model, optimizer, loss_fn, loader, name=name, amp=amp)
+    return job_of(model, optimizer, loss_fn, loader, name=name, amp=amp, accumulate=accumulate)
 
 
 def job_of(
@@ -64,12 +66,14 @@ def job_of(
     *,
     name: str | None = None,
     amp: str | None = None,
+    accumulate: int = 1,
 ) -> Job:
     """:func:`capture`, also from an iterator, whose first batches are then gone."""
     if not isinstance(model, nn.Module):
         raise JobError(f"the model is a {type(model).__name__}; pass the torch.nn.Module that is trained")
     model = unwrapped(model)
     name = name or type(model).__name__
+    check_accumulate(name, accumulate)
     check_shapes(name, model)
     if loss_fn is not None and not callable(loss_fn):
         raise JobError(
@@ -82,7 +86,7 @@ def job_of(
     if amp is None:
         active = autocast_now(device_of(model).type)
         amp = None if active is Precision.FLOAT32 else str(active)
-    return Job(name, model, KeptBatches.of(name, batches), loss_of(name, loss_fn), make_optimizer, batches[0].size, amp)
+    return Job(name, model, KeptBatches.of(name, batches), loss_of(name, loss_fn), make_optimizer, batches[0].size, amp, accumulate)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

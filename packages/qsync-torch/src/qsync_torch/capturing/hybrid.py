@@ -19,6 +19,7 @@ from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.optimizer import Optimizers
 from qsync_torch.capturing.script import hand_over, is_wanted
 from qsync_torch.distributed.groups_present import run_folder_of
+from qsync_torch.job import check_accumulate
 
 HYBRID = Caller("qsync.hybrid", arguments="..., run={}")
 """The line, in messages."""
@@ -33,18 +34,20 @@ def hybrid(
     run: str | os.PathLike[str] = "run",
     name: str | None = None,
     amp: str | None = None,
+    accumulate: int = 1,
     **options: Any,
 ) -> AppliedPlan:
     """Train ``model`` under the plan of a run folder: the one line that a script needs (docs/your-script.md).
 
     Under ``qsync prepare train.py -o run`` the script ends here, and what it passes becomes the job that is planned, as
-    :func:`~qsync_torch.capturing.capture.capture` takes it.  In training it is ``apply_(model, run)``, and the other arguments are
-    not looked at.  It stands before the training loop, after ``init_process_group`` and before ``torch.compile``; best also before
-    DistributedDataParallel, so that the wrapper can be given what the plan says of communication.
+    :func:`~qsync_torch.capturing.capture.capture` takes it.  In training it is ``apply_(model, run)``, and of the other arguments
+    ``accumulate`` alone is looked at, because the plan's predictions are of as many micro-batches.  It stands before the training
+    loop, after ``init_process_group`` and before ``torch.compile``; best also before DistributedDataParallel, so that the wrapper
+    can be given what the plan says of communication.
 
     Args:
-        model, optimizer, loss_fn, loader, name, amp: as :func:`~qsync_torch.capturing.capture.capture` takes them; the loader may
-            be an iterator, and is best a function where it makes something else of the script's batches.
+        model, optimizer, loss_fn, loader, name, amp, accumulate: as :func:`~qsync_torch.capturing.capture.capture` takes them; the
+            loader may be an iterator, and is best a function where it makes something else of the script's batches.
         run: the run folder, or the path of a plan.
         options: of :func:`~qsync_torch.apply.apply.apply_`, such as ``allow_flags``.
 
@@ -52,7 +55,7 @@ def hybrid(
         A handle: ``DistributedDataParallel(model, **applied.ddp_options())`` communicates as the plan wants it.
 
     Raises:
-        JobError: under ``qsync prepare``, when what is passed makes no job.
+        JobError: under ``qsync prepare``, when what is passed makes no job; when ``accumulate`` is no number of micro-batches.
         QSyncError: in training, what ``apply_`` raises.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):  # which calls the module inside, whatever its forward is by then
@@ -60,12 +63,15 @@ def hybrid(
     if isinstance(model, nn.DataParallel) or hasattr(model, "_orig_mod"):
         wrapped = "DataParallel" if isinstance(model, nn.DataParallel) else "torch.compile"
         raise JobError(f"the model of qsync.hybrid is wrapped in {wrapped}; call it on the model itself, before that")
+    check_accumulate(name or type(model).__name__, accumulate)
     if is_wanted():
-        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp), HYBRID)
+        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp, accumulate=accumulate), HYBRID)
     if begins_to_read(loader):
         warnings.warn(
             "the generator in the line has begun to read its DataLoader, which draws a random number: what is random behind the "
             "line is not as without it; write it as a function, lambda: (... for ... in loader)",
             stacklevel=2,
         )
-    return apply_for(attrs.evolve(HYBRID, run=run_folder_of(run)), model, run, **options)
+    applied = apply_for(attrs.evolve(HYBRID, run=run_folder_of(run)), model, run, **options)
+    applied.meet_accumulation(accumulate)
+    return applied

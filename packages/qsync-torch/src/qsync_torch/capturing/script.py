@@ -29,6 +29,10 @@ LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
 _TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
 _AUTOCAST = re.compile(r"\bautocast\(")
+_COMPILE = re.compile(
+    r"^[^#\n]*\b(?:(?!re\b|regex\b)\w+\.compile\b|torch_compile\s*=\s*True|dynamo_(?:backend|plugin)\s*=)", re.MULTILINE
+)
+"""PyTorch's ways and QSync's, that of the Trainer's arguments, and those of Accelerate."""
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
 
@@ -129,6 +133,16 @@ def unsaid_autocast(path: str | Path, job: Job) -> str:
     return (
         f"{path} calls autocast, and its line was not reached under it: where the loop trains under autocast, write "
         "qsync.hybrid(..., amp='bfloat16'), or its training is refused under this plan, which is for float32"
+    )
+
+
+def unmeasured_compiling(path: str | Path) -> str:
+    """A sentence on a script that compiles its model; empty for others."""
+    if not _COMPILE.search(Path(path).read_text(encoding="utf-8", errors="replace")):
+        return ""
+    return (
+        f"{path} compiles its model, and steps are measured without that: predictions are of the eager step, so compiled steps are "
+        "usually faster than they say, on each group by another factor; applied.log_scalars writes both"
     )
 
 

@@ -52,7 +52,7 @@ def hybrid(
     ``clip_grad_norm_`` and the prepared optimizer.
 
     Args:
-        accelerator: made, and not yet asked to prepare this model.
+        accelerator: made, and not yet asked to prepare this model.  Its ``gradient_accumulation_steps`` are the job's.
         model, optimizer, loss_fn, loader, name: as :func:`qsync_torch.hybrid` takes them, not yet prepared.  Only ``qsync prepare``
             looks at the last four.
         run: a plan, or the path of one or of a run folder.
@@ -69,10 +69,12 @@ def hybrid(
     """
     settings = accelerator_settings(accelerator)
     check_accelerator(accelerator, model)
+    steps = accelerator.gradient_accumulation_steps
     if is_wanted():
-        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=settings.amp), _CALLER)
+        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=settings.amp, accumulate=steps), _CALLER)
     planned = plan_accelerator(accelerator, model, run, settings, options, _CALLER)
     applied = planned.applied
+    applied.meet_accumulation(steps)
     accelerator.register_for_checkpointing(applied)
     accelerator.register_save_state_pre_hook(lambda *_: applied.share_buffers())
     accelerator.log(planned.metrics(), step=0)

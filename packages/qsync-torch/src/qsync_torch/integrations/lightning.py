@@ -35,7 +35,7 @@ class HybridStrategy(DDPStrategy):
     """``Trainer(strategy=HybridStrategy("run"))``: DistributedDataParallel under a plan.
 
     Under ``qsync prepare`` the script ends in ``fit``, and what would be trained becomes the job that is planned: the module with
-    its ``training_step``, its optimizer, the training data.
+    its ``training_step``, its optimizer, the training data, and the trainer's ``accumulate_grad_batches``.
 
     In training the plan is applied after ``setup`` and ``configure_model`` have made the module and it is on its device, and before
     it is wrapped.  Its options for DistributedDataParallel stand above those given here; checkpoints keep the rounding step; the
@@ -89,6 +89,7 @@ class HybridStrategy(DDPStrategy):
             raise PlanError(f"{what} has no module {self._part!r}: HybridStrategy(..., module=...) names one") from None
         caller = attrs.evolve(_CALLER, run=run_folder_of(self._run))
         self._planned = planned = apply_for_trainer(model, self._run, self._settings(), self._plan_options, caller)
+        planned.applied.meet_accumulation(module.trainer.accumulate_grad_batches)
         self._ddp_kwargs |= planned.applied.ddp_options()
         if planned.needs_loss_scaling:
             self.precision_plugin = LossScaling(self.root_device.type)
@@ -159,9 +160,11 @@ class HybridStrategy(DDPStrategy):
             )
         module.trainer.fit_loop.setup_data()
         loader = (Batch((given,)) for given in module.trainer.train_dataloader)
+        accumulate = module.trainer.accumulate_grad_batches
         module.trainer = None  # a copy of the module would copy it
         module.__class__ = _whose_forward_is_its_step(type(module))
-        return job_of(module, self.optimizers[0], None, loader, name=self._name or type(module).__name__, amp=settings.amp)
+        name = self._name or type(module).__name__
+        return job_of(module, self.optimizers[0], None, loader, name=name, amp=settings.amp, accumulate=accumulate)
 
     def _settings(self) -> TrainerSettings:
         """Raises PlanError for weights in other formats than float32."""

@@ -33,7 +33,7 @@ def hybrid(trainer: Trainer, *, run: Run = "run", name: str | None = None, **opt
     """:func:`qsync_torch.hybrid` for a trainer; call it on all ranks, before ``trainer.train()``.
 
     Under ``qsync prepare`` the script ends here, and what the trainer would train becomes the job that is planned: its model,
-    optimizer, training data and loss.  In training its model is put under the plan.
+    optimizer, training data, loss and ``gradient_accumulation_steps``.  In training its model is put under the plan.
 
     The plan's options for DistributedDataParallel go to the trainer's accelerator, checkpoints keep the rounding step (in
     ``trainer_state.json``), and ``trainer.log`` is told once what is planned.  Evaluation, ``save_model`` and
@@ -65,6 +65,7 @@ def hybrid(trainer: Trainer, *, run: Run = "run", name: str | None = None, **opt
     if is_wanted():
         hand_over(_job(trainer, name, settings.amp), _CALLER)
     planned = plan_accelerator(trainer.accelerator, trainer.model, run, settings, options, _CALLER)
+    planned.applied.meet_accumulation(trainer.args.gradient_accumulation_steps)
     trainer.add_callback(PlanCallback(planned, trainer.log))
     return planned.applied
 
@@ -75,7 +76,9 @@ def _settings(trainer: Trainer) -> TrainerSettings:
 
 
 def _job(trainer: Trainer, name: str | None, amp: str | None) -> Job:
-    return job_of(trainer.model, trainer.create_optimizer(), _loss(trainer), trainer.get_train_dataloader(), name=name, amp=amp)
+    optimizer, loader = trainer.create_optimizer(), trainer.get_train_dataloader()
+    steps = trainer.args.gradient_accumulation_steps
+    return job_of(trainer.model, optimizer, _loss(trainer), loader, name=name, amp=amp, accumulate=steps)
 
 
 def _loss(trainer: Trainer) -> Loss | None:

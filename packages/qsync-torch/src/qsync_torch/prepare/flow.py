@@ -203,9 +203,9 @@ class _Flow:
             facts["optimizer"] = describe_optimizer(job)
             facts[KIND_OF_DEVICE] = request.device.type
         if folder.rank == 0 and is_script(request.job):
-            from qsync_torch.capturing.script import unsaid_autocast
+            from qsync_torch.capturing.script import unmeasured_compiling, unsaid_autocast
 
-            if note := unsaid_autocast(request.job, job):
+            for note in filter(None, (unsaid_autocast(request.job, job), unmeasured_compiling(request.job))):
                 self.board.note(note, of_job=True)
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)

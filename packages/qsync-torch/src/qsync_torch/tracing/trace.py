@@ -75,6 +75,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         batch_size=job.batch_size,
         base=job.base,
         batch_axes=batch_axes(job.model, batch.args, batch.kwargs, job.batch_size),
+        accumulate=job.accumulate,
     )
 
 

@@ -118,7 +118,7 @@ class GroupProgram:
         else:
             rows.add_free_running(steps)
         views = replayer.settings.gradient_as_bucket_view
-        layout = MemoryLayout(replayer.dag, model.wiring, model.profile, replayer.ranks > 1, views)
+        layout = MemoryLayout(replayer.dag, model.wiring, model.profile, replayer.ranks > 1, views, replayer.dag.accumulate > 1)
         self.memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
         self.minimise(Quantity.OMEGA)
 

@@ -62,6 +62,8 @@ def segments_of(steps: StepExpressions, shape: StepShape) -> list[Segment]:
             least += step.least_ns
             most += step.most_ns
 
+    for _ in range(shape.micro_batches - 1):
+        run(steps.all)
     for forward in steps.forward:
         run(forward)
     ready = list(accumulate(shape.ready_after, min))
@@ -160,9 +162,8 @@ class JointRows:
         first = attrs.evolve(first, work={**first.work, self.spare: self._unit})
         self._add_rank([first, *later], self._shape.slowdown, self._shape.optimizer.compute_ns)
         dispatch: Expression = {CONSTANT: self._shape.optimizer.dispatch_ns}
-        for some in (*steps.forward, *steps.backward):
-            for step in some:
-                add(dispatch, step.dispatch)
+        for step in steps.all:
+            add(dispatch, step.dispatch, self._shape.micro_batches)
         dispatch[self._limit] = -self._unit
         self._program.row(dispatch, upper=0, unit=self._unit)
 
@@ -175,14 +176,17 @@ class JointRows:
         shape = self._shape
         clock = Clock(self._moment)
         work: list[Segment] = []
-        least, before = 0, 0
+        least, before = (shape.micro_batches - 1) * sum(step.least_ns for step in steps.all), 0
+        micro_batch = self._level_micro_batch(steps) if shape.micro_batches > 1 else None
         ready = list(accumulate(shape.ready_after, min))
         last: int | None = None
 
         def until(moment: int | None) -> None:
             nonlocal last, before
             row: Expression = {} if moment is None else {moment: self._unit}
-            add(row, {self.spare: self._unit} if last is None else {last: -self._unit})
+            add(row, {self.spare: self._unit} if not work else {} if last is None else {last: -self._unit})
+            if not work and micro_batch is not None:
+                add(row, {micro_batch: (shape.micro_batches - 1) * self._unit})
             work.append(Segment({c: f for c, f in row.items() if f}, least - before, self._rest.limit_ns))
             last, before = moment, least
 
@@ -202,6 +206,15 @@ class JointRows:
             self._at_least(finished, {} if moment is None else {moment: 1}, {CONSTANT: after_ns})
         until(finished)
         self._add_rank(work, shape.slowdown, shape.optimizer.compute_ns)
+
+    def _level_micro_batch(self, steps: StepExpressions) -> int:
+        """How long a micro-batch without an exchange takes at least; CPU and device are level before and after it."""
+        clock = Clock(self._moment)
+        clock.run(steps.all)
+        taken = self._program.column(upper=math.inf)
+        for moment in (clock.device(), clock.host()):
+            self._at_least(taken, {} if moment is None else {moment: 1}, {})
+        return taken
 
     def _moment(self, before: int | None, work: Expression, column: int | None = None) -> int:
         """A column (or the given one) that is at least the time ``before`` plus the work."""

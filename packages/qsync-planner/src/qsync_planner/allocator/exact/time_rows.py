@@ -130,7 +130,7 @@ class Step:
 
 
 class StepExpressions:
-    """Forward and backward of every operator, in the order in which they run: per operator one or more steps."""
+    """Forward and backward of every operator, in the order in which they run: per operator one or more steps; and ``all``."""
 
     def __init__(self, choices: Choices, charges: Sequence[ChargedCast]) -> None:
         before: list[list[Step]] = [[] for _ in choices.of]
@@ -150,6 +150,7 @@ class StepExpressions:
                 backward.add(chosen, own.backward)
             self.forward.append([*before[position], forward])
             self.backward.append([backward, *after[position]])
+        self.all = [step for steps in (*self.forward, *reversed(self.backward)) for step in steps]
 
 
 class TimeRows:
@@ -163,11 +164,15 @@ class TimeRows:
 
     def __init__(self, program: Program, limit: int, shape: StepShape, after: dict[int, int], unit: int) -> None:
         self._program, self._limit, self._shape, self._after, self._unit = program, limit, shape, after, unit
+        self._micro_batch: int | None = None
 
     def add_free_running(self, steps: StepExpressions) -> None:
         """Rows of a group whose CPU runs ahead, or runs the kernels itself: sums alone bind."""
         dispatch: Expression = {}
         segment: Expression = {}
+        for step in steps.all if self._shape.micro_batches > 1 else ():
+            add(segment, step.compute, self._shape.micro_batches - 1)
+            add(dispatch, step.dispatch, self._shape.micro_batches - 1)
         for forward in steps.forward:
             for step in forward:
                 add(segment, step.compute)
@@ -187,8 +192,15 @@ class TimeRows:
     def add_synchronising(self, steps: StepExpressions) -> None:
         """Rows of a group that synchronises every step: device time G and CPU time C kernel by kernel.
 
-        ``G' ≥ G + compute``, ``G' ≥ C + chain``, ``C' ≥ C + dispatch``, from 0 at the start of the step.
+        ``G' ≥ G + compute``, ``G' ≥ C + chain``, ``C' ≥ C + dispatch``, from 0 at the start of the step, or of its last
+        micro-batch: each one before that takes as long as one alone.
         """
+        if self._shape.micro_batches > 1:
+            self._micro_batch = self._then(None, {})
+            alone = Clock(self._then)
+            alone.run(steps.all)
+            for moment in (alone.device(), alone.host()):
+                self._then(moment, {}, self._micro_batch)
         clock = Clock(self._then)
         for forward in steps.forward:
             clock.run(forward)
@@ -216,6 +228,8 @@ class TimeRows:
         row = {CONSTANT: after_ns, self._limit: -self._unit}
         if reached is not None:
             row[reached] = self._unit
+        if self._micro_batch is not None:
+            row[self._micro_batch] = (self._shape.micro_batches - 1) * self._unit
         self._program.row(row, upper=0, unit=self._unit)
 
 
