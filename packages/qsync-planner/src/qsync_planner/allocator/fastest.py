@@ -232,7 +232,8 @@ class FastestJobs:
 class _Pace:
     """The period that one group would impose on a job at a batch, under its fastest choice there.
 
-    Known exactly where it was asked for, the smallest and the largest batch among these, and by straight lines between.
+    Known exactly where it was asked for, the smallest and the largest batch among these, and by straight lines between.  These lie
+    above it around a batch at which something else begins to bind.
     """
 
     def __init__(self, choices: GroupChoices, replayer: Replayer, group: str, wanted: Sequence[Choice], most: int) -> None:
@@ -258,6 +259,22 @@ class _Pace:
         bends = {end for _, limit in self._limits for end in (limit, limit + 1) if 0 < limit < self.most}
         for batch in (1, min(traced, self.most), self.most, *bends):
             self.ask(batch)
+
+    def ask_end(self, limit_ns: int) -> bool:
+        """Make the batch known from which on the pace takes ``limit_ns`` or more; whether there was something to ask."""
+        asked = False
+        for count in itertools.count(1):
+            after = next((at for at, batch in enumerate(self._batches) if self._known[batch][0] >= limit_ns), 0)
+            low, high = self._batches[after - 1], self._batches[after]
+            if not after:
+                break
+            below, above = self._known[low][0], self._known[high][0]
+            first = low - (below - limit_ns) * (high - low) // (above - below)  # rounded up
+            if first == high:
+                break
+            # Where lines mislead, halving bounds the number of batches that are asked for.
+            asked = self.ask((low + high) // 2 if count % 3 == 0 else first) or asked
+        return asked
 
     def choice(self, batch: int) -> Choice:
         """The fastest one at a batch; of equal ones the first."""
@@ -291,7 +308,11 @@ def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced:
         if batches is None:
             return None
         asked = [pace.ask(batch) for pace, batch in zip(paces, batches, strict=True)]
-        if not any(asked):
+        if any(asked):
+            continue
+        # A faster job would have every group below the longest pace: straight lines must not be what rules it out.
+        longest = max(pace.about_ns(batch) for pace, batch in zip(paces, batches, strict=True))
+        if not any(pace.ask_end(longest) for pace in paces):
             return batches
 
 
