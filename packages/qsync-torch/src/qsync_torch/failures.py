@@ -79,3 +79,8 @@ def _owner(filename: str) -> int:
     if any(path.is_relative_to(packages) for packages in _PACKAGES):
         return _LIBRARY
     return _OURS if path.is_relative_to(_STANDARD_LIBRARY) else _USER
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file of code is the user's: not ours, PyTorch's, another library's or the standard library's."""
+    return _owner(filename) == _USER

@@ -239,7 +239,7 @@ def test_a_loss_that_differentiates_its_outputs_is_refused_with_what_to_do():
 
     job = attrs.evolve(job_of(penalty), batch=lambda step, size: Batch((inputs,), target=torch.arange(6)))
     line = line_of("slope")
-    said = rf"^the loss of heads differentiates the model's outputs because of .*:{line} .*: do that in the model's forward"
+    said = rf"^the loss of heads differentiates the model's outputs because of .*:{line} .*: train such a model without a plan"
     with pytest.raises(TraceError, match=said):
         trace(job)
 

@@ -56,6 +56,19 @@ class ValueShape(Base):
         return y[y > 0]  # value shape
 
 
+class Forces(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.linear(x).tanh().sum(), x, create_graph=True)  # forces
+        return forces
+
+
+class OtherData(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.bias.data = self.linear.bias.data.double()  # other data
+        return self.linear(x)
+
+
 class Inner(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.max() > 1:  # inner module
@@ -82,6 +95,8 @@ def job(model: nn.Module, loss=lambda output: output.sum(), batch=None) -> Job:
         (ThroughNumpy(), "through numpy", "leaves PyTorch for NumPy: compute with tensors"),
         (WrongShape(), "wrong shape", "see that the model runs on the job's first batch"),
         (ValueShape(), "value shape", "depend on tensor values"),
+        (Forces(), "forces", "no derivatives inside a step (forces, a gradient penalty): train such a model without a plan"),
+        (OtherData(), "other data", "give the tensor its shape and format once, before it is trained"),
         (nn.Sequential(nn.Linear(4, 4), Inner()), "inner module", "choose between values with torch.where"),
     ],
 )

@@ -26,6 +26,7 @@ from qsync_torch.observing.collectors import AnyCollector, RunningCollectors, de
 from qsync_torch.observing.montecarlo import squared_norm
 from qsync_torch.observing.record import GRADIENT_SQ_NORM, LOSS, JobFault, Key, Record, SettledRule
 from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.tracing.held_state import held_state
 
 WARMUP = 10
 """Updates before the first that is observed: the ranking is not stable in them (docs/design/indicator.md#averages-over-updates)."""
@@ -111,13 +112,15 @@ def observe(
     )
     check_same_model(job, dag)
     try:
-        return run.observe(settled, earlier, checkpoint, progress)
+        with held_state(job.loss):
+            return run.observe(settled, earlier, checkpoint, progress)
     except JobError as error:
         if batch_size is not None or half == job.batch_size:
             raise
         announce(f"updates of {job.batch_size} samples are observed instead of {half}: {error}")
     run.job = attrs.evolve(run.job, batch_size=job.batch_size)
-    return run.observe(settled, earlier, checkpoint, progress)
+    with held_state(job.loss):
+        return run.observe(settled, earlier, checkpoint, progress)
 
 
 def _differentiable_loss(job: Job) -> Callable[[Any, Batch], torch.Tensor]:

@@ -64,6 +64,7 @@ from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
 from qsync_torch.sharing.right_shares import wrong_base_error
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
+from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import is_run_loss
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
@@ -208,6 +209,7 @@ def profile(
         if with_collectives:  # which start when all ranks are ready: none waits in one for a rank that failed
             ending.enter_context(together("profile", {"graph": dag_digest[:16]}, slow=True))
         ending.callback(store.flush)
+        ending.enter_context(held_state(job.loss))
         costs: list[OpCost] = []
         index: dict[OpId, dict[Variant, int]] = {}
         for item in items:

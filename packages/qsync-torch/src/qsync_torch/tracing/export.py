@@ -28,6 +28,7 @@ from qsync_core.errors import JobError, TraceError
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_in, place_of
 from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import RunLoss, check_scalar, map_tensors
 
 MODEL_PREFIX = "model"
@@ -123,7 +124,8 @@ def with_run_loss(step: ExportedStep, loss: RunLoss) -> ExportedStep:
 def _export(job: Job, module: torch.nn.Module, batch: Batch) -> torch.export.ExportedProgram:
     device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
     autocast_off = torch.autocast(device, enabled=False)
-    with training(job.model), quiet_torch(), autocast_off, _as_in_training(), _CertainChoices(), Alone():
+    held = held_state(job.model, job.loss, fakes=job.model.buffers())
+    with training(job.model), held, quiet_torch(), autocast_off, _as_in_training(), _AsRecorded(), Alone():
         try:
             return torch.export.export(module, (batch.args, batch.kwargs, batch.target), strict=False)
         except JobError:  # what the job itself refuses is no failure of the export
@@ -175,6 +177,15 @@ def _without_conversion(module: torch.nn.Module, convert: Callable[[torch.Tensor
     return module
 
 
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    """Stands for autograd's engine.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError("forward differentiates with torch.autograd")
+
+
 @contextmanager
 def _as_in_training() -> Iterator[None]:
     """Functions of PyTorch's that an export would see otherwise than training does, for as long as it takes.
@@ -212,6 +223,7 @@ def _as_in_training() -> Iterator[None]:
         ),
         (torch.nn.Module, "_apply", _without_conversion),
         (torch.distributions.Distribution, "_validate_args", False),
+        (torch.autograd, "_engine_run_backward", _no_derivative),  # torch.autograd.grad and backward, however they were imported
     ]
     with ExitStack() as ending:
         for owner, name, stand_in in replaced:
@@ -219,8 +231,10 @@ def _as_in_training() -> Iterator[None]:
         yield
 
 
-class _CertainChoices(TorchFunctionMode):
-    """Makes choices that need no values: those of an ordinary step.
+class _AsRecorded(TorchFunctionMode):
+    """What a forward does besides operators, in a way that an export can record: choices that need no values, and ``.data``.
+
+    Choices are those of an ordinary step.  ``x.data`` is ``x.detach()``, and what is assigned to it is written into ``x``.
 
     Numbers are finite (the encoders of DETR ask that in every layer, some losses ask it of themselves).  A random number of 0..1 is
     on the likelier side of what it is compared with: with LayerDrop (Wav2Vec2, Whisper, BART), no layer is left out.
@@ -232,6 +246,10 @@ class _CertainChoices(TorchFunctionMode):
         self._asked: list[tuple[torch.Tensor, bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GET_DATA:
+            return args[0].detach()
+        if func == _SET_DATA:
+            return _write_data(*args)
         if func in _BELOW and isinstance(args[1], (int, float)) and any(args[0] is drawn for drawn in self._drawn):
             return torch.tensor(args[1] > 0.5).reshape(args[0].shape)
         if func in _OF_ALL and len(args) == 1 and not kwargs:
@@ -248,6 +266,20 @@ class _CertainChoices(TorchFunctionMode):
         return result
 
 
+def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value``, as an export can record it.
+
+    Raises:
+        TypeError: where the tensor would have another shape or format afterwards.
+    """
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        was, made = (f"{tuple(x.shape)} in {str(x.dtype).removeprefix('torch.')}" for x in (tensor, value))
+        raise TypeError(f"forward gives a tensor of {was} by .data the shape and format {made}")
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 _OF_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)
 _FINITE = {
@@ -331,6 +363,15 @@ _ADVICE = (
     (
         r"Invalid input for|unsupported input type|Unsupported.*input|register_dataclass|pytree",
         "torch.export does not know the type of an argument: pass tensors, numbers, or lists, tuples and dictionaries of them",
+    ),
+    (
+        r"forward differentiates",
+        "a plan's graph has no derivatives inside a step (forces, a gradient penalty): train such a model without a plan, or "
+        "without that term of its loss",
+    ),
+    (
+        r"forward gives a tensor of",
+        "give the tensor its shape and format once, before it is trained, instead of in the forward",
     ),
 )
 """What to do about a failure whose text matches."""

@@ -19,6 +19,7 @@ from qsync_core.errors import QSyncError, TraceError
 from qsync_core.ir.dag import Operator
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, autocast
+from qsync_torch.tracing.held_state import held_state
 
 LOSS_SCOPE = "$loss"
 """Scope of what runs outside the model; of a loss that was run, the whole of it has that name."""
@@ -84,16 +85,11 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def outputs_of(job: Job, model: torch.nn.Module, batch: Batch) -> Any:
-    """What a model returns for a batch, without autograd; its buffers and the random state are as before."""
+    """What a model returns for a batch, without autograd; what it holds and the random state are as before."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    buffers = [(module, name, buffer, buffer.clone()) for module in model.modules() for name, buffer in _buffers(module)]
-    with torch.no_grad(), _same_random_state(device), autocast(job.base, device):
-        try:
-            return model(*batch.args, **batch.kwargs)
-        finally:
-            for module, name, buffer, was in buffers:
-                module._buffers[name] = buffer.copy_(was)
+    with held_state(model), torch.no_grad(), _same_random_state(device), autocast(job.base, device):
+        return model(*batch.args, **batch.kwargs)
 
 
 def run_loss(job: Job, batch: Batch) -> RunLoss:
@@ -118,14 +114,15 @@ def run_loss(job: Job, batch: Batch) -> RunLoss:
             f"{place_of(error)} ({first_line(error)}); see that the model runs under torch.no_grad()"
         ) from error
     parameters = {parameter: name for name, parameter in job.model.named_parameters() if parameter.requires_grad}
-    with _same_random_state(batch.tensors[0].device if batch.tensors else torch.device("cpu")), torch.enable_grad():
+    device = batch.tensors[0].device if batch.tensors else torch.device("cpu")
+    with held_state(job.loss), _same_random_state(device), torch.enable_grad():
         try:
             loss = job.loss(output, batch)
         except Exception as error:
             if any(sign in str(error) for sign in _DIFFERENTIATES):
                 raise TraceError(
-                    f"the loss of {job.name} differentiates the model's outputs{place_of(error)}, and is run on outputs of "
-                    "its own, because it reads values: do that in the model's forward and return the derivative with the outputs"
+                    f"the loss of {job.name} differentiates the model's outputs{place_of(error)}, and a plan's graph has no "
+                    "derivatives inside a step: train such a model without a plan, or without that term of its loss"
                 ) from error
             if isinstance(error, QSyncError):
                 raise
@@ -168,10 +165,6 @@ def _what(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return "None" if value is None else "a Python number"
-
-
-def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
 
 
 @contextmanager

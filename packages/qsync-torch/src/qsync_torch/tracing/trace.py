@@ -19,6 +19,7 @@ from qsync_torch.tracing.export import ExportedStep, export_model, export_step, 
 from qsync_torch.tracing.gradient_order import FakeRun, form_buckets, run_fake
 from qsync_torch.tracing.graph_values import Draft
 from qsync_torch.tracing.graph_walk import GraphWalk
+from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.names import name_operators
 from qsync_torch.tracing.running_loss import run_loss
 
@@ -53,14 +54,16 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     device = next((parameter.device for parameter in job.model.parameters()), torch.device("cpu"))
     batch = job.batch(0, job.batch_size).to(device)
     trainable = [(name, parameter) for name, parameter in job.model.named_parameters() if parameter.requires_grad]
-    step, run = _step_of(job, batch, frozenset(name for name, _ in trainable))
-    if not run.gradient_order:
-        raise TraceError(
-            f"no parameter of {job.name} gets a gradient; compute the loss from the model's output, and give "
-            "torch.utils.checkpoint.checkpoint use_reentrant=False where its arguments need no gradient"
-        )
-    walk = GraphWalk(step, run, job.model)
-    walk.walk()
+    # Constants of an exported graph are the loss's own tensors, which what runs the graph's operators writes into.
+    with held_state(job.model, job.loss, fakes=job.model.buffers()):
+        step, run = _step_of(job, batch, frozenset(name for name, _ in trainable))
+        if not run.gradient_order:
+            raise TraceError(
+                f"no parameter of {job.name} gets a gradient; compute the loss from the model's output, and give "
+                "torch.utils.checkpoint.checkpoint use_reentrant=False where its arguments need no gradient"
+            )
+        walk = GraphWalk(step, run, job.model)
+        walk.walk()
     loss, loss_reduction = loss_kind(walk.drafts, walk.loss) if step.loss is None else (step.loss.kind, step.loss.reduction)
     return PrecisionDag(
         model=job.name,
