@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.checks import MOST_MICRO_BATCHES
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dag import INPUT_STRIDE, Operator, PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.failures import first_line
@@ -337,4 +337,46 @@ def check_same_job(dag: PrecisionDag, traced: PrecisionDag, advice: str = TRACE_
         difference = f"operator {first} is not the same in both"
     else:
         return
-    raise QSyncError(f"the graph ({dag.model}) is not of this job as it is now: {difference}; {advice}")
+    raise _not_the_same(dag, difference, advice)
+
+
+def _not_the_same(dag: PrecisionDag, difference: str, advice: str) -> QSyncError:
+    return QSyncError(f"the graph ({dag.model}) is not of this job as it is now: {difference}; {advice}")
+
+
+def compare_as_rank(dag: PrecisionDag, traced: PrecisionDag, advice: str) -> str:
+    """Compare the graph of a job with what another rank of it traces, whose batches may have other sizes.
+
+    Ranks synchronise gradients, so they must have the same loss and the same operators with parameters.  The sizes of activations
+    may differ (each rank pads to its own longest sample), and so may operators without parameters (what one rank alone gathers).
+
+    Returns:
+        What differs though it may, in words; empty where nothing does.
+
+    Raises:
+        QSyncError: naming what must not differ.
+    """
+    theirs, ours = ({o.op_id: o for o in graph.operators} for graph in (dag, traced))
+    for op_id in dict.fromkeys((*theirs, *ours)):
+        if _trained(theirs.get(op_id)) != _trained(ours.get(op_id)):
+            raise _not_the_same(dag, f"operator {op_id} is not the same in both", advice)
+    check_same_job(dag, attrs.evolve(traced, operators=dag.operators), advice)
+    for op_id in dict.fromkeys((*theirs, *ours)):
+        if op_id not in ours or op_id not in theirs:
+            return f"only {'the graph' if op_id in theirs else 'this rank'} has {op_id}"
+    for op_id, was in theirs.items():
+        now = ours[op_id]
+        for its, own in zip((*was.input_shapes, was.output_shape), (*now.input_shapes, now.output_shape), strict=False):
+            if its != own:
+                return f"{op_id} has activations of {list(own)}, and of {list(its)} in the graph"
+    return next((f"{op_id} is not the same in both" for op_id, was in theirs.items() if was != ours[op_id]), "")
+
+
+def _trained(operator: Operator | None) -> Operator | None:
+    """What all ranks must share of an operator; None of one without parameters."""
+    if operator is None or not (operator.parameters or operator.is_adjustable):
+        return None
+    attributes = {name: value for name, value in operator.attributes.items() if name not in (INPUT_STRIDE, "call")}  # have sizes
+    return attrs.evolve(
+        operator, inputs=(), input_shapes=(), output_shape=(), no_grad_inputs=(), views=(), attributes=attributes, flops=0, depth=0
+    )

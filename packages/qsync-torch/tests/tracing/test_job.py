@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsync_core.errors import JobError
-from qsync_torch.job import Batch, Job
+from qsync_core.errors import JobError, QSyncError
+from qsync_torch.job import Batch, Job, compare_as_rank
 from qsync_torch.load_job import load_job
+from qsync_torch.tracing.trace import trace
 
 TINY_BERT = "layers=1,hidden=16,heads=2,vocab=50,seq=8"
 TINY = {
@@ -222,3 +223,60 @@ def test_the_readmes_job_is_one() -> None:
 @pytest.mark.parametrize("spelling", ["vgg16_bn", "vgg16-bn"])
 def test_underscores_and_hyphens_in_a_models_name_are_the_same(spelling):
     assert load_job(f"{spelling}:image=32,classes=7", 2).name == load_job("vgg16_bn:image=32,classes=7", 2).name
+
+
+class Tokens(torch.nn.Module):
+    """Padded to its rank's longest sample, with what one rank alone does."""
+
+    def __init__(self, alone: bool = False, activation: type[torch.nn.Module] = torch.nn.ReLU, twice: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.hidden, self.out = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+        self.activation, self.alone, self.twice = activation(), alone, twice
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.activation(self.hidden(self.embedding(tokens)))
+        if self.alone:
+            hidden = hidden + torch.zeros_like(hidden)
+        return self.out(self.hidden(hidden) if self.twice else hidden)
+
+
+def of_rank(length: int, model: torch.nn.Module, loss=torch.nn.functional.cross_entropy):
+    def batch(step: int, size: int) -> Batch:
+        return Batch((torch.zeros(size, length, dtype=torch.long),), target=torch.zeros(size * length, dtype=torch.long))
+
+    return trace(
+        Job(
+            "tokens",
+            model,
+            batch,
+            lambda output, batch: loss(output.flatten(0, 1), batch.target),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            batch_size=2,
+        )
+    )
+
+
+def test_a_rank_may_have_batches_of_other_sizes_and_operators_of_its_own_without_parameters() -> None:
+    first = of_rank(50, Tokens())
+    assert compare_as_rank(first, of_rank(50, Tokens()), "") == ""
+    assert compare_as_rank(first, of_rank(53, Tokens()), "") == (
+        "embedding#0 has activations of [2, 53, 4], and of [2, 50, 4] in the graph"
+    )
+    own = of_rank(50, Tokens(alone=True))
+    assert compare_as_rank(own, first, "") == "only the graph has zeros_like#0"
+    assert compare_as_rank(first, own, "") == "only this rank has zeros_like#0"
+
+
+@pytest.mark.parametrize(
+    "job, difference",
+    [
+        ((50, Tokens(twice=True)), "operator hidden#1 is not the same in both"),
+        (
+            (50, Tokens(), torch.nn.functional.multi_margin_loss),
+            "its loss is cross_entropy (mean), and the job's multi_margin (mean)",
+        ),
+    ],
+)
+def test_a_rank_with_other_operators_that_train_or_another_loss_has_another_job(job, difference: str) -> None:
+    with pytest.raises(QSyncError, match=re.escape(f"is not of this job as it is now: {difference}")):
+        compare_as_rank(of_rank(50, Tokens()), of_rank(*job), "")
