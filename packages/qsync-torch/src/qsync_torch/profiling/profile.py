@@ -386,7 +386,7 @@ class _Bench:
     def loss(self, operator: Operator, runner: StepRunner) -> OpCost:
         """The cost of a loss that no graph holds.  It is not kept: no setting tells one such loss from another."""
         device = self.stopwatch.device
-        make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0])
+        make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0], runner.alone)
         try:
             with self._noting(f"operator {operator.op_id}"):
                 return measure_case(make, KernelChoice(), self.stopwatch, self.operator_effort, autocast(self.dag.base, device))
