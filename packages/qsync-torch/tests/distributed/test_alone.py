@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from qsync_torch.distributed.alone import Alone
 
@@ -56,6 +57,7 @@ def into(out, call):
         (lambda: into(torch.zeros(1, 2), lambda out: dist.reduce_scatter_tensor(out, X[:3])), 3 * X[1:2]),
         (lambda: into(torch.zeros(3, 2), lambda out: dist.all_to_all_single(out, X[:3])), X[1].repeat(3, 1)),
         (lambda: into(torch.zeros(4, 2), lambda out: dist.scatter(out, [X, 2 * X, 4 * X], 1)), 2 * X),
+        (lambda: into(torch.full((4, 2), torch.nan), lambda out: dist.scatter(out, src=0)), torch.zeros(4, 2)),
         (lambda: functional.all_reduce(X, "sum", dist.group.WORLD) * 1, 3 * X),
         (lambda: functional.all_gather_tensor(X, 0, dist.group.WORLD) * 1, X.repeat(3, 1)),
         (lambda: functional.reduce_scatter_tensor(X[:3], "sum", 0, dist.group.WORLD) * 1, 3 * X[1:2]),
@@ -99,3 +101,51 @@ def test_a_backward_that_communicates_is_answered_too(through):
     found = torch.autograd.grad(loss, x)[0] if through == "grad" else (loss.backward(), x.grad)[1]
     assert alone.communicates
     assert torch.equal(found, torch.full_like(X, 3.0))
+
+
+def centred(x):
+    h = x.sin()
+    mean = h.detach().mean(0)
+    dist.all_reduce(mean)
+    return (h - mean / dist.get_world_size()).exp()
+
+
+@pytest.mark.parametrize(("reentrant", "through"), [(False, "backward"), (False, "grad"), (True, "backward")])
+def test_what_checkpointing_runs_again_is_answered(reentrant, through):
+    x = X.clone().requires_grad_()
+    with Alone():
+        (expected,) = torch.autograd.grad(centred(x).sum(), x)
+    loss = Alone().run(lambda: checkpoint(centred, x, use_reentrant=reentrant).sum())
+    found = torch.autograd.grad(loss, x)[0] if through == "grad" else (loss.backward(), x.grad)[1]
+    assert torch.equal(found, expected)
+
+
+class Twice(torch.autograd.Function):
+    """x³, whose gradient, of this rank alone, asks all ranks for its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * Summed.apply(3 * x**2)
+
+
+def test_a_second_derivative_that_communicates_is_answered():
+    x = X.clone().requires_grad_()
+    with Alone() as alone:
+        (slope,) = torch.autograd.grad(alone.follow(Twice.apply(x).sum()), x, create_graph=True)
+        torch.autograd.backward(slope, torch.ones_like(slope))
+    assert torch.equal(x.grad, 3 * 6 * X)
+
+
+def test_a_backward_inside_is_answered_each_time():
+    x = X.clone().requires_grad_()
+    with Alone():
+        y = Summed.apply(x).sum()
+        for _ in range(2):
+            y.backward(retain_graph=True)
+    assert torch.equal(x.grad, torch.full_like(X, 6.0))

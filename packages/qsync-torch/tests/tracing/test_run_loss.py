@@ -10,16 +10,20 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qsync_core.errors import JobError, TraceError
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.capturing.capture import capture
+from qsync_torch.distributed.alone import Alone
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.observe import observe
+from qsync_torch.profiling.benchmark_case import loss_case
 from qsync_torch.profiling.profile import profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.running_loss import RunLoss, map_tensors, run_loss
@@ -163,6 +167,44 @@ def test_costs_of_a_run_loss_are_those_of_running_it():
     assert not cost.saves_inputs
     assert cost.saved_own_bytes - log_probs in range(index + target + 2 * weight + 65)
     assert cost.workspace_bytes >= 0 < cost.backward_compute_ns + cost.backward_dispatch_ns
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return Summed.apply(gradient)
+
+
+def test_a_loss_that_asks_other_ranks_runs_and_is_measured_without_them():
+    seen: list[Any] = []
+
+    def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+        count = (target != 3).sum().float()
+        dist.all_reduce(count)
+        total = Summed.apply(output["left"][target != 3].sum())
+        seen.append(count.item())
+        return total / count
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        job = job_of(loss)
+        batch = job.batch(0, 6)
+        of_three = 3.0 * int((batch.target != 3).sum())
+        dag = trace(job)
+        assert dag.operators[-1].op_id.fqn == "$loss"
+        ready = loss_case(job, dag.operators[-1], job.model, batch, Alone()).make_ready()
+        left, _ = ready.wanted
+        (gradient,) = torch.autograd.grad(ready.run(), left)
+    finally:
+        dist.destroy_process_group()
+    assert {value for value in seen if type(value) is float} == {of_three}  # others are of the export
+    torch.testing.assert_close(gradient, (batch.target != 3).float()[:, None].expand(6, 8) * 3 / of_three)
 
 
 @pytest.mark.parametrize("loss", [masked, matched, by_class, counted])

@@ -6,13 +6,17 @@ Times leave the transfers out, and the wait for the slowest, as all measurements
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from qsync_torch.distributed.collective_calls import COLLECTIVES, FUNCTIONAL, tensors_in
 
@@ -33,6 +37,10 @@ class Done:
         return future
 
 
+_DIFFERENTIATE = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""What asks the modes of functions first, and then runs without them."""
+
+
 class Alone(TorchFunctionMode):
     """Answers collectives in place of the other ranks.
 
@@ -43,37 +51,67 @@ class Alone(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.communicates = False
+        self._recomputes = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer a collective; run any other function."""
-        if func in COLLECTIVES:
+        if func in COLLECTIVES or func in FUNCTIONAL:
             self.communicates = True
-            return _answer(func, args, kwargs or {})
-        if func in FUNCTIONAL:
-            self.communicates = True
-            return _functional_answer(func, args, kwargs or {})
+            # What checkpointing keeps nothing of is computed again in backward, wherever a value of it is asked for first.
+            if not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                self._recomputes = True
+            return (_answer if func in COLLECTIVES else _functional_answer)(func, args, kwargs or {})
+        if func in _DIFFERENTIATE:
+            with self._followed(pytree.tree_leaves(args[0])):
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def run(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        """Run a function that returns a loss, and answer what it and its backward ask."""
+        with self:
+            return self.follow(function(*args))
+
     def follow(self, loss: torch.Tensor) -> torch.Tensor:
-        """Answer what autograd functions ask in the backward of a loss too, however it is called: no mode comes along there."""
-        waiting, met = [loss.grad_fn], set()
+        """Answer what the backward of a loss asks too, however it is called: no mode comes along there."""
+        self._hook([loss])
+        return loss
+
+    @contextmanager
+    def _followed(self, outputs: Sequence[Any]) -> Iterator[None]:
+        handles = self._hook(outputs)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, outputs: Sequence[Any]) -> list[Any]:
+        """Be there while autograd functions run, and what may recompute a part of the forward; the hooks' handles."""
+        waiting = [getattr(output, "grad_fn", output) for output in outputs]
+        waiting, met, handles = [node for node in waiting if isinstance(node, Node)], set(), []
         while waiting:
             if (node := waiting.pop()) is None or node in met:
                 continue
             met.add(node)
             waiting += [source for source, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction):
-                node.register_prehook(lambda grads: self._begin())
-                node.register_hook(lambda grad_inputs, grads: self._end())
-        return loss
+            if isinstance(node, BackwardCFunction) or (self._recomputes and _keeps_tensors(type(node))):
+                handles.append(node.register_prehook(lambda grads: self._begin()))
+                handles.append(node.register_hook(lambda grad_inputs, grads: self._end()))
+        return handles
 
     def _begin(self) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self) -> None:
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _keeps_tensors(kind: type) -> bool:
+    """Whether autograd's nodes of a kind keep tensors for backward."""
+    return any(name.startswith("_raw_saved_") for name in dir(kind))
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,8 +138,9 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             received[0].copy_(_reduced(sent[rank], op, count))
         elif name.startswith("reduce_scatter"):
             received[0].copy_(_reduced(sent[0].reshape(count, -1)[rank], op, count).view_as(received[0]))
-        elif name == "scatter" and sent:
-            received[0].copy_(sent[rank])
+        elif name == "scatter":
+            # Of what another rank would send, this one knows nothing, not even that it is finite.
+            received[0].copy_(sent[rank] if sent else torch.zeros_like(received[0]))
         elif name == "all_to_all":
             _exchange(received, sent, rank)
         elif name == "all_to_all_single":

@@ -14,7 +14,7 @@ import torch
 
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest, load, save, to_bytes
-from qsync_core.errors import ArtifactError, QSyncError
+from qsync_core.errors import ArtifactError, JobError, QSyncError
 from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
@@ -23,6 +23,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
+from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
 from qsync_torch.observing.observe import STEPS, WARMUP, observe
 from qsync_torch.observing.record import JobFault
@@ -222,6 +223,14 @@ class Bench:
             return repeated(lambda: seconds_of(step))
         except torch.OutOfMemoryError:
             return Uncertain(_TOO_LARGE_NS / 1e9)
+        except (QSyncError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:
+            raise JobError(
+                f"a training step of {self.job.name} on rank {self.me.rank}, which is measured alone, fails{place_of(error)} "
+                f"({first_line(error)}); see that it runs without QSync, and where it waits for other ranks, that it asks them by "
+                "functions of torch.distributed with tensors, which are answered meanwhile, and by no dist.barrier or object store"
+            ) from error
 
     def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
         partial.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.distributed.alone import Alone
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
@@ -212,13 +213,14 @@ def replayed_case(
     return BenchmarkCase(lambda: ready, tuple(inputs), (*parameters, *_buffers(bound, {id(t) for t in (*inputs, *parameters)})))
 
 
-def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch) -> BenchmarkCase:
+def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch, alone: Alone | None = None) -> BenchmarkCase:
     """A loss that was run where it was traced (:mod:`~qsync_torch.tracing.running_loss`), on the model's outputs in float32.
 
     Args:
         job: whose loss; operator: that stands for it.
         model: on the device.
         batch: there, too.
+        alone: answers what the loss asks other ranks; None where it asks nothing.
     """
     given: list[torch.Tensor] = []
 
@@ -228,7 +230,8 @@ def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch
         return given[-1]
 
     output = map_tensors(outputs_of(job, model, batch), detached)
-    ready = ReadyCall(lambda: job.loss(output, batch), tuple(given))
+    loss = job.loss if alone is None else partial(alone.run, job.loss)
+    ready = ReadyCall(lambda: loss(output, batch), tuple(given))
     read = iter(given)
     found = [next((x for x in read if tuple(x.shape) == shape), None) for shape in operator.input_shapes]
     activations = () if any(x is None for x in found) else tuple(x for x in found if x is not None)

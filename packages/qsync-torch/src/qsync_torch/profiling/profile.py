@@ -360,7 +360,10 @@ class _Bench:
     note: Callable[[str], None]
 
     def operator(self, item: Item, choice: KernelChoice) -> OpCost | None:
-        """An operator's cost; None in a format that PyTorch does not run it in: the planner names it if a plan would need it."""
+        """An operator's cost; None in a format that PyTorch does not run it in: the planner names it if a plan would need it.
+
+        One that does not run alone in float32 either is free in all.
+        """
         name = item.name if choice == KernelChoice() else f"{item.name} {choice.backend} {choice.config}"
         if name in self.store:
             return self.store.read(name, OpCost)
@@ -375,29 +378,31 @@ class _Bench:
         except RuntimeError as error:
             if item.operator.is_adjustable:
                 raise
-            if item.variant in (FLOAT32, Variant.plain(self.dag.base)):
-                cost = self._free(item.operator, "on operands of random values", error)
+            is_float32, free = item.variant == FLOAT32, _free(item.operator)
+            if not is_float32 and self.operator(attrs.evolve(item, variant=FLOAT32), choice) == free:
+                cost = free  # which is said
+            elif is_float32 or item.variant == Variant.plain(self.dag.base):
+                cost = self._say_free(item.operator, "on operands of random values", error)
         return self.store.write(name, cost)
 
     def loss(self, operator: Operator, runner: StepRunner) -> OpCost:
         """The cost of a loss that no graph holds.  It is not kept: no setting tells one such loss from another."""
         device = self.stopwatch.device
-        make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0])
+        make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0], runner.alone)
         try:
             with self._noting(f"operator {operator.op_id}"):
                 return measure_case(make, KernelChoice(), self.stopwatch, self.operator_effort, autocast(self.dag.base, device))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
-            return self._free(operator, "on detached outputs", error)
+            return self._say_free(operator, "on detached outputs", error)
 
-    def _free(self, operator: Operator, where: str, error: RuntimeError) -> OpCost:
-        """No time, and all that it reads and writes kept for backward."""
+    def _say_free(self, operator: Operator, where: str, error: RuntimeError) -> OpCost:
         self.note(
             f"operator {operator.op_id} ({operator.kind}) counts as free outside of whole steps: it does not run alone {where} "
             f"({first_line(error)})"
         )
-        return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
+        return _free(operator)
 
     def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
         """The costs of one kind of cast at the model's sizes."""
@@ -452,6 +457,11 @@ class _Bench:
                 f"{what}: the device waited for the CPU while its time was measured (it synchronises often, or launches more than "
                 "a launch queue holds within one call), so that its compute time may hold some of the CPU's"
             )
+
+
+def _free(operator: Operator) -> OpCost:
+    """No time, and all that it reads and writes kept for backward."""
+    return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
 
 
 def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException) -> str:

@@ -105,8 +105,7 @@ class StepRunner:
         batch = self.batches[step % len(self.batches)]
         if self.alone is None:
             return self.job.compute_loss(batch, self.model)
-        with self.alone:
-            return self.alone.follow(self.job.compute_loss(batch, self.model))
+        return self.alone.run(self.job.compute_loss, batch, self.model)
 
     def update(self) -> None:
         """Optimizer step and zeroing of gradients."""

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import QSyncError, TraceError
 from qsync_core.ir.dag import Operator
+from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, autocast
 from qsync_torch.tracing.held_state import held_state
@@ -85,10 +86,10 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def outputs_of(job: Job, model: torch.nn.Module, batch: Batch) -> Any:
-    """What a model returns for a batch, without autograd; what it holds and the random state are as before."""
+    """What a model returns for a batch, without autograd and other ranks; what it holds and the random state are as before."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    with held_state(model), torch.no_grad(), _same_random_state(device), autocast(job.base, device):
+    with held_state(model), torch.no_grad(), _same_random_state(device), autocast(job.base, device), Alone():
         return model(*batch.args, **batch.kwargs)
 
 
@@ -114,10 +115,11 @@ def run_loss(job: Job, batch: Batch) -> RunLoss:
             f"{place_of(error)} ({first_line(error)}); see that the model runs under torch.no_grad()"
         ) from error
     parameters = {parameter: name for name, parameter in job.model.named_parameters() if parameter.requires_grad}
+    alone = Alone()
     device = batch.tensors[0].device if batch.tensors else torch.device("cpu")
     with held_state(job.loss), _same_random_state(device), torch.enable_grad():
         try:
-            loss = job.loss(output, batch)
+            loss = alone.run(job.loss, output, batch)
         except Exception as error:
             if any(sign in str(error) for sign in _DIFFERENTIATES):
                 raise TraceError(
