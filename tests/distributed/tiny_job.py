@@ -14,25 +14,20 @@ from torch import nn
 from qsync_torch.job import Batch, Job
 
 POLL_S = 0.05
-FIRST_STEPS = 4
 
 
 class Delayed(torch.optim.SGD):
-    """On a device that is slow, or a machine that is busy for a while."""
-
-    taken = 0
+    """On a device that is slow."""
 
     def step(self, closure: None = None) -> None:
-        first = Delayed.taken < FIRST_STEPS
-        Delayed.taken += 1
-        time.sleep(float(os.environ.get("STEP_S", "0")) + first * float(os.environ.get("FIRST_STEPS_S", "0")))
+        time.sleep(float(os.environ.get("STEP_S", "0")))
         super().step(closure)
 
 
 def make_job() -> Job:
     """``FAIL``: it raises.  ``WIDTH``: of another net.  ``BATCH``: of another size.  ``WAIT_FOR``: only once that file is there.
     ``MOST_BYTES``: of a file.  ``DIE_AT``: its batches end the process, as a power cut does, once that file is there.  ``STEP_S``:
-    what a step takes longer, and ``FIRST_STEPS_S`` one of the first few.  ``LENGTH``: of a sample."""
+    what a step takes longer.  ``LENGTH``: of a sample."""
     if os.environ.get("FAIL"):
         raise FileNotFoundError("there is no data set on this machine")
     while (awaited := os.environ.get("WAIT_FOR")) and not Path(awaited).exists():

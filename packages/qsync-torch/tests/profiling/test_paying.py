@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
+import attrs
 import pytest
 
 from qsync_core.ir.precision import Precision
@@ -83,4 +84,21 @@ def test_rungs_that_are_clearly_faster_or_slower_are_not(monkeypatch: pytest.Mon
     dag = trace(load_workload("resnet", tiny=True).job())
     counted = timed(monkeypatch, {INT8: lambda: 0.05, BFLOAT16: lambda: 0.2, FLOAT32: lambda: 0.1})
     assert compared_rungs(dag, {}) == {INT8: Uncertain(0.5), BFLOAT16: Uncertain(2.0)}
+    assert set(counted.values()) == {REPEATS + 1}
+
+
+def test_a_first_run_that_took_long_says_nothing_of_a_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    dag = trace(load_workload("resnet", tiny=True).job())
+    loading = itertools.chain([1.0], itertools.repeat(0.05))
+    counted = timed(monkeypatch, {INT8: lambda: next(loading), BFLOAT16: lambda: 0.9, FLOAT32: lambda: 0.1})
+    assert compared_rungs(dag, {}) == {INT8: Uncertain(0.5), BFLOAT16: Uncertain(9.0)}
+    assert counted[BFLOAT16] == 2
+
+
+def test_under_autocast_the_rungs_below_its_format_are_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dag = attrs.evolve(trace(load_workload("resnet", tiny=True).job()), base=Precision.BFLOAT16)
+    base = Variant.plain(Precision.BFLOAT16)
+    under = INT8.under(Precision.BFLOAT16)
+    counted = timed(monkeypatch, {under: lambda: 0.1, base: lambda: 0.2})
+    assert compared_rungs(dag, {}) == {INT8: Uncertain(0.5)}
     assert set(counted.values()) == {REPEATS + 1}

@@ -20,8 +20,9 @@ from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.run_folder import RunFolder
 from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
@@ -46,7 +47,7 @@ from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge
 from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
-from qsync_torch.prepare.roles import compared, contradiction, described_groups, otherwise, renamed
+from qsync_torch.prepare.roles import compared, contradiction, described_groups, otherwise, renamed, roles_said, to_repeat
 from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import ProcessGroups, measure_communication
 from qsync_torch.tracing.trace import trace
@@ -114,7 +115,7 @@ class Prepared:
 
     Attributes:
         rank: of this process.
-        run: the folder; cluster: its groups.
+        run: the folder; cluster: its groups, with ladders below the job's base.
         planned: every set of groups, the whole job first.
         made: parts that were made now; the others were kept.
         report: the page; None where no installed package writes one.
@@ -157,7 +158,9 @@ def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepare
         planned = flow.planned(cluster) if rank == 0 else ()
         report = folder.run.report if "report" in folder.parts else None
         start = flow.start(cluster) if rank == 0 else None
-    return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report, start)
+    return Prepared(
+        rank, folder.run, flow.under_base(cluster), planned, tuple(folder.made), time.monotonic() - started, report, start
+    )
 
 
 def _of_script(request: Request) -> Load:
@@ -185,6 +188,7 @@ class _Flow:
     _text: str = ""
     _groups: Sequence[Group] = ()
     _caller: Caller | None = None
+    _base: Precision = Precision.FLOAT32
 
     def run(self, load: Load) -> Cluster:
         """All parts; the cluster as its file says it."""
@@ -209,6 +213,7 @@ class _Flow:
                 self.board.note(note, of_job=True)
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)
+        self._base = dag.base
         me = Participant.here(folder.rank, request.device, request.share, job_software(job.model, request.device))
         participants = gather(folder, me)
         described = self._described()
@@ -223,16 +228,17 @@ class _Flow:
         bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
-        if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups))):
+        if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):
             self.board.note(told, of_job=True)
         self._measure(bench, groups, cluster)
         while described is None and (settled := self._write_cluster(bench, groups, None)) != cluster:
             # The groups that had not been expected to infer are measured in their ladders: each of them once.
             if folder.rank == 0:
-                self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster)), of_job=True)
+                self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base), of_job=True)
             cluster = settled
             self._measure(bench, groups, cluster)
-        if folder.rank == 0 and (warning := contradiction(cluster, self._profiled(dag, cluster))):
+        of_person = described is not None or roles_said(groups, request.wishes)
+        if folder.rank == 0 and of_person and (warning := contradiction(cluster, self._profiled(dag, cluster), dag.base)):
             self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
         return cluster
@@ -355,19 +361,31 @@ class _Flow:
         """The parts ``probe GROUP``; none where one group is all there is, which trains."""
         if len(groups) == 1 and not self.request.wishes:
             return {}
+        self._probe(groups, bench.probe)
+        self._probe(to_repeat(groups, self._probes_of(groups)), bench.probe_again)
+        return self._probes_of(groups)
+
+    def _probe(self, groups: Sequence[Group], probe: Callable[[Group], dict[str, Made]]) -> None:
         for wave in waves(groups):
             made: dict[str, Made] = {}
             with self.folder.together(slow=True):
                 for group in wave:
                     if group.first.rank == self.folder.rank:
-                        made = bench.probe(group)
+                        made = probe(group)
             self.folder.publish(made)
-        return self._probes_of(groups)
 
     def _probes_of(self, groups: Sequence[Group]) -> dict[str, Probe]:
         """What the folder has of them."""
-        parts = {group.name: self.folder.parts.get(f"probe {group.name}") for group in groups}
-        return {name: Probe.of(part.value) for name, part in parts.items() if part is not None}
+        found = {}
+        for group in groups:
+            first, again = (self.folder.parts.get(f"{kind} {group.name}") for kind in ("probe", "reprobe"))
+            if first is None:
+                continue
+            probe = found[group.name] = Probe.of(first.value)
+            if again is not None and again.inputs == first.inputs:
+                later = Probe.of(again.value)
+                found[group.name] = attrs.evolve(probe, again_ns=later.step_ns, again_spread_ns=later.spread_ns)
+        return found
 
     def _hop(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Latency and inverse bandwidth of the joint job's hops, in nanoseconds and nanoseconds per byte."""
@@ -416,6 +434,11 @@ class _Flow:
             with self.folder.together(slow=True):
                 made, removed = step()
             self.folder.publish(made, removed)
+
+    def under_base(self, cluster: Cluster) -> Cluster:
+        """The cluster with the ladders that a job of this base has."""
+        groups = (attrs.evolve(group, ladder=ladder_under(self._base, group.ladder)[0]) for group in cluster.groups)
+        return attrs.evolve(cluster, groups=tuple(groups))
 
     def planned(self, cluster: Cluster) -> tuple[PlannedGroups, ...]:
         """What the folder has for every set of groups."""

@@ -74,7 +74,7 @@ _FILES_OF_GROUPS: Mapping[str, Callable[[RunFolder, list[str]], Path]] = {
 }
 _MAY_LACK_A_FILE = "plan"
 """Its value says why there is none."""
-_WITHOUT_FILE = ("probe", "tuning")
+_WITHOUT_FILE = ("probe", "reprobe", "tuning")
 _NAMES = RunFolder(Path(os.devnull))
 """For names alone: below it no link can lead anywhere."""
 

@@ -42,8 +42,7 @@ Run = Callable[[Mapping[str, str]], Made]
 SAME_ON_ALL_RANKS = "give this rank the job of rank 0, which was traced"
 """What to do where a rank has another job."""
 _FASTER_BELOW = 1.0
-"""A CPU's rung is measured where the largest operator may take less than this share of its time in float32; a plan then weighs it.
-"""
+"""A CPU's rung is measured where the largest operator may take less than this share of its base time; a plan then weighs it."""
 _TOO_LARGE_NS = 2**62
 """The step of a device that has no memory for it."""
 
@@ -52,12 +51,15 @@ _TOO_LARGE_NS = 2**62
 class Probe:
     """What is found out of a group before its role is known: its step in the job's base precision, and the rungs that may pay.
 
-    ``spread_ns`` is by how much the step is uncertain to either side.
+    ``spread_ns`` is by how much the step is uncertain to either side.  ``again_ns`` and ``again_spread_ns`` are of another moment,
+    which is 0 where there is no need of it.
     """
 
     step_ns: int = attrs.field(validator=checks.positive_int)
     ladder: tuple[Variant, ...]
     spread_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
+    again_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
+    again_spread_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
 
     @classmethod
     def of(cls, value: str) -> Probe:
@@ -102,6 +104,15 @@ class Bench:
     def probe(self, group: Group) -> dict[str, Made]:
         """The part ``probe GROUP``."""
         return self._unless_kept(f"probe {group.name}", self._inputs(), self._probe)
+
+    def probe_again(self, group: Group) -> dict[str, Made]:
+        """The part ``reprobe GROUP``: the step at another moment."""
+
+        def run(inputs: Mapping[str, str]) -> Made:
+            self.board.stage("comparing the groups")(0, 1, "the same steps once more")
+            return self._step_made(inputs, ())
+
+        return self._unless_kept(f"reprobe {group.name}", self._inputs(), run)
 
     def tune(self, group: DeviceGroup) -> dict[str, Made]:
         """The part ``tuning GROUP``: the fastest kernels, on a GPU; their records stay in the tuning file of this machine."""
@@ -204,8 +215,11 @@ class Bench:
             for rung in (rung for rung in ratios if rung not in ladder):
                 share = f"{ratios[rung].value:.2f} ± {ratios[rung].spread:.2f}"
                 self.board.note(
-                    f"{rung.label} is left off the ladder: the largest operator takes {share} of its float32 time in it"
+                    f"{rung.label} is left off the ladder: the largest operator takes {share} of its {self.dag.base} time in it"
                 )
+        return self._step_made(inputs, ladder)
+
+    def _step_made(self, inputs: Mapping[str, str], ladder: tuple[Variant, ...]) -> Made:
         step = self._step()
         return Made(inputs, value=Probe(round(1e9 * step.value), ladder, round(1e9 * step.spread)).value)
 
@@ -256,7 +270,7 @@ class Bench:
 
 
 def _may_pay(ratio: Uncertain) -> bool:
-    """Whether a rung's time may be below float32's: it is left out where it is above it beyond doubt."""
+    """Whether a rung's time may be below the base's: it is left out where it is above it beyond doubt."""
     return ratio.value - ratio.spread < _FASTER_BELOW
 
 

@@ -38,8 +38,7 @@ def described_groups(
         wishes: what a person says.
         profiled: steps of groups that have a profile, which count more than the probes'.
     """
-    roles = {group.name: Role(named[1].lower()) for group in groups if (named := _NAMED.match(group.name))}
-    roles |= {name: wish.role for name, wish in wishes.items() if wish.role}
+    roles = roles_said(groups, wishes)
     if Role.TRAIN not in roles.values() and (open_ones := [group for group in groups if group.name not in roles]):
         roles[_fastest(open_ones, probes, profiled)] = Role.TRAIN
     found = []
@@ -64,39 +63,82 @@ def described_groups(
     return found
 
 
+def roles_said(groups: Sequence[Group], wishes: Mapping[str, Wish]) -> dict[str, Role]:
+    """What a person says of some of the groups: with an option, which stands above a name."""
+    named = {group.name: Role(found[1].lower()) for group in groups if (found := _NAMED.match(group.name))}
+    return named | {name: wish.role for name, wish in wishes.items() if wish.role}
+
+
 def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs) -> str:
-    """By the first guess, unless all have a profile and these say otherwise."""
+    """By the first guess, unless all have a profile, and it says otherwise of groups that were unlike and have unequal devices."""
     steps = {group.name: _step(probes, group.name) for group in groups}
     least = min(groups, key=lambda group: steps[group.name].value)
-    guess = next(group for group in groups if alike(group, least, steps[group.name], steps[least.name]))
+    guess = next(group for group in groups if alike(group, least, probes))
     if {group.name for group in groups} - set(profiled):
         return guess.name
     # A profile's steps are more, but were measured under the same circumstances as the first ones.
     steps = {name: Uncertain(profiled[name], _step(probes, name).relative * profiled[name]) for name in steps}
     least = min(groups, key=lambda group: steps[group.name].value)
-    return (guess if alike(guess, least, steps[guess.name], steps[least.name]) else least).name
+    settled = guess.first.device == least.first.device or alike(guess, least, probes)
+    return (guess if settled or _overlap(guess, least, steps[guess.name], steps[least.name]) else least).name
+
+
+def _moments(probes: Mapping[str, Probe], name: str) -> list[Uncertain]:
+    """A group's step as it was at one or two moments."""
+    if name not in probes:
+        return [Uncertain(0)]
+    probe = probes[name]
+    first = Uncertain(probe.step_ns, probe.spread_ns)
+    return [first, Uncertain(probe.again_ns, probe.again_spread_ns)] if probe.again_ns else [first]
 
 
 def _step(probes: Mapping[str, Probe], name: str) -> Uncertain:
-    return Uncertain(probes[name].step_ns, probes[name].spread_ns) if name in probes else Uncertain(0)
+    """Over all moments."""
+    moments = _moments(probes, name)
+    if len(moments) == 1:
+        return moments[0]
+    least, most = min(step.value - step.spread for step in moments), max(step.value + step.spread for step in moments)
+    return Uncertain((least + most) / 2, (most - least) / 2)
 
 
-def alike(one: Group, other: Group, own: Uncertain, its: Uncertain) -> bool:
-    """Whether the steps of two groups do not say which is the faster one."""
+def alike(one: Group, other: Group, probes: Mapping[str, Probe]) -> bool:
+    """Whether the steps of two groups do not say which is the faster one; those of equal devices have to say the same twice.
+
+    What else runs on one of two equal machines makes it slower for a while, without its steps being more uncertain.
+    """
+    if one.first.device != other.first.device:
+        return _overlap(one, other, _step(probes, one.name), _step(probes, other.name))
+    moments = list(zip(_moments(probes, one.name), _moments(probes, other.name), strict=False))
+    faster = {own.value < its.value for own, its in moments}
+    return len(moments) < 2 or len(faster) > 1 or any(_overlap(one, other, own, its) for own, its in moments)
+
+
+def to_repeat(groups: Sequence[Group], probes: Mapping[str, Probe]) -> list[Group]:
+    """Those whose first steps differ from those of a group with the same device."""
+
+    def differs(one: Group, other: Group) -> bool:
+        first = (_moments(probes, group.name)[0] for group in (one, other))
+        return one.first.device == other.first.device and not _overlap(one, other, *first)
+
+    return [one for one in groups if any(differs(one, other) for other in groups if other is not one)]
+
+
+def _overlap(one: Group, other: Group, own: Uncertain, its: Uncertain) -> bool:
+    """Whether steps that were measured at one moment are too close to tell two groups apart."""
     equal = one.first.device == other.first.device and one.first.software == other.first.software
     part = SAME_DEVICE if equal else ALIKE
     return not own.differs(its) or abs(own.value - its.value) < part * max(own.value, its.value)
 
 
-def compared(groups: Sequence[Group], probes: Mapping[str, Probe]) -> str:
+def compared(groups: Sequence[Group], probes: Mapping[str, Probe], base: Precision) -> str:
     """A sentence on the first steps of the groups; where they are all alike, that there is nothing for QSync to do."""
     steps = {group.name: _step(probes, group.name) for group in groups if group.name in probes}
     if len(steps) < 2:
         return ""
     told = ", ".join(f"{format_ns(round(step.value))} ± {format_ns(round(step.spread))} on {name}" for name, step in steps.items())
-    said = f"a step in full precision takes {told}"
+    said = f"a step in {_named(base)} takes {told}"
     pairs = [(one, other) for one in groups for other in groups if one is not other]
-    if not all(alike(one, other, steps[one.name], steps[other.name]) for one, other in pairs):
+    if not all(alike(one, other, probes) for one, other in pairs):
         return said
     return (
         f"{said}: these groups are alike, none has to keep up with another, and where all have the memory there is nothing for "
@@ -104,16 +146,20 @@ def compared(groups: Sequence[Group], probes: Mapping[str, Probe]) -> str:
     )
 
 
-def otherwise(was: Cluster, now: Cluster, profiled: StepsNs) -> str:
+def _named(base: Precision) -> str:
+    return "full precision" if base is Precision.FLOAT32 else str(base)
+
+
+def otherwise(was: Cluster, now: Cluster, profiled: StepsNs, base: Precision) -> str:
     """A sentence on roles that are not what the first steps had said."""
     first, settled = (next(group.name for group in cluster.groups if group.role is Role.TRAIN) for cluster in (was, now))
     return (
-        f"{settled} trains, and not {first} as the first few steps had it: by the profiles its step in full precision takes "
+        f"{settled} trains, and not {first} as the first few steps had it: by the profiles its step in {_named(base)} takes "
         f"{format_ns(profiled[settled])}, that of {first} {format_ns(profiled[first])}; what depends on the roles is made again"
     )
 
 
-def contradiction(cluster: Cluster, profiled: StepsNs) -> str:
+def contradiction(cluster: Cluster, profiled: StepsNs, base: Precision) -> str:
     """A sentence on roles that a person gave and the profiles speak against: a group infers that is faster than one that trains."""
     training, inferring = ([g.name for g in cluster.groups if g.role is role and g.name in profiled] for role in Role)
     if not training or not inferring:
@@ -123,7 +169,7 @@ def contradiction(cluster: Cluster, profiled: StepsNs) -> str:
     if profiled[fast] >= (1 - (SAME_DEVICE if len(devices) == 1 else ALIKE)) * profiled[slow]:
         return ""
     return (
-        f"{slow} trains and {fast} infers, as was said, but by the profiles {slow} is the slower one: its step in full precision "
+        f"{slow} trains and {fast} infers, as was said, but by the profiles {slow} is the slower one: its step in {_named(base)} "
         f"takes {format_ns(profiled[slow])}, that of {fast} {format_ns(profiled[fast])}; exchange the roles, unless it is meant so"
     )
 

@@ -22,9 +22,9 @@ from qsync_torch.profiling.benchmark_case import make_case
 CPU_LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 """Rungs that a group of CPUs could have, lowest first."""
 PAYS_BELOW = 0.85
-"""A rung pays if its time for the largest operator, casts included, is below this share of float32's."""
+"""A rung pays if its time for the largest operator, casts included, is below this share of the base's."""
 _HOPELESS = 5.0
-"""A rung whose first run takes this many times float32's is not run again: first runs also compile, but not that long."""
+"""A rung that takes this many times the base's is not run more than twice."""
 REPEATS = 7
 MOST_REPEATS = 4 * REPEATS
 """Of what could be said either way after :data:`REPEATS`."""
@@ -80,7 +80,7 @@ def repeated(sample: Callable[[], float], seconds: float = 2 * PROBING_S) -> Unc
 def rung_ratios(
     dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = CPU_LADDER[:-1]
 ) -> dict[Variant, float]:
-    """Time of the largest operator at each rung over float32's, forward and backward with their casts."""
+    """Time of the largest operator at each rung below the job's base over the base's, forward and backward with their casts."""
     return {rung: ratio.value for rung, ratio in compared_rungs(dag, layouts, rungs).items()}
 
 
@@ -88,10 +88,14 @@ def compared_rungs(
     dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = CPU_LADDER[:-1]
 ) -> dict[Variant, Uncertain]:
     """As :func:`rung_ratios`, with how uncertain each ratio is; one that may be on either side of 1 is measured longer."""
-    operator = largest_operator(dag)
-    runs = {variant: _runner(operator, variant, layouts) for variant in (CPU_LADDER[-1], *rungs)}
+    operator, base = largest_operator(dag), Variant.plain(dag.base)
+    below = {rung: under for rung in rungs if (under := rung.under(dag.base)) not in (None, base)}
+    runs = {rung: _runner(operator, variant, layouts) for rung, variant in {base: base, **below}.items()}
     first = {variant: seconds_of(run) for variant, run in runs.items()}
-    hopeless = {variant for variant, seconds in first.items() if seconds > _HOPELESS * first[CPU_LADDER[-1]]}
+    for variant, seconds in first.items():  # what a first run loads and compiles takes longest on a busy machine
+        if _HOPELESS * first[base] < seconds < PROBING_S:
+            first[variant] = min(seconds, seconds_of(runs[variant]))
+    hopeless = {variant for variant, seconds in first.items() if seconds > _HOPELESS * first[base]}
     # In turns, and the best of each: what else runs on this machine takes its time from some of them.
     tried: dict[Variant, list[float]] = {variant: [] for variant in runs if variant not in hopeless}
     found: dict[Variant, Uncertain] = {}
@@ -100,7 +104,7 @@ def compared_rungs(
             for variant, times in tried.items():
                 times.append(seconds_of(runs[variant]))
         best = {variant: _best(tried.get(variant, [first[variant]])) for variant in runs}
-        found = {rung: _over(best[rung], best[CPU_LADDER[-1]]) for rung in rungs}
+        found = {rung: _over(best[rung], best[base]) for rung in below}
         if all(ratio.differs(Uncertain(1.0)) for ratio in found.values()):
             break
     return found
