@@ -96,7 +96,7 @@ class Alone(TorchFunctionMode):
                 continue
             met.add(node)
             waiting += [source for source, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction) or (self._recomputes and _keeps_tensors(type(node))):
+            if isinstance(node, BackwardCFunction) or (self._recomputes and _keeps_tensors(node.__class__)):
                 handles.append(node.register_prehook(lambda grads: self._begin()))
                 handles.append(node.register_hook(lambda grad_inputs, grads: self._end()))
         return handles
