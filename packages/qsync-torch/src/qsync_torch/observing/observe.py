@@ -115,7 +115,8 @@ def observe(
         with held_state(job.loss):
             return run.observe(settled, earlier, checkpoint, progress)
     except JobError as error:
-        if batch_size is not None or half == job.batch_size:
+        # What comes later than the first update is no matter of the size: data that is gone, say.
+        if batch_size is not None or half == job.batch_size or run.ended:
             raise
         announce(f"updates of {job.batch_size} samples are observed instead of {half}: {error}")
     run.job = attrs.evolve(run.job, batch_size=job.batch_size)
@@ -147,6 +148,8 @@ class _Run:
     seed: int
     target: torch.device
     collectors: RunningCollectors
+    ended: int = 0
+    """Updates, those of the warm-up included."""
 
     def observe(
         self,
@@ -177,10 +180,12 @@ class _Run:
                 if not observed:
                     self._train(runner, update, record)
                     runner.update()
+                    self.ended += 1
                     continue
                 record.add(self._observe_update(runner, update, record), update)
                 done += 1
                 runner.update()
+                self.ended += 1
                 if settled is not None and update + 1 < last and (reason := settled.reason(record.rankings())):
                     stopped = reason
                     break
