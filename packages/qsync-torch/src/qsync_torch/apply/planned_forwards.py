@@ -29,7 +29,7 @@ from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
 from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
 from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
 from qsync_torch.apply.recomputation import PLAIN, is_recording, runs_detached, wrap_checkpointing
-from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
+from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
 from qsync_torch.apply.two_passes import COPIED, FirstPasses
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.devices import gpu_and_sms, number_settings
@@ -123,6 +123,7 @@ class PlannedForwards(Installation):
         """
         check_whole_model(self.model)
         check_sharding(self._addressed, device, self._planned.allow_flags, self._planned.caller)
+        check_gathered_formats(self.model, self._addressed)
 
     def check_kernels(self) -> None:
         """Ask the backends for every kernel, unless the model is still to be moved to where they run.
