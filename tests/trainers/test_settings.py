@@ -141,7 +141,9 @@ class TestAutocast:
     @pytest.mark.parametrize("mode, under", [("bf16", "under autocast to bfloat16"), ("fp16", "under autocast to float16")])
     def test_accelerate(self, mode, under):
         model = Net()
-        accelerator = SimpleNamespace(mixed_precision=mode, distributed_type=DistributedType.NO, num_processes=1, _models=[])
+        accelerator = SimpleNamespace(
+            mixed_precision=mode, distributed_type=DistributedType.NO, num_processes=1, _models=[], gradient_accumulation_steps=1
+        )
         with pytest.raises(PlanError) as refused:
             hybrid_accelerator(accelerator, model, plan())
         assert str(refused.value) == f"Accelerate is set to mixed_precision='{mode}' and " + IN_FLOAT32.format(
