@@ -154,7 +154,7 @@ def _others(fastest: FastestJobs, some: Sequence[JobOfGroups]) -> Iterator[Way]:
 
 
 def _best(ways: Sequence[Way]) -> Way:
-    """Of the ways that are alike the fastest one that which takes least, and of those the fastest, with most groups."""
+    """Pick the simplest of the ways that are as fast as the fastest; among equally simple ones the fastest, with most groups."""
     most = max(way.rate for way in ways)
     alike = [way for way in ways if way.rate * WORTH_IT >= most]
     return min(alike, key=lambda way: (way.means, -way.rate, -len(way.job.groups)))

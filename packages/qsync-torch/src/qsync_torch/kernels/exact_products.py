@@ -25,7 +25,7 @@ STEPS = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 """Relative error of a result that a product in a format may have: of 16 bits, a few roundings to it; of float32, TF32's operands;
 of float8, which is multiplied exactly, sums of 14 bits."""
 _SIGMAS = 4.0
-"""Of the steps, which are four times what rounding to nearest leaves: a right kernel exceeds the bound never."""
+"""In steps, which are four times what rounding to nearest leaves: a right kernel never exceeds the bound."""
 _CHUNK = 1 << 22
 """Elements of an operand that are in float64 at a time."""
 
@@ -239,8 +239,8 @@ def _grad_weight(product: Product, generator: torch.Generator) -> _Worst:
     sums = torch.zeros((2, g.groups * group_channels, *found.shape[2:]), dtype=torch.float64, device=found.device)
     for first, last in _shared_chunks(product):
         grad, x = product.first.wide(first, last), product.second.wide(first, last)
-        folded = (grad * weights.view(1, -1, 1, 1)).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
-        squared = (grad * weights.view(1, -1, 1, 1)).pow_(2).view(grad.shape[0], g.groups, -1, *grad.shape[2:]).sum(2)
+        weighted = (grad * weights.view(1, -1, 1, 1)).view(grad.shape[0], g.groups, -1, *grad.shape[2:])
+        folded, squared = weighted.sum(2), (weighted**2).sum(2)
         folded, squared = (part.repeat_interleave(group_channels, 1) if g.groups > 1 else part for part in (folded, squared))
         for i, j, outputs, pixels in _windows(g, _size(found), _size(x), _size(grad)):
             part = x[pixels]
