@@ -41,6 +41,8 @@ if rank == int(who):
 trained = model().to(device)
 qsync_torch.apply_(trained, plan_of(on_gpus=backend == "nccl"), group=group)
 DistributedDataParallel(trained)(torch.ones(2, 4, device=device)).sum().backward()
+# The rank that leaves first takes the store and its connections with it, maybe out of the other's all_reduce.
+dist.monitored_barrier() if backend == "gloo" else dist.barrier()
 print("trained")
 sys.stdout.flush()
 os._exit(0)  # without the destructors of a wrapper and a process group, which now and then abort

@@ -282,12 +282,13 @@ class _Pace:
         return self._known[batch][1]
 
     def about_ns(self, batch: int) -> int:
-        """The pace, never falling with the batch."""
-        if batch in self._known:
-            return self._known[batch][0]
+        """The pace, never falling with the batch: where fewer samples take longer, theirs."""
         after = bisect.bisect_left(self._batches, batch)
-        low, high = self._batches[after - 1], self._batches[after]
-        below, above = self._known[low][0], max(self._known[low][0], self._known[high][0])
+        high = self._batches[after]
+        above = max(self._known[known][0] for known in self._batches[: after + 1])
+        if high == batch:
+            return above
+        low, below = self._batches[after - 1], max(self._known[known][0] for known in self._batches[:after])
         return below + (above - below) * (batch - low) // (high - low)
 
     def _period_ns(self, choice: Choice, batch: int) -> int:

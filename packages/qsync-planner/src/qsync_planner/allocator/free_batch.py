@@ -115,7 +115,7 @@ def free_batches(
         )
         splits = _Splits(problem, ways, equal, further)
         weighted = splits.problem(solution.local_batches, splits.ways(solution.local_batches))
-        return Freed(weighted, attrs.evolve(solution, notes=(note, *solution.notes)))
+        return Freed(weighted, attrs.evolve(solution, notes=(note, *solution.notes), bound=0.0))
     if not lowers:
         return kept("nothing is lowered")
     splits = _Splits(problem, ways, equal, further)
