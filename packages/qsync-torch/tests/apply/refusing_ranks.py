@@ -219,7 +219,7 @@ def main(rank: int, folder: Path) -> None:
             init_method=f"file://{folder / case.__name__}",
             rank=rank,
             world_size=WORLD_SIZE,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=15),  # which the collective of a rank waits for that the others have left
         )
         try:
             found[case.__name__] = ["", case(rank, folder)]
