@@ -136,14 +136,9 @@ def unsaid_autocast(path: str | Path, job: Job) -> str:
     )
 
 
-def unmeasured_compiling(path: str | Path) -> str:
-    """A sentence on a script that compiles its model; empty for others."""
-    if not _COMPILE.search(Path(path).read_text(encoding="utf-8", errors="replace")):
-        return ""
-    return (
-        f"{path} compiles its model, and steps are measured without that: predictions are of the eager step, so compiled steps are "
-        "usually faster than they say, on each group by another factor; applied.log_scalars writes both"
-    )
+def compiles(path: str | Path) -> bool:
+    """Whether a script compiles its model, by PyTorch's, QSync's or a trainer's own words for that."""
+    return _COMPILE.search(Path(path).read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def _run(path: Path, handover: _Handover) -> None:

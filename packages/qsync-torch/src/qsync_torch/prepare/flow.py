@@ -207,9 +207,9 @@ class _Flow:
             facts["optimizer"] = describe_optimizer(job)
             facts[KIND_OF_DEVICE] = request.device.type
         if folder.rank == 0 and is_script(request.job):
-            from qsync_torch.capturing.script import unmeasured_compiling, unsaid_autocast
+            from qsync_torch.capturing.script import unsaid_autocast
 
-            for note in filter(None, (unsaid_autocast(request.job, job), unmeasured_compiling(request.job))):
+            if note := unsaid_autocast(request.job, job):
                 self.board.note(note, of_job=True)
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)
@@ -225,7 +225,7 @@ class _Flow:
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
-        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
+        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s, self._compiles())
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):
@@ -242,6 +242,21 @@ class _Flow:
             self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
         return cluster
+
+    def _compiles(self) -> bool:
+        """Whether the script compiles its model; where it does, rank 0 says of what steps the predictions are."""
+        if not is_script(self.request.job):
+            return False
+        from qsync_torch.capturing.script import compiles
+
+        found = compiles(self.request.job)
+        if found and self.folder.rank == 0:
+            self.board.note(
+                f"{self.request.job} compiles its model, and predictions are of the eager step: how far they are off is measured "
+                "with each profile; applied.log_scalars writes what was predicted beside what is",
+                of_job=True,
+            )
+        return found
 
     def _profiled(self, dag: PrecisionDag, cluster: Cluster | Sequence[Group]) -> dict[str, int]:
         """By group that has a profile of this job, its step in the base precision in nanoseconds; for rank 0."""

@@ -19,8 +19,10 @@ from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
+from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
+from qsync_core.units import format_ns
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_of
@@ -32,8 +34,8 @@ from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
-from qsync_torch.profiling.profile import profile
-from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.profiling.profile import STEP_EFFORT, profile
+from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S, tune_job
 
@@ -89,6 +91,7 @@ class Bench:
         folder: where finished parts are; board: who is told how far it is.
         chains: whether profiles measure fused chains.
         tune_s: for how long kernels are tuned, in seconds.
+        compiles: whether the script trains its model compiled.
     """
 
     job: Job
@@ -99,6 +102,7 @@ class Bench:
     board: Board
     chains: bool = False
     tune_s: float = TUNING_S
+    compiles: bool = False
     _checked: list[bool] = attrs.field(factory=list)
 
     def probe(self, group: Group) -> dict[str, Made]:
@@ -143,6 +147,8 @@ class Bench:
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
+            if self.compiles:
+                self.board.note(self._compiled(group.name, found.steps[0]))
             return Made(inputs, to_bytes(found))
 
         ladder, known = _texts(group.ladder), self.folder.parts.get(f"profile {group.name}")
@@ -245,6 +251,22 @@ class Bench:
                 f"({first_line(error)}); see that it runs without QSync, and where it waits for other ranks, that it asks them by "
                 "functions of torch.distributed with tensors, which are answered meanwhile, and by no dist.barrier or object store"
             ) from error
+
+    def _compiled(self, group: str, eager: StepMeasurement) -> str:
+        """By how much predictions are off where the script compiles its model, as a sentence."""
+        self.board.stage("profiling")(0, 1, "a compiled step")
+        try:
+            compiled = measure_compiled(self.job, self.dag, self.device, STEP_EFFORT)
+        except Exception as error:  # of a compiler: what PyTorch, Triton or a C++ compiler says
+            return (
+                f"how far predictions for {group} are off is not known: its step fails once compiled ({first_line(error)}), and "
+                "they are of the eager step"
+            )
+        off, takes = eager.iteration_ns / compiled.iteration_ns - 1, format_ns(compiled.iteration_ns)
+        return (
+            f"compiled in torch.compile's default mode, a step of {group} in {self.dag.base} takes {takes} here, and uncompiled "
+            f"{format_ns(eager.iteration_ns)}, which predictions speak of: they are {abs(off):.0%} {'more' if off > 0 else 'less'}"
+        )
 
     def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
         partial.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import attrs
 import torch
@@ -27,7 +28,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
 from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
-from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
+from qsync_torch.timing import Effort, Stopwatch, make_stopwatch, relative_spread, repeat
 
 BATCHES = 4
 """Different batches that the measured steps go through in turn."""
@@ -168,6 +169,17 @@ def measure_step(
         with _group_of_one() as group:
             # Not kept in a variable: a wrapper that outlives its process group can abort the process at its end.
             return _measure(_wrapped(runner, group), variant, stopwatch, effort, known, peak_bytes)
+
+
+def measure_compiled(job: Job, dag: PrecisionDag, device: torch.device, effort: Effort) -> StepMeasurement:
+    """Measure whole steps in the base precision of a model that ``torch.compile`` has compiled in its default mode.
+
+    Raises:
+        Exception: whatever the compiler raises.
+    """
+    runner = StepRunner.start(job, device)
+    runner.model = cast(torch.nn.Module, torch.compile(runner.model))
+    return measure_step(runner, Variant.plain(dag.base), dag, make_stopwatch(device), effort)
 
 
 def may_bind(base: StepMeasurement, rung: StepMeasurement) -> bool:
