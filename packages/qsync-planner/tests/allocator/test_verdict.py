@@ -113,7 +113,7 @@ def test_a_faster_way_without_lower_precision_is_not_withheld() -> None:
     rate = TRACED * sum(group.count for group in case.cluster.groups) * 1e9 / balanced.predicted_iteration_ns
     assert plan.recommended_way.samples_per_second == pytest.approx(rate)
     assert plan.verdict.sentence.startswith(
-        "nothing to gain from lower precision: train with uneven batches (qsync plan … --solver dynamic-batch): "
+        "nothing to gain from lower precision: train with uneven batches (qsync prepare or plan … --solver dynamic-batch): "
     )
 
 

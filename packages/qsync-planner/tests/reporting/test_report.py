@@ -64,7 +64,7 @@ def test_ways_to_run_are_those_that_the_plan_was_compared_with(seed: int) -> Non
     if others:  # another plan is recommended than this one
         (way,) = others
         assert (way.iteration_ns, way.samples_per_second) == (best.iteration_ns, pytest.approx(best.samples_per_second))
-        assert way.title == f"qsync plan … {best.options}"
+        assert way.title == f"qsync prepare or plan … {best.options}"
         assert set(way.parts) == set(best.groups)
     assert bool(others) == (best.options not in ("", "--solver full"))
     assert (full.iteration_ns, uniform.iteration_ns) == (job.plan.baselines["full"], job.plan.baselines["uniform"])
@@ -253,7 +253,7 @@ def test_jobs_of_any_groups_have_a_page(train: int, infer: int, ways: int) -> No
     job = job_of(random_case(2, train=train, infer_groups=infer))
     page = report_page(job, predicted_timeline(job), None)
     assert page.verdict.startswith("A step is predicted to take") == (not train or train + infer < 2)
-    assert sum(not way.title.startswith("qsync plan") for way in ways_to_run(job)) == ways
+    assert sum(not way.title.startswith("qsync prepare or plan") for way in ways_to_run(job)) == ways
     assert render(page).startswith("<!doctype html>")
 
 

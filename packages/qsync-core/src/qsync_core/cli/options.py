@@ -67,6 +67,47 @@ def artifact_argument(name: str) -> Callable[[Command], Command]:
     return click.argument(name, type=click.Path(path_type=Path))
 
 
+def plan_options(command: Command) -> Command:
+    """What a person asks of a plan, as :func:`qsync_planner.allocator.allocate` takes it.
+
+    The command's parameters are ``solver: str, objective: str, omega_limit: float | None, tolerance: float, batch: str,
+    keep: tuple[str, ...]``.
+    """
+    for option in (
+        click.option(
+            "--batch",
+            default="equal",
+            show_default=True,
+            help="equal: every rank keeps the job's batch; free: samples may move to training ranks, of one global batch, and the "
+            "script must honour it.",
+        ),
+        click.option(
+            "--keep",
+            multiple=True,
+            metavar="NAME|re:REGEX",
+            help="Operators that stay at the base precision: a module with all in it, or a pattern of whole names; repeatable.",
+        ),
+        click.option("--tolerance", default=0.0, show_default=True, help="Share by which it may be slower than uniform precision."),
+        click.option("--omega-limit", type=float, metavar="Ω", help="Largest Σ Ω, for --minimise time."),
+        click.option(
+            "--minimise",
+            "objective",
+            default="omega",
+            show_default=True,
+            help="omega: the least Σ Ω within time and memory; memory: the least within the time; time: the shortest within "
+            "--omega-limit.",
+        ),
+        click.option(
+            "--solver",
+            default="auto",
+            show_default=True,
+            help="auto, exact, greedy, greedy-paper, or a baseline: uniform, full, dynamic-batch.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 class OutputPath(click.Path):
     """A file that the command writes: refused before any work where it cannot be written.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -36,6 +36,7 @@ from qsync_planner.allocator.free_batch import fastest_batches, free_batches
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.jobs import Jobs
+from qsync_planner.allocator.keep import kept_operators
 from qsync_planner.allocator.notes import (
     accumulation_notes,
     baseline_notes,
@@ -83,6 +84,7 @@ def allocate(
     batch_profiles: Mapping[str, BatchProfile] | None = None,
     communication: CollectiveCosts | None = None,
     settings: Fixed | None = None,
+    keep: Collection[str] = (),
     progress: Progress = lambda text: None,
 ) -> PrecisionPlan:
     """Find a plan.  The same inputs give the same bytes, unless ``seconds`` is given.
@@ -108,6 +110,7 @@ def allocate(
         communication: what all-reduces over all ranks of this job cost, and what they take from compute while they are open; None
             where it was not measured: all-reduces then follow from the profiles and the cluster's links.
         settings: attributes of :class:`~qsync_core.ir.communication.CommunicationSettings` that are decided already.
+        keep: names of modules that stay at the base precision (:func:`~qsync_planner.allocator.keep.kept_operators`).
         progress: receives a line that says how far ``exact`` or ``auto`` is.
 
     Raises:
@@ -116,9 +119,8 @@ def allocate(
         PlanError: an unknown solver, or artifacts that do not belong together.
         ClusterError: a group without a profile, or one of another device.
     """
-    _check_arguments(cluster, sensitivity, solver, tolerance, seconds, batch_profiles or {})
-    _check_objective(objective, omega_limit, solver, seconds)
-    _check_batch(batch, objective, solver, seconds)
+    check_wishes(solver, objective, omega_limit, tolerance, batch, seconds)
+    _check_arguments(cluster, sensitivity, solver, batch_profiles or {})
     profiles = one_of_each(profiles)
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
@@ -128,7 +130,7 @@ def allocate(
     described = cluster
     cluster, cut_notes = under_base(cluster, dag)
     with_chains = solver in CHAIN_SOLVERS and batch == "equal"
-    problem = build_problem(dag, cluster, profiles, sensitivity, with_chains=with_chains)
+    problem = build_problem(dag, cluster, profiles, sensitivity, with_chains=with_chains, keep=kept_operators(dag, keep))
     ways = Ways(dag, cluster, profiles, communication, settings or {})
     if communication is not None:
         check_ranks(communication, cluster)
@@ -227,6 +229,8 @@ def allocate(
     peaks = {name: predicted.peak_bytes for name, predicted in solution.prediction.groups.items()}
     notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem, peaks))
     notes = (*notes, *contention_notes(problem, communication), *slow_base_notes(dag, cluster, profiles), *accumulation_notes(dag))
+    if keep:
+        notes = (*notes, f"kept at {dag.base}, as asked (--keep): {', '.join(keep)}")
     omega = rated.objective(solution.rungs)
     return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described, fastest)
 
@@ -324,14 +328,14 @@ def _planned(
     return attrs.evolve(found, notes=(*found.notes, note))
 
 
-def _check_arguments(
-    cluster: Cluster,
-    sensitivity: Sensitivity | None,
-    solver: str,
-    tolerance: float,
-    seconds: float | None,
-    batch_profiles: Mapping[str, BatchProfile],
+def check_wishes(
+    solver: str, objective: str, omega_limit: float | None, tolerance: float, batch: str, seconds: float | None = None
 ) -> None:
+    """See that what is asked of a plan, as :func:`allocate` takes it, goes together, before anything is measured for it.
+
+    Raises:
+        PlanError: naming what does not.
+    """
     if solver not in SOLVERS:
         raise PlanError(f"there is no solver {solver!r}; choose one of {', '.join(SOLVERS)}")
     if not 0 <= tolerance <= MAX_TOLERANCE:
@@ -342,6 +346,13 @@ def _check_arguments(
         raise PlanError(f"the time for solving must be a finite number of seconds above 0, got {seconds!r}")
     if seconds is not None and solver not in ("auto", "exact"):
         raise PlanError(f"only the solvers auto and exact can be given a time, not {solver}")
+    _check_objective(objective, omega_limit, solver, seconds)
+    _check_batch(batch, objective, solver, seconds)
+
+
+def _check_arguments(
+    cluster: Cluster, sensitivity: Sensitivity | None, solver: str, batch_profiles: Mapping[str, BatchProfile]
+) -> None:
     if sensitivity is None and solver in PLANNERS:
         raise PlanError(f"the solver {solver} needs a sensitivity; make one with 'qsync indicate'")
     names = [group.name for group in cluster.groups]

@@ -10,7 +10,7 @@ rejected without a trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -57,6 +57,10 @@ class Unit:
     def is_chain(self) -> bool:
         """Whether it is a chain, which may be fused, and not operators with a variant."""
         return self.rungs[self.top] == UNFUSED
+
+    def at_base(self) -> Unit:
+        """The same with nothing to choose."""
+        return attrs.evolve(self, rungs=self.rungs[-1:], omega=self.omega[-1:])
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -135,12 +139,14 @@ def build_problem(
     sensitivity: Sensitivity | None,
     *,
     with_chains: bool = False,
+    keep: Collection[OpId] = (),
 ) -> Problem:
     """Collect the decisions.
 
     Args:
         sensitivity: Ω; None where no solver needs it (all Ω are then 0).
         with_chains: whether chains that were measured are decisions too; else none is fused.
+        keep: operators that stay at the base precision, with all that share their variant.
 
     Raises:
         PlanError: when an operator's base precision or a whole rung was not measured, or an Ω is missing.
@@ -155,7 +161,7 @@ def build_problem(
         ),
     )
     groups = tuple(
-        GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity, with_chains))
+        GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity, with_chains, keep))
         for group in cluster.groups
         if group.role is Role.INFER
     )
@@ -166,7 +172,12 @@ def build_problem(
 
 
 def _units(
-    dag: PrecisionDag, group: DeviceGroup, profile: Profile, sensitivity: Sensitivity | None, with_chains: bool
+    dag: PrecisionDag,
+    group: DeviceGroup,
+    profile: Profile,
+    sensitivity: Sensitivity | None,
+    with_chains: bool,
+    keep: Collection[OpId],
 ) -> tuple[Unit, ...]:
     members: dict[str, list[OpId]] = {}
     for operator in dag.adjustable:
@@ -178,6 +189,7 @@ def _units(
         omega = tuple(sum(_omega(sensitivity, op_id, rung, group) for op_id in op_ids) for rung in rungs)
         units.append(Unit(name, tuple(op_ids), rungs, omega))
     _check_rungs_measured(group, profile, units)
+    units = [unit.at_base() if any(op_id in keep for op_id in unit.operators) else unit for unit in units]
     rungs_of = {op_id: unit.variants for unit in units for op_id in unit.operators}
     chains = [*_chains(dag, profile, sensitivity, rungs_of)] if with_chains and profile.chains else []
     if chains and sensitivity is not None:

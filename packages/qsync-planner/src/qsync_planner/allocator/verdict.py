@@ -200,7 +200,7 @@ def _sentence(best: Way, told: str, groups: tuple[str, ...], hybrid: JobOfGroups
     plain = f"{_NOTHING}: train without QSync"
     if best.means in (Means.PLAIN, Means.PLAN, Means.PLAN_OF_SOME) and job.groups == groups:
         return f"{told}; {plain}" if best.means is Means.PLAIN else told
-    options = f" (qsync plan … {best.means.options})" if best.means > Means.PLAN_OF_SOME else ""
+    options = f" (qsync prepare or plan … {best.means.options})" if best.means > Means.PLAN_OF_SOME else ""
     how = _HOW[best.means] + options
     if groups == hybrid.groups and speedup >= WORTH_IT and not without:
         nothing = f", and {_NOTHING}" if best.means in (Means.PLAIN, Means.UNEVEN) else ""

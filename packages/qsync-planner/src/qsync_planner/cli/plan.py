@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qsync_core.cli.options import artifact_argument, output_option, profiles_option
+from qsync_core.cli.options import artifact_argument, output_option, plan_options, profiles_option
 from qsync_core.cli.output import emit, json_option, progress_bar, progress_line
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.cli.options import communication_options
@@ -38,29 +38,9 @@ _WAYS_SHOWN = 5
 @click.option("--cluster", type=_PATH, help="Cluster description (TOML).")
 @profiles_option
 @click.option("--sensitivity", type=_PATH, help="Sensitivity; the baselines do without.")
-@click.option(
-    "--solver",
-    default="auto",
-    show_default=True,
-    help="auto, exact, greedy, greedy-paper, or a baseline: uniform, full, dynamic-batch.",
-)
-@click.option(
-    "--minimise",
-    "objective",
-    default="omega",
-    show_default=True,
-    help="omega: the least Σ Ω within time and memory; memory: the least within the time; time: the shortest within --omega-limit.",
-)
-@click.option("--omega-limit", type=float, metavar="Ω", help="Largest Σ Ω, for --minimise time.")
+@plan_options
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop exact or auto with the best plan found by then.")
-@click.option("--tolerance", default=0.0, show_default=True, help="Share by which the plan may be slower than uniform precision.")
 @communication_options
-@click.option(
-    "--batch",
-    default="equal",
-    show_default=True,
-    help="equal: every rank keeps its batch; free: samples may move from inference to training ranks, the global batch stays.",
-)
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, to learn what does not scale with it.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
 @click.option("--pareto", is_flag=True, help="Show Ω against step time and memory instead of one plan; -o PAGE.html draws it.")
@@ -77,6 +57,7 @@ def plan(
     omega_limit: float | None,
     time_limit: float | None,
     tolerance: float,
+    keep: tuple[str, ...],
     communication: Path | None,
     communication_settings: str | None,
     batch: str,
@@ -109,10 +90,11 @@ def plan(
     loaded = {name: load(path, Profile) for name, path in profiles.items()}
     rated = load(sensitivity, Sensitivity) if sensitivity else None
     if pareto:
-        if (solver, objective, omega_limit, time_limit, tolerance, batch) != ("auto", "omega", None, None, 0.0, "equal"):
+        asked = (solver, objective, omega_limit, time_limit, tolerance, batch, keep)
+        if asked != ("auto", "omega", None, None, 0.0, "equal", ()):
             raise click.UsageError(
-                "--pareto goes through all limits, with equal batches: leave out --solver, --minimise, --tolerance, --batch and "
-                "the limits."
+                "--pareto goes through all limits, with equal batches: leave out --solver, --minimise, --tolerance, --batch, "
+                "--keep and the limits."
             )
         if communication is not None or communication_settings is not None:
             raise click.UsageError("--pareto has no contention in it: leave out --communication and --communication-settings.")
@@ -134,6 +116,7 @@ def plan(
             batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
             communication=load(communication, CollectiveCosts) if communication else None,
             settings=parse_settings(communication_settings) if communication_settings else None,
+            keep=keep,
             progress=progress,
         )
     save(found, output)

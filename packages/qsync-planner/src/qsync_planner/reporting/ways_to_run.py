@@ -123,7 +123,7 @@ def _recommended(job: Job) -> list[WayToRun]:
     parts = {name: StepParts(best.iteration_ns, 0, 0, 0, 0) for name in best.groups}
     samples = job.dag.accumulate * sum(job.cluster.group(name).count * batch for name, batch in best.local_batches.items())
     note = "predicted as a whole, so phases are not told apart"
-    return [WayToRun(f"qsync plan … {best.options}", best.iteration_ns, samples, parts, note=note)]
+    return [WayToRun(f"qsync prepare or plan … {best.options}", best.iteration_ns, samples, parts, note=note)]
 
 
 def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:

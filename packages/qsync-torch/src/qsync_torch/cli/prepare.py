@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qsync_core.cli.options import plan_options
 from qsync_core.cli.output import emit, json_option
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.units import format_bytes, format_ns
@@ -41,13 +42,7 @@ if TYPE_CHECKING:
     help="What you want of a group: NAME=role:infer,share:0.5,memory:20GiB, each part as needed; repeatable.",
 )
 @batch_size_option()
-@click.option(
-    "--batch",
-    type=click.Choice(["equal", "free"]),
-    default="equal",
-    show_default=True,
-    help="equal: every rank has the job's batch; free: samples may move to training ranks, and the script must honour it.",
-)
+@plan_options
 @click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
 @tune_option
 @click.option("--fresh", is_flag=True, help="Keep nothing of an earlier run.")
@@ -60,11 +55,11 @@ def prepare(
     cluster_path: Path | None,
     wishes: tuple[str, ...],
     batch_size: int | None,
-    batch: str,
     chains: bool,
     tune_s: float,
     fresh: bool,
     json_flag: bool,
+    **asked: Any,
 ) -> None:
     """Make the run folder of JOB: graph, profiles, communication, plans for all groups that may be left, and a report.
 
@@ -78,6 +73,7 @@ def prepare(
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.distributed.ranks import KIND_OF_DEVICE, members_to_be, together
+    from qsync_torch.prepare.asked import Asked
     from qsync_torch.prepare.flow import Request, is_script
     from qsync_torch.prepare.flow import prepare as run_prepare
     from qsync_torch.prepare.folder import WHAT
@@ -108,7 +104,7 @@ def prepare(
             batch_size=batch_size,
             cluster=text,
             wishes=wanted,
-            batch=batch,
+            asked=Asked(**asked),
             chains=chains,
             tune_s=tune_s,
             fresh=fresh,

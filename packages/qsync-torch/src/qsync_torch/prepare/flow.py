@@ -41,6 +41,7 @@ from qsync_torch.distributed.watch import watched
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import check_store
 from qsync_torch.load_job import job_code, load_job
+from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
 from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge_disks, open_folder
@@ -73,7 +74,7 @@ class Request:
         device, share: of this process.
         batch_size: in the place of the job's own.
         cluster: text of a cluster file that the person gives; wishes: of groups that are formed here, by name.
-        batch: local batches, ``equal`` or ``free``.
+        asked: of the plans.
         chains: profiles measure fused chains, and plans may fuse them.
         tune_s: for how long a GPU's kernels are tuned, in seconds.
         fresh: measure everything anew.
@@ -88,7 +89,7 @@ class Request:
     batch_size: int | None = None
     cluster: str | None = None
     wishes: Mapping[str, Wish] = {}
-    batch: str = "equal"
+    asked: Asked = attrs.field(factory=Asked)
     chains: bool = False
     tune_s: float = TUNING_S
     fresh: bool = False
@@ -202,6 +203,8 @@ class _Flow:
         with folder.together({VERSIONS: versions_text(), "--group": wishes}, slow=True) as facts:
             if folder.rank == 0 and find_spec("qsync_planner") is None:
                 raise PlanError("qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'")
+            if folder.rank == 0:
+                self._check_asked()
             check_store(request.device)
             job, self._caller = load()
             facts["optimizer"] = describe_optimizer(job)
@@ -213,6 +216,11 @@ class _Flow:
                 self.board.note(note, of_job=True)
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)
+        with folder.together():
+            if folder.rank == 0 and request.asked.keep:
+                from qsync_planner.allocator.keep import kept_operators
+
+                kept_operators(dag, request.asked.keep)  # before anything is measured
         self._base = dag.base
         me = Participant.here(folder.rank, request.device, request.share, job_software(job.model, request.device))
         participants = gather(folder, me)
@@ -242,6 +250,17 @@ class _Flow:
             self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
         return cluster
+
+    def _check_asked(self) -> None:
+        """What is asked of plans goes together; said before anything is measured for them.
+
+        Raises:
+            PlanError: naming what does not.
+        """
+        from qsync_planner.allocator.allocate import check_wishes
+
+        asked = self.request.asked
+        check_wishes(asked.solver, asked.objective, asked.omega_limit, asked.tolerance, asked.batch)
 
     def _compiles(self) -> bool:
         """Whether the script compiles its model; where it does, rank 0 says of what steps the predictions are."""
@@ -443,7 +462,7 @@ class _Flow:
         if self.folder.rank == 0:
             from qsync_torch.prepare.planning import Planning
 
-            planning = Planning(self.folder, dag, cluster, self.board, self.request.batch, start=lambda: self._start_text(cluster))
+            planning = Planning(self.folder, dag, cluster, self.board, self.request.asked, start=lambda: self._start_text(cluster))
             steps = planning.steps(_observed_rungs(cluster))
         for step in steps:
             with self.folder.together(slow=True):

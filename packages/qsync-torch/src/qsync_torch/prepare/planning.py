@@ -24,11 +24,11 @@ from qsync_planner.matching import under_base
 from qsync_planner.replayer.replay import Replayer, plan_variants
 from qsync_planner.reporting import write_report
 from qsync_planner.reporting.page import require_pages
+from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 
 _PLANNER = "qsync-planner"
-EQUAL = "equal"
 
 
 def survivors(cluster: Cluster) -> Iterator[tuple[str, ...]]:
@@ -68,7 +68,7 @@ class Planning:
         dag: the job's graph.
         cluster: the whole job's, as its file says.
         board: who is told how far it is.
-        batch: local batches, ``equal`` or ``free`` (:func:`qsync_planner.allocator.allocate`).
+        asked: of the plans.
         start: how training is started, of the finished plans; empty where that cannot be said.
     """
 
@@ -76,7 +76,7 @@ class Planning:
     dag: PrecisionDag
     cluster: Cluster
     board: Board
-    batch: str = EQUAL
+    asked: Asked = attrs.field(factory=Asked)
     start: Callable[[], str] = str
 
     def steps(self, variants: tuple[Variant, ...]) -> list[Callable[[], tuple[Mapping[str, Made], Sequence[str]]]]:
@@ -155,7 +155,7 @@ class Planning:
                 "communication": digest(costs) if costs else "",
                 _PLANNER: __version__,
                 **{f"profile of {name}": digest(profiles[name]) for name in names},
-                **({} if self.batch == EQUAL else {"local batches": self.batch}),
+                **({"asked": str(self.asked)} if self.asked.said else {}),
             }
             if self.folder.is_kept(f"plan {key}", inputs):
                 continue
@@ -181,12 +181,12 @@ class Planning:
         as_described = tuple(group for group in self.cluster.groups if group.name in names)
         try:
             try:
-                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, batch=self.batch)
+                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, **self.asked.said)
             except InfeasibleError:
                 if cluster.groups == as_described:
                     raise
                 cluster = attrs.evolve(cluster, groups=as_described)
-                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, batch=self.batch)
+                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, **self.asked.said)
         except InfeasibleError as error:
             if len(names) == len(self.cluster.groups):
                 raise

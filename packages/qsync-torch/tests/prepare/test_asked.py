@@ -1,7 +1,8 @@
-"""``--batch free``: the plans of a run folder may move samples, and go back to equal batches; from stored profiles."""
+"""What is asked of the plans of a run folder: that they may move samples, that operators stay; from stored profiles."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -17,6 +18,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
 from qsync_planner.allocator import allocate
 from qsync_torch.prepare import planning
+from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 
@@ -42,7 +44,7 @@ def test_samples_move_only_where_that_is_asked_for(measured, monkeypatch):
     text = STORED.joinpath("cluster.toml").read_text("utf-8")
     cluster = parse_cluster(text.replace("count = 2", "count = 1"), "the stored cluster")  # alone, nobody to communicate with
 
-    def uniform(*arguments: Any, batch: str, **options: Any) -> PrecisionPlan:
+    def uniform(*arguments: Any, batch: str = "equal", **options: Any) -> PrecisionPlan:
         """Quick, and with the batches of a plan that was free to choose them."""
         plan = allocate(*arguments, solver="uniform", **options)
         moved = batch == "free" and len(plan.groups) == 2
@@ -52,7 +54,7 @@ def test_samples_move_only_where_that_is_asked_for(measured, monkeypatch):
 
     def plan(batch: str) -> Mapping[str, int]:
         folder.made.clear()
-        folder.publish(*planning.Planning(folder, dag, cluster, Board(None), batch).plan())
+        folder.publish(*planning.Planning(folder, dag, cluster, Board(None), Asked(batch=batch)).plan())
         return from_bytes(folder.read(TOGETHER), PrecisionPlan).local_batches
 
     assert plan("equal") == {"train": 128, "infer": 128}
@@ -66,3 +68,28 @@ def test_samples_move_only_where_that_is_asked_for(measured, monkeypatch):
 
     assert plan("equal") == {"train": 128, "infer": 128}
     assert timeline.is_file()
+
+
+def test_plans_are_made_anew_for_what_is_asked_and_kept_for_as_long_as_it_is_asked(measured):
+    folder, dag = measured
+    text = STORED.joinpath("cluster.toml").read_text("utf-8")
+    cluster = parse_cluster(text.replace("count = 2", "count = 1"), "the stored cluster")
+
+    def plan(**asked: Any) -> tuple[PrecisionPlan, list[str]]:
+        folder.made.clear()
+        folder.publish(*planning.Planning(folder, dag, cluster, Board(None), Asked(**asked)).plan())
+        return from_bytes(folder.read(TOGETHER), PrecisionPlan), list(folder.made)
+
+    lowest, made = plan(solver="uniform")
+    assert TOGETHER in made
+    assert plan(solver="uniform") == (lowest, [])
+    full, made = plan(solver="full")
+    assert TOGETHER in made
+    kept, made = plan(solver="uniform", keep=("fc", "re:layer4.*conv1"))
+    assert TOGETHER in made
+    chosen = {name: plan.group("infer").assignments for name, plan in (("low", lowest), ("full", full), ("kept", kept))}
+    stay = {op_id for op_id in chosen["low"] if op_id.fqn == "fc" or re.match(r"layer4.*conv1$", op_id.fqn)}
+    assert len(stay) == 4
+    for op_id, assigned in chosen["kept"].items():
+        assert assigned.variant == chosen["full" if op_id in stay else "low"][op_id].variant
+    assert any("kept at float32, as asked (--keep): fc, re:layer4.*conv1" in note for note in kept.notes)
