@@ -102,7 +102,7 @@ def _entries(fields: dict[str, Any], within: str) -> list[dict[str, Any]]:
 
 
 def _changed(fields: dict[str, Any], within: str, change: Migration) -> dict[str, Any]:
-    """With every entry of :func:`_entries` changed."""
+    """Return the fields with every entry of :func:`_entries` changed."""
     if not within:
         return fields
     name, _, inner = within.partition(".")

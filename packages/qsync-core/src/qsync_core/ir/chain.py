@@ -31,7 +31,7 @@ class Activation(enum.StrEnum):
     NONE = "none"
     RELU = "relu"
     GELU = "gelu"
-    """With the error function."""
+    """GELU with the error function."""
     GELU_TANH = "gelu_tanh"
     """PyTorch's ``approximate="tanh"``."""
     SILU = "silu"
@@ -58,7 +58,7 @@ class ChainForm:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """As the texts that tuning records store; empty where they are neutral."""
+        """The form's fields as the texts that tuning records store; those that are neutral are left out."""
         flags = {} if self.activation is Activation.NONE else {"activation": str(self.activation)}
         if self.residual:
             flags["residual"] = "true"

@@ -76,7 +76,7 @@ class MachineCommand:
     command: list[str]
 
     def line(self) -> str:
-        """As a shell reads it."""
+        """Return the variables and the command as one line of a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.command)])
 

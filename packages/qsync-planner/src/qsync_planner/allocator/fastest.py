@@ -318,7 +318,7 @@ def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced:
 
 
 def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Rungs]) -> dict[str, Rungs]:
-    """By inference group the rungs of the shortest period that were found by its program; none where none says.
+    """Find each inference group's rungs of the shortest period with its program; a group whose program finds none is absent.
 
     Args:
         problem: whose groups these are.

@@ -25,7 +25,7 @@ from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 
 _LITTLE_LEFT = 3 / 4
-"""Of a budget: what fixed segments were seen to reserve over a profile, a quarter more, fits beside less than this."""
+"""The part of a budget beside which what fixed segments were seen to reserve over a profile, a quarter more, still fits."""
 
 
 @attrs.frozen

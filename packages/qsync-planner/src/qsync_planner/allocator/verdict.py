@@ -49,7 +49,7 @@ class Means(enum.IntEnum):
 
     @property
     def options(self) -> str:
-        """Of ``qsync plan``, which makes the plan; empty where it is made."""
+        """The options with which ``qsync plan`` makes the plan; empty where there is none to make."""
         return _OPTIONS.get(self, "")
 
 

@@ -88,7 +88,7 @@ class Chains:
 
     @cached_property
     def read_by(self) -> dict[int, int]:
-        """By the position of an operator that a chain's copy may serve, that chain."""
+        """The number of the chain whose copy may serve an operator, by that operator's position."""
         return {reader: number for number, readers in enumerate(self.product_readers) for reader in readers}
 
     def number(self, name: OpId, profile: Profile) -> int:

@@ -51,7 +51,7 @@ def hop_of(model: CollectiveModel) -> Hop | None:
 
 
 def collective_ns(cluster: Cluster, profiles: Mapping[str, Profile], nbytes: int) -> dict[str, int]:
-    """As :meth:`AllReduce.group_ns` of the cluster's ranks.
+    """Predict each group's part of an all-reduce: :meth:`AllReduce.group_ns` of the cluster's ranks.
 
     Raises:
         ClusterError: when several ranks are to communicate and neither a profile nor a link says how fast.

@@ -73,7 +73,7 @@ _number_now: Callable[[], int] = torch.autograd._get_sequence_nr
 
 @attrs.define
 class _Stretches:
-    """Of one thread, by the numbers of their first and of the node after their last, in order."""
+    """The stretches of one thread, by the numbers of their first node and of the node after their last, in order."""
 
     begins: list[int] = attrs.Factory(list)
     ends: list[int] = attrs.Factory(list)

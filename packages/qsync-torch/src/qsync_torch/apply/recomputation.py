@@ -78,7 +78,7 @@ class Replayable(Protocol):
 
 
 PLAIN = -1
-"""In place of a position: an entry in which nothing is replaced (eval mode)."""
+"""What stands for a position: an entry in which nothing is replaced (eval mode)."""
 _Begun = list[tuple[weakref.ref[Any], weakref.ref[Any], Any]]
 """Entries: the installation, the module that was called, and the position."""
 _Again = Callable[[], AbstractContextManager[None]]
@@ -100,7 +100,7 @@ class Scope(dict[CastCache, CastCache]):
 
 
 class _Attached(Scope):
-    """Of a function that runs again what ran outside of it: with the seeds that the casts of its inputs had there."""
+    """The shared casts of a function that runs again what ran outside of it, with the seeds that its inputs' casts had there."""
 
     def __init__(self, outer: Scope | None) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class _OpenFunction:
             return False
 
     def passage(self) -> Passage:
-        """From now on its backward runs with what was in force where it began."""
+        """Have the function's backward run, from now on, with what was in force where it began."""
         node: Any = self.node()
         passage: Passage | None = node.__dict__.get("qsync_passage")
         if passage is None:

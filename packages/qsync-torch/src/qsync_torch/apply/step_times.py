@@ -127,7 +127,7 @@ class StepTimes:
 
 @attrs.frozen
 class _Backward:
-    """Of one backward pass: its waits as (own work done, all gradients there), and its end."""
+    """One backward pass: its waits as (own work done, all gradients there), and its end."""
 
     step: Callable[[], int]
     device: torch.device

@@ -143,7 +143,7 @@ def test_empty_operands(subject: Subject, outputs: Outputs, form: str, saved: Pr
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", BY_ROW)
 def test_matrices_of_any_strides(subject: Subject, outputs: Outputs, form: str, layout: str) -> None:
-    """As operands of products."""
+    """Matrices may have any strides, as operands of products may."""
     problem = Producer.of(form, variant_of(), (24, 21), subject.device, 12)
     residual = None if problem.residual is None else laid_out(problem.residual, layout)
     check(subject, outputs, attrs.evolve(problem, x=laid_out(problem.x, layout), residual=residual))
@@ -188,7 +188,7 @@ def of_equal_copies(form: str, subject: Subject) -> Producer:
 def both_copies(
     problem: Producer, kernel: Kernel, outputs: Outputs, seed: int, x_seed: int, offset: Offset
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the result, and of what is kept."""
+    """Run a kernel and return its copies of the result and of what is kept."""
     written = problem.run(kernel, outputs, seed, x_seed, offset)
     return given(written.q), given(written.x_q)
 

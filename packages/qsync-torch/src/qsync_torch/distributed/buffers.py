@@ -19,14 +19,14 @@ from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.distributed.process_group import rank_count
 
 _PIECE_BYTES = 250 * 1024 * 1024
-"""As DistributedDataParallel's own broadcast of buffers."""
+"""The size of a piece in DistributedDataParallel's own broadcast of buffers."""
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 _LIBRARY.define("share_buffers(Tensor(a!)[] buffers, int[] training) -> ()")
 
 
 def before_forward(buffers: Sequence[torch.Tensor], training: Sequence[int]) -> None:
-    """In a forward that DistributedDataParallel runs on all ranks: the buffers of the first training rank go to all of them.
+    """Give all ranks the buffers of the first training rank, in a forward that DistributedDataParallel runs on all of them.
 
     Nothing happens under ``no_sync()``, where ranks may run forwards that others do not, and outside a wrapper.
 

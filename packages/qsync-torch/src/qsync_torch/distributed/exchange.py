@@ -64,7 +64,7 @@ class Members:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None) -> Members | None:
-        """Of a process group, the whole job's by default; None outside one, and on a rank that is alone in it or not of it."""
+        """Find the ranks of a process group, by default the job's; None outside one, and on a rank alone in it or not of it."""
         if rank_count(group) < 2:
             return None
         whole = dist.group.WORLD if group is None else group

@@ -23,7 +23,7 @@ from qsync_torch.distributed.uneven_batches import split_samples
 
 Mean = torch.futures.Future[torch.Tensor]
 CommunicationHook = Callable[[Any, dist.GradBucket], Mean]
-"""As DistributedDataParallel takes it; it gives the mean over ranks of a bucket."""
+"""A hook as DistributedDataParallel takes it; it gives the mean over ranks of a bucket."""
 
 
 def weight_gradients(

@@ -1,4 +1,4 @@
-"""From what was seen of a job's ranks to tables and sentences."""
+"""Tables and sentences made of what was seen of a job's ranks."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def _causes(trouble: Trouble) -> dict[int, str]:
 
 
 def _is_consequence(reason: str) -> bool:
-    """Of another rank's end."""
+    """Whether a probe ended because another rank had ended."""
     return any(text in reason.lower() for text in _CONSEQUENCES)
 
 

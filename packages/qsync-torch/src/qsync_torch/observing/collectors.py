@@ -97,7 +97,7 @@ class RunningCollectors:
 
     @property
     def names(self) -> list[str]:
-        """Of those that run."""
+        """The names of the collectors that run."""
         return [collector.name for collector in self.active]
 
     @property

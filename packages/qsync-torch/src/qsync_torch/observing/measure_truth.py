@@ -26,7 +26,7 @@ from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, kep
 from qsync_torch.observing.observe import observe
 
 _GOOD_BATCHES = 4
-"""With fewer, another batch tells more than another draw: gradients differ more from batch to batch than from draw to draw."""
+"""Batches up to which one more tells more than another draw: gradients differ more between batches than between draws."""
 _FEWEST, _GOOD_DRAWS, _MOST_DRAWS = 2, 8, 32
 """More draws than the second are made where no more batches are left."""
 _BOUNDLESS = 1e15

@@ -22,7 +22,7 @@ SAME_DEVICE = 0.25
 _NAMED = re.compile(r"(train|infer)(?![a-z])", re.IGNORECASE)
 
 StepsNs = Mapping[str, int]
-"""By group, a step in the job's base precision."""
+"""Steps of groups in the job's base precision, by name."""
 
 
 def described_groups(
@@ -70,7 +70,7 @@ def roles_said(groups: Sequence[Group], wishes: Mapping[str, Wish]) -> dict[str,
 
 
 def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs) -> str:
-    """By the first guess, unless all have a profile, and it says otherwise of groups that were unlike and have unequal devices."""
+    """Name the fastest group: the first guess, unless profiles of all say otherwise of unlike groups with unequal devices."""
     steps = {group.name: _step(probes, group.name) for group in groups}
     least = min(groups, key=lambda group: steps[group.name].value)
     guess = next(group for group in groups if alike(group, least, probes))

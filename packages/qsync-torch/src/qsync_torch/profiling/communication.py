@@ -42,7 +42,7 @@ _MOST_SIZES = 8
 _REPEATS = 7
 _COPY_REPEATS = 5
 _BROADCAST_BYTES = 250 * 1024 * 1024
-"""In which pieces DistributedDataParallel broadcasts buffers."""
+"""The size of the pieces in which DistributedDataParallel broadcasts buffers."""
 
 
 @attrs.frozen

@@ -24,7 +24,7 @@ from qsync_torch.distributed.ranks import told_by_all
 from qsync_torch.sharing.share import green_share_in_force
 
 _SHARE_TOLERANCE = 0.1
-"""Of the SMs: MPS rounds a percentage to what the chip can give, such as 8 of an H200's 132 SMs."""
+"""The part of the SMs that may be missing: MPS rounds a percentage to what the chip can give, such as 8 of an H200's 132 SMs."""
 
 
 @attrs.frozen

@@ -210,7 +210,7 @@ class MemoryRows:
             add(found, self._copy_alive(producer, share, using, holding, moment), size[share])
 
     def _copy_alive(self, producer: int, share: int, using: Terms, holding: Terms, moment: int) -> Indicator:
-        """From the first user's forward to the last user's, or to the first holder's backward."""
+        """Indicate whether a copy is alive: from its first user's forward to its last user's, or to its first holder's backward."""
         if moment >= self._layout.count:
             until = self._holders(moment)
             return self._any_of(producer, share, {reader: term for reader, term in holding.items() if reader < until})

@@ -96,9 +96,9 @@ def unit_ns(slowest_ns: int) -> int:
 
 
 def time_after(shape: StepShape) -> dict[int, int]:
-    """For each operator after whose backward a bucket is ready: the collectives from that bucket on, and the optimizer.
+    """Return the ns after each backward that makes a bucket ready, by operator: the collectives from there on, and the optimizer.
 
-    Its deadline is T less this time.
+    The deadline of that backward is T less this time.
     """
     found: dict[int, int] = {}
     for position, left in zip(shape.ready_after, shape.left_ns, strict=True):
