@@ -18,11 +18,11 @@ class Producer(enum.StrEnum):
     """What a chain is built around; kernels are named after it."""
 
     BATCH_NORM = "batch_norm"
-    """Behind it perhaps the addition of a residual, perhaps a ReLU."""
+    """A batch norm; behind it perhaps the addition of a residual, perhaps a ReLU."""
     LAYER_NORM = "layer_norm"
-    """Before it perhaps the addition of a residual."""
+    """A layer norm; before it perhaps the addition of a residual."""
     ACTIVATION = "activation"
-    """One function alone."""
+    """An activation alone."""
 
 
 class Activation(enum.StrEnum):

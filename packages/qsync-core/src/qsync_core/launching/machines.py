@@ -30,7 +30,7 @@ class GroupMachines:
 
     @property
     def name(self) -> str:
-        """The group's."""
+        """The group's name."""
         return self.plan.group
 
     @property

@@ -82,7 +82,7 @@ class MachineCommand:
 
 
 def machine_commands(job: PlannedJob, meeting: Meeting, script: Sequence[str]) -> list[MachineCommand]:
-    """One per machine, in the order of node ranks."""
+    """Make the command of every machine, in the order of node ranks."""
     return [
         MachineCommand(
             machines.name,

@@ -91,7 +91,7 @@ class GroupChoices:
         return next(choice.rungs for choice in (self._base[group], *self._lowered[group]) if choice.variants is variants)
 
     def add(self, group: str, rungs: Rungs) -> None:
-        """One more choice of an inference group; of a plan that fuses chains also the plan that does not."""
+        """Add a choice of an inference group; of a plan that fuses chains also the plan that does not."""
         units = self.problem.by_name[group].units
         unfused = tuple(unit.top if unit.is_chain else rung for unit, rung in zip(units, rungs, strict=True))
         for wanted in dict.fromkeys((rungs, unfused)):

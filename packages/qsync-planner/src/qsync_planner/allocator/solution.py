@@ -136,7 +136,7 @@ def _producer(profile: Profile, name: OpId, chosen: ChainVariant) -> str:
 def memory_parts(
     replayer: Replayer, variants: Mapping[str, Variants], local_batches: Mapping[str, int]
 ) -> dict[str, Mapping[str, int]]:
-    """Per group what one of its processes takes of its device under a plan, by part."""
+    """Predict what a process of each group takes of its device under a plan, by part."""
     return {name: replayer.memory(name, chosen).at_batch(local_batches[name]).process_parts for name, chosen in variants.items()}
 
 

@@ -83,7 +83,7 @@ class Place:
 
     @property
     def multiprocessors(self) -> float:
-        """Those of the share."""
+        """The multiprocessors of the share."""
         return self.sheet.multiprocessors * self.share
 
     @property

@@ -117,7 +117,7 @@ class UpdateMean:
         return cls(non_negative(found, observations.iterations, f"{terms.GRADIENT_SQ_NORM} of the model") if found else None)
 
     def over(self, updates: slice) -> UpdateMean:
-        """Over some of the updates."""
+        """Restrict the mean to some of the updates."""
         return UpdateMean(None if self.sq_norms is None else self.sq_norms[updates])
 
     def mean(self, values: Sequence[float]) -> float:

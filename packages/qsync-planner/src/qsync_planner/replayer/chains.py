@@ -78,12 +78,12 @@ class Chains:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """Per chain the positions of its operators."""
+        """The positions of every chain's operators."""
         return tuple(tuple(self.dag.index[member] for member in chain.members) for chain in self.all)
 
     @cached_property
     def product_readers(self) -> tuple[tuple[int, ...], ...]:
-        """Per chain the positions of the operators that its copy may serve."""
+        """The positions of the operators that every chain's copy may serve."""
         return tuple(tuple(self.dag.index[reader] for reader in chain.product_readers) for chain in self.all)
 
     @cached_property

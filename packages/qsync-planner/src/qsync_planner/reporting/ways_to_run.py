@@ -53,7 +53,7 @@ class Job:
 
 @attrs.frozen
 class WayToRun:
-    """One way.
+    """One way to run a job.
 
     Attributes:
         title: for people.

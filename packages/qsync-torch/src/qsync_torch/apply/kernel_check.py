@@ -1,4 +1,4 @@
-"""Before the first step: whether every kernel that a plan needs can run here and is right, and building those that take long."""
+"""Checks before the first step: every kernel that a plan needs can run here and is right; those that take long are built."""
 
 from __future__ import annotations
 

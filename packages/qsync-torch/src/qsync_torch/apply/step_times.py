@@ -161,7 +161,7 @@ class ScalarLog:
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """After all gradients of the backward pass that runs, and after what was to be called there before."""
+    """Call something after all gradients of the backward pass that runs, and after what was to be called there before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 

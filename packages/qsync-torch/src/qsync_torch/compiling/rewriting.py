@@ -304,7 +304,7 @@ def _laid_out(tensor: Node, order: list[int]) -> Node:
 
 
 def _arguments(chain: FoundChain, results: Mapping[Node, _Result], streams: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of the chain's operator (:mod:`qsync_torch.operators.chains`)."""
+    """Return the arguments of the chain's operator (:mod:`qsync_torch.operators.chains`)."""
     before = results.get(chain.residual) if chain.residual is not None else None
     x = results[chain.x].out if chain.x in results else chain.x
     residual = chain.residual if before is None else before.out

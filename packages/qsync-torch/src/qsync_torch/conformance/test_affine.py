@@ -202,7 +202,7 @@ def test_a_float_gradient_of_the_weight(check: Check, granularity: Granularity, 
 
 
 def test_the_gradient_of_the_input_reads_no_zero_point(check: Check) -> None:
-    """Its kernel is that of the symmetric variant."""
+    """The kernel of the gradient of the input is that of the symmetric variant."""
     grad, w = floats((33, 40), torch.float32, check.device, 1), integers((40, 72), check.device, 2)
     variant = attrs.evolve(AFFINE, grad_input=Precision.FLOAT32, grad_weight=Precision.FLOAT32)
     weight = w.double() * 0.5

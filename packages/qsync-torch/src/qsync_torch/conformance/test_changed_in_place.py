@@ -94,7 +94,7 @@ def linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor)
 
 
 def test_linear_output(check: Check) -> None:
-    """Activation, weight, their scales and the bias."""
+    """The output follows changes of activation, weight, their scales and the bias."""
     device = check.device
     x, w = integers((M, K), device, 1) // 8, integers((N, K), device, 2) // 8
     bias = torch.arange(N, dtype=torch.float32, device=device) - 7

@@ -90,7 +90,7 @@ class Convolution:
 @pytest.mark.parametrize("output", FLOATS, ids=str)
 @pytest.mark.parametrize("name", IMAGES)
 def test_integer_sums_are_exact(check: Check, name: str, output: Precision) -> None:
-    """Against int64 arithmetic, with scales that are powers of two and a bias of integers."""
+    """Sums equal those of int64 arithmetic, with scales that are powers of two and a bias of integers."""
     case = Convolution(name, check.device)
     x_scale, w_scale, bias, product = case.scaled()
     variant = attrs.evolve(INT8, output=output)

@@ -135,7 +135,7 @@ def test_copies_of_rows_of_producers(subject: Subject, outputs: Outputs, form: s
 
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name == BATCH_NORM])
 def test_the_copy_of_a_gradient(subject: Subject, outputs: Outputs, form: str) -> None:
-    """Its scale is made for the largest gradient, wherever that is."""
+    """The scale of a gradient's copy is made for the largest gradient, wherever that is."""
     shape = (42, 40)
     problem = Producer.of(form, variant_of(), shape, subject.device, 30)
     problem = attrs.evolve(

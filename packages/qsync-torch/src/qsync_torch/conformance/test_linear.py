@@ -46,7 +46,7 @@ def magnitude_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("output", FLOATS, ids=str)
 @pytest.mark.parametrize("m, k, n", SIZES)
 def test_integer_sums_are_exact(check: Check, m: int, k: int, n: int, output: Precision) -> None:
-    """Against int64, the int32 sum rounded once to the output."""
+    """Results equal int64 sums, rounded once to the output."""
     x, w = integers((m, k), check.device, 1), integers((n, k), check.device, 2)
     expected = (x.cpu().long() @ w.cpu().long().t()).float().to(TORCH_DTYPE[output]).to(check.device)
     check.exact(Op.LINEAR_OUTPUT, output_variant(output), (x, check.ones(), w, check.ones(n), None), expected)
@@ -248,7 +248,7 @@ def test_float8_products(check: Check, m: int, k: int, n: int, output: Precision
 
 @pytest.mark.parametrize("precision", FLOATS, ids=str)
 def test_products_in_a_float_format(check: Check, precision: Precision) -> None:
-    """Where a backend offers a float format: the same calls with empty scales."""
+    """A backend that offers a float format takes the same calls with empty scales."""
     m, k, n = 33, 72, 40
     variant, dtype, empty = Variant.of(precision), TORCH_DTYPE[precision], torch.empty(0, device=check.device)
     x, w, b = (floats(shape, dtype, check.device, i) for i, shape in enumerate(((m, k), (n, k), (n,))))

@@ -99,7 +99,7 @@ def gradient(problem: Producer, seed: int = 50) -> torch.Tensor:
 @pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(subject: Subject, outputs: Outputs, form: str, saved: Precision, dtype: Precision) -> None:
-    """All at once, against float64."""
+    """All gradients are right at once, compared with float64."""
     kept = saved if saved.needs_scale else dtype
     problem = Producer.of(form, variant_of(saved=kept, output=dtype), (56, 40), subject.device)
     check(subject, outputs, problem, gradient(problem))
@@ -194,7 +194,7 @@ def test_normalization_without_parameters(subject: Subject, outputs: Outputs, fo
 
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name != ACTIVATION])
 def test_equal_numbers_and_large_means(subject: Subject, outputs: Outputs, form: str) -> None:
-    """Without variance σ⁻¹ is 1/sqrt(eps), and x̂ is 0."""
+    """Gradients are right where there is no variance: σ⁻¹ is 1/sqrt(eps), and x̂ is 0."""
     problem = Producer.of(form, variant_of(), (28, 16), subject.device, 10)
     equal = attrs.evolve(problem, x=torch.full_like(problem.x, 3.0))
     if problem.residual is not None and problem.name == LAYER_NORM:

@@ -46,7 +46,7 @@ def test_result_copies_and_statistics(subject: Subject, outputs: Outputs, form: 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_of_every_kind(subject: Subject, outputs: Outputs, form: str) -> None:
-    """One position, one channel, channels that are no multiple of 8, more positions than a program takes."""
+    """Results are right for one position, one channel, no multiple of 8 channels, more positions than a program takes."""
     for shape in SHAPES:
         check(subject, outputs, Producer.of(form, variant_of(), shape, subject.device, shape[1]))
 
@@ -63,7 +63,7 @@ def test_scales_of_rows(subject: Subject, outputs: Outputs, form: str, granulari
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float8_copies(subject: Subject, outputs: Outputs, form: str) -> None:
-    """Where a backend offers them."""
+    """Copies in float8 are right where a backend offers them."""
     check(subject, outputs, Producer.of(form, variant_of(FLOAT8), (42, 24), subject.device, 5))
 
 
@@ -176,7 +176,7 @@ def test_rounding_is_unbiased(subject: Subject, outputs: Outputs, form: str) -> 
 
 
 def of_equal_copies(form: str, subject: Subject) -> Producer:
-    """One whose two copies, of the result and of what is kept, are of the same numbers under the same scales."""
+    """Make a problem whose two copies, of the result and of what is kept, are of the same numbers under the same scales."""
     name, _ = FORMS[form]
     variant = variant_of(saved=INT8, granularity=TENSOR if name == BATCH_NORM else ROW)
     problem = Producer.of(form, variant, (2048, 1) if name == BATCH_NORM else (32, 64), subject.device, 15)

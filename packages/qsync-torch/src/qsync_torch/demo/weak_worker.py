@@ -88,7 +88,7 @@ class WeakWorker:
         return tried[best]
 
     def keep(self, measure_ratio: Callable[[], float], wanted: float) -> None:
-        """Before training, some minutes after profiling: bring a quota back to the ratio that there was then.
+        """Bring a quota back to the ratio that there was at profiling, before training begins some minutes later.
 
         The two cores of a shared host drift against each other, and the weak worker is to stay as weak as its profile says.  Every
         rank must take part in ``measure_ratio``.
@@ -135,7 +135,7 @@ class ColocatedLoad:
         self._process.stdout.readline()  # it is ready
 
     def set_niceness(self, niceness: int) -> None:
-        """Its priority: 0 is the worker's own, higher takes less.  Without privileges it can only go up."""
+        """Set the process's priority: 0 is the worker's own, higher takes less.  Without privileges it can only go up."""
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
     def close(self) -> None:

@@ -71,6 +71,6 @@ torch.library.register_fake("qsync::share_buffers", lambda buffers, training: No
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
-    """Those that DistributedDataParallel broadcasts: it leaves out what the model says so of."""
+    """List the buffers that DistributedDataParallel broadcasts: it leaves out what the model says so of."""
     ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return [buffer for name, buffer in model.named_buffers() if name not in ignored]

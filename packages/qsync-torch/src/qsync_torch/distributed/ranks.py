@@ -311,7 +311,7 @@ def _members(group: dist.ProcessGroup | Members | None) -> Members | None:
 
 @contextmanager
 def naming_lost_ranks(what: str) -> Iterator[None]:
-    """Around collectives: one that fails because of another rank says so.
+    """Surround collectives: one that fails because of another rank says so.
 
     Args:
         what: the call, as its user knows it.

@@ -122,7 +122,7 @@ def _data(seen: Seen) -> dict[str, object]:
 
 
 def version_lines(seen: Seen) -> Iterator[DoctorLine]:
-    """One line per version in which ranks differ, which says whether that matters."""
+    """Say of every version in which ranks differ whether that matters."""
     if len(set(seen.qsync.values())) > 1:
         yield DoctorLine("ranks: QSync", by_value(seen.qsync), Status.ERROR, "install the same versions everywhere; then ask again")
     facts = seen.facts

@@ -44,7 +44,7 @@ def product_lines(daemon: Daemon) -> list[DoctorLine]:
 
 
 def _formats(device: torch.device) -> tuple[Precision, ...]:
-    """Those that the device has in hardware."""
+    """List the formats that the device has in hardware."""
     capability = torch.cuda.get_device_capability(device)
     return tuple(p for p in PRECISIONS if not (p is Precision.BFLOAT16 and capability < (8, 0)))
 

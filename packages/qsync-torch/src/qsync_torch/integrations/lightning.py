@@ -96,7 +96,7 @@ class HybridStrategy(DDPStrategy):
         super().configure_ddp()
 
     def setup(self, trainer: Trainer) -> None:
-        """Also tell the loggers."""
+        """Set up the strategy, and tell the loggers of the plan."""
         before = self._planned
         super().setup(trainer)
         if self._planned is not None and self._planned is not before:

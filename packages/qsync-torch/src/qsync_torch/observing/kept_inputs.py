@@ -171,7 +171,7 @@ class KeptInputs(ProducerCalls):
         return out
 
     def finish(self) -> None:
-        """After the pass of responses: those of norms before which nothing is trained."""
+        """Hand on, after the pass of responses, those of norms before which nothing is trained."""
         for site in self._sites:
             self._hand_on_response(site, None)
 
@@ -283,7 +283,7 @@ class RoundedInput(ProducerCalls):
         self._name, self._variant, self._seed = name, variant, seed
 
     def call(self, call: ProducerCall) -> torch.Tensor:
-        """One call."""
+        """Run a call, the chosen chain's with its input kept in 8 bit."""
         if call.chain.name != self._name or not torch.is_grad_enabled():
             return call.run(call.x)
         keeping = _Keeping(call, self._variant, self._seed)

@@ -31,7 +31,7 @@ FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
 
 
 _pool: Callable[..., Any] = F.max_pool2d
-"""Its overloads accept literals only."""
+"""Max pooling without its overloads, which accept literals only."""
 
 
 @attrs.define(eq=False)
@@ -231,7 +231,7 @@ def _density(half_width: torch.Tensor) -> torch.Tensor:
 
 
 def _runners_up(a: torch.Tensor, out_size: torch.Size, geometry: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per window of a pooling, the index (into H·W) of its second largest element and how far it is below the largest.
+    """Find, in each window of a pooling, the index (into H·W) of its second largest element and its distance to the largest.
 
     Args:
         a: (N, C, H, W).

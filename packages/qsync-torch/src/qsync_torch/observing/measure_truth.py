@@ -95,7 +95,7 @@ def _cost(budget: TruthBudget, operators: int, variants: Sequence[Variant], warm
 
 
 def _over_batches(budget: TruthBudget, progress: ProgressCallback) -> ProgressCallback:
-    """One progress bar over all batches, from the collector's, which starts anew with each."""
+    """Make one progress bar over all batches of the collector's own, which starts anew with each."""
     finished = 0
 
     def update(done: int, total: int, what: str) -> None:

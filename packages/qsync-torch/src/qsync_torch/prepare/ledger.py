@@ -73,7 +73,7 @@ _FILES_OF_GROUPS: Mapping[str, Callable[[RunFolder, list[str]], Path]] = {
     "timeline": lambda run, groups: run.timeline("predicted", groups),
 }
 _MAY_LACK_A_FILE = "plan"
-"""Its value says why there is none."""
+"""A part that may lack a file; its value says why there is none."""
 _WITHOUT_FILE = ("probe", "reprobe", "tuning")
 _NAMES = RunFolder(Path(os.devnull))
 """A folder for names alone: below it no link can lead anywhere."""

@@ -192,7 +192,7 @@ class Bench:
         return {name: run(inputs)}
 
     def _check_job(self) -> None:
-        """Before this rank measures: that it has the job of rank 0, whose graph it was given; its batches may have other sizes.
+        """Check, before this rank measures, that it has the job of rank 0, whose graph it has; its batches may have other sizes.
 
         Raises:
             QSyncError: naming what differs.

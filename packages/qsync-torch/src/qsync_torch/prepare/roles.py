@@ -93,7 +93,7 @@ def _moments(probes: Mapping[str, Probe], name: str) -> list[Uncertain]:
 
 
 def _step(probes: Mapping[str, Probe], name: str) -> Uncertain:
-    """Over all moments."""
+    """Return a group's step, with the uncertainty of all moments."""
     moments = _moments(probes, name)
     if len(moments) == 1:
         return moments[0]
@@ -114,7 +114,7 @@ def alike(one: Group, other: Group, probes: Mapping[str, Probe]) -> bool:
 
 
 def to_repeat(groups: Sequence[Group], probes: Mapping[str, Probe]) -> list[Group]:
-    """Those whose first steps differ from those of a group with the same device."""
+    """List the groups whose first steps differ from those of a group with the same device."""
 
     def differs(one: Group, other: Group) -> bool:
         first = (_moments(probes, group.name)[0] for group in (one, other))

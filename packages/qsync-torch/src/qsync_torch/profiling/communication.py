@@ -84,7 +84,7 @@ class ProcessGroups:
     @classmethod
     @contextmanager
     def of(cls, ranks: Sequence[int] | None = None) -> Iterator[ProcessGroups]:
-        """Those of some ranks, by default of all; destroyed at the end of the block."""
+        """Make the groups of some ranks, by default of all; they are destroyed at the end of the block."""
         made = cls(None if ranks is None else dist.new_group(ranks), {})
         if "nccl" in str(dist.get_backend()):
             for max_ctas in MAX_CTAS:

@@ -116,7 +116,7 @@ def _gpu_index(model: nn.Module) -> int | None:
 
 
 def _backends() -> str:
-    """Those of the process group, such as ``cpu:gloo,cuda:nccl``; empty outside one."""
+    """Name the backends of the process group, such as ``cpu:gloo,cuda:nccl``; empty outside one."""
     if not in_process_group():
         return ""
     found: str = dist.get_backend_config()

@@ -46,7 +46,7 @@ def charged_casts(choices: Choices, program: Program) -> Iterator[ChargedCast]:
 
 
 def _uses(choices: Choices, reader: int, slot: int) -> dict[int, tuple[PricedCast, list[Indicator]]]:
-    """Per share number the cast of the tensor at ``slot``, and the choices of the reader that need it."""
+    """Find the casts of the tensor at ``slot``, by share number, each with the choices of the reader that need it."""
     slots = choices.wiring.slots[reader]
     found: dict[int, tuple[PricedCast, list[Indicator]]] = {}
     for state, chosen, _ in choices.of[reader]:
