@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+from collections.abc import Iterator
 
 from contracts.environment import ROOT
 
@@ -17,6 +20,19 @@ DIRECTLY = {"qsync_torch": 12, "qsync_core": 10, "qsync_planner": 8}
 """Modules beside a package's folders, at most."""
 IN_A_ROOM = 18
 FLOORS = 10
+LEANS = re.compile(r"(Of|As|By|In|With|For)\b")
+"""How a docstring begins that says nothing without the name it stands under, which a tooltip does not show."""
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every docstring: of modules, classes and functions, and behind what has a value."""
+    for node in ast.walk(ast.parse(source)):
+        statements = getattr(node, "body", None)
+        for statement in statements if isinstance(statements, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                text = statement.value.value
+                if isinstance(text, str):
+                    yield statement.lineno, text.strip()
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -42,3 +58,13 @@ def test_every_citation_leads_somewhere():
 
 def test_cannot_is_one_word():
     assert written_apart(TEXTS) == []
+
+
+def test_the_first_line_of_a_docstring_stands_alone():
+    leaning = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in sorted(ROOT.glob("packages/*/src/**/*.py"))
+        for line, text in docstrings(path.read_text(encoding="utf-8"))
+        if LEANS.match(text)
+    ]
+    assert leaning == [], "say what it is or does, a verb first for functions: " + "; ".join(leaning)

@@ -52,7 +52,7 @@ class Chip:
 
     @property
     def rungs(self) -> tuple[Precision, ...]:
-        """Its standard ladder, lowest first: int8 where it has int8 products, its 16-bit format, float32."""
+        """The chip's standard ladder, lowest first: int8 where it has int8 products, its 16-bit format, float32."""
         return tuple(p for p in (_INT8, self.sixteen_bit, _FLOAT32) if p in self.peak_tera)
 
 
@@ -189,7 +189,7 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*_DATA_CENTRE, *_WORKSTAT
 """Known chips by name.  int8 means int8 tensor-core products: V100 has only the slower DP4A instruction and is left out."""
 
 _BETWEEN_WORDS = r"(?:[\s_-]*\d+GB)?[\s_-]*"
-"""Between the words of a name a maker may put nothing, or the size of the memory: ``RTX3090``, ``A100 80GB PCIe``."""
+"""What a maker may put between the words of a name: nothing, or the size of the memory: ``RTX3090``, ``A100 80GB PCIe``."""
 _PATTERNS = [
     (re.compile(rf"(?<![A-Z0-9]){_BETWEEN_WORDS.join(map(re.escape, chip.name.upper().split()))}(?![A-Z0-9])(.*)"), chip)
     for chip in sorted(CHIPS.values(), key=lambda chip: -len(chip.name))

@@ -106,7 +106,7 @@ class RunFolder:
         return path
 
     def relative(self, path: Path) -> str:
-        """One of these files, as it is called in the folder of every machine."""
+        """Name a file of this folder as it is called in the folder of every machine."""
         return path.relative_to(self.path).as_posix()
 
     def planned_groups(self) -> list[tuple[str, ...]]:

@@ -71,7 +71,7 @@ SETTINGS: dict[str, Setting] = {
     "machine": Setting("the CPU's architecture", "start this process on a {}"),
     "cpu_capability": Setting("the CPU's instructions", "start this process on a CPU with {}"),
 }
-"""By name.  What is recorded beside these (Python's version, those of kernel backends) is not compared."""
+"""The settings that are compared, by name; others that are recorded (Python's version, those of kernel backends) are not."""
 
 
 @attrs.frozen

@@ -60,7 +60,7 @@ SM_89 = Architecture("sm_89", (8, 9), 99 * _KIB, 100 * _KIB, 65536, 1536, 24, Tr
 SM_90A = Architecture("sm_90a", (9, 0), 227 * _KIB, 228 * _KIB, 65536, 2048, 32, True, True, True, True, True, 132, 1979, 4800)
 
 ARCHITECTURES = {found.name: found for found in (SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A)}
-"""By name.  Chips: V100, T4, A100, A10, L4, H200."""
+"""Architectures by name.  Chips: V100, T4, A100, A10, L4, H200."""
 
 
 def architecture(name: str) -> Architecture:

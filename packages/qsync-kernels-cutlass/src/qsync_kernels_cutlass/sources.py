@@ -351,7 +351,7 @@ def request_sources(request: KernelRequest, config: Config, arch: Architecture) 
 
 
 def needed_sources(request: KernelRequest, config: Config, arch: Architecture) -> list[KernelSource]:
-    """Those of :func:`request_sources` that dense and aligned operands of the request's sizes need."""
+    """List the sources of :func:`request_sources` that dense and aligned operands of the request's sizes need."""
     problem = problem_of(request)
     every = request_sources(request, config, arch)
     if isinstance(problem, ConvProblem):

@@ -242,7 +242,7 @@ _POINTWISE = _cuts(
     (256, 128, 64, 8, 3),
 )
 DEQUANTIZE = "dequantize"
-"""Of a gradient in a float format: the kept 8-bit copy is dequantized first, and cuBLAS or cuDNN multiplies."""
+"""A way to compute a gradient in a float format: the kept 8-bit copy is dequantized first, and cuBLAS or cuDNN multiplies."""
 MOST_OUTPUTS = 256
 """Output channels of a 1x1 convolution up to which its weight's gradient reads the 8-bit copy by default.
 

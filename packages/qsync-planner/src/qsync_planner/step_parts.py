@@ -142,7 +142,7 @@ def waiting(timeline: Timeline, group: str) -> int:
 
 
 def _collective_times(timeline: Timeline) -> dict[int, dict[tuple[str, int], int]]:
-    """Per rank the duration of each collective, by its name and how many of that name came before it."""
+    """Find the duration of each rank's collectives, by their name and how many of that name came before."""
     return {rank: {key: i.duration_ns for key, i in _collectives(timeline, rank)} for rank in timeline.rank_group}
 
 

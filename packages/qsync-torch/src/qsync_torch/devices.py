@@ -155,7 +155,7 @@ def _fp32_precision(where: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def driver_version() -> str:
-    """Of NVIDIA's driver; ``unknown`` where nvidia-smi does not say."""
+    """Return the version of NVIDIA's driver; ``unknown`` where nvidia-smi does not say."""
     return next(iter(nvidia_smi("gpu=driver_version")), "unknown")
 
 

@@ -59,7 +59,7 @@ def _frames_of(error: BaseException) -> list[Frame]:
 
 
 def _deepest_frames(frames: Sequence[Frame], *owners: int) -> Iterator[Frame]:
-    """Those of some owners, the deepest first."""
+    """Find frames of some owners, the deepest first."""
     return (frame for frame in reversed(frames) if _owner(frame[0]) in owners)
 
 

@@ -239,7 +239,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
-        """Of every parameter, as its optimizer has it now."""
+        """The state of every parameter, as its optimizer has it now."""
         return {parameter: entry for one in self.optimizers for parameter, entry in one.state.items()}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -248,7 +248,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
             one.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the parameters of each."""
+        """Reset the gradients of the parameters of every optimizer."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 

@@ -24,7 +24,7 @@ from qsync_torch.models import NAMED
 
 @contextlib.contextmanager
 def job_code(job: str) -> Iterator[None]:
-    """Around whatever runs code of a job: it cannot end the program as if all were well, nor print into a command's result.
+    """Surround what runs code of a job: it cannot end the program as if all were well, nor print into a command's result.
 
     What the job prints goes to standard error.  ``os._exit`` ends the process without a word to anyone and is beyond this.
 

@@ -78,7 +78,7 @@ def qsync_register_collectors() -> list[Any]:
 
 @hookimpl
 def qsync_measure_truth(request: TruthRequest) -> Observations:
-    """By the collector ``montecarlo``."""
+    """Measure the truth with the collector ``montecarlo``."""
     from qsync_torch.load_job import job_code
     from qsync_torch.observing.measure_truth import measure_truth
 

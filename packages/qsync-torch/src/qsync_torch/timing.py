@@ -21,7 +21,7 @@ _CUDA_CYCLES_PER_NS = 2.0
 _SHORTEST_SPIN_NS = 200_000
 _LONGEST_SPIN_NS = 200_000_000
 _PIECE_SPIN_NS = 16_000_000
-"""Before each piece of a phase: long beside the time that the CPU takes for a call, such as one that quantizes all weights."""
+"""The spin before each piece of a phase: long beside what the CPU takes for a call, such as one that quantizes all weights."""
 _DOUBTFUL = 0.02
 """Share of a phase's device time that may be waiting for the CPU."""
 _CPU_CACHE_BYTES = 16 << 20
@@ -84,7 +84,7 @@ class LaunchQueue:
         self._device = device
 
     def current(self) -> AbstractContextManager[Any]:
-        """Within it, this device is PyTorch's current one."""
+        """Make this device PyTorch's current one for a while."""
         return torch.cuda.device(self._device)
 
     def synchronize(self) -> None:

@@ -32,7 +32,7 @@ MAX_STRING = 65_536
 
 _MAX_MESSAGE = 300
 _MAX_KEY_DIGITS = 19
-"""Of an integer as a mapping's key, so that hostile text never becomes a huge integer."""
+"""Digits of an integer as a mapping's key, at most, so that hostile text never becomes a huge integer."""
 
 T = TypeVar("T")
 

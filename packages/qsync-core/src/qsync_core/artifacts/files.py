@@ -38,9 +38,9 @@ _MOST_DECODED = 6
 """Bytes of decoded values for one of the file.  A mapping takes 1 byte in a file and 60 to 200 in memory, so a file that grows by
 more than artifacts do is refused while it is decoded.  The densest artifacts, timelines, take 5.3."""
 _SPARE_BYTES, _SPARE_ITEMS = 1 << 18, 4096
-"""By which small artifacts may be denser."""
+"""Bytes and items that small artifacts may have beyond what their size allows."""
 _MIN_BYTES_PER_ITEM = 32
-"""Of one list or mapping, on the file's average: its size is known when it has been decoded."""
+"""The bytes of one list or mapping, at least, on the file's average: its size is known when it has been decoded."""
 
 _FRONT = struct.Struct(">8s16sIQ")
 _DIGEST_BYTES = 32

@@ -86,7 +86,7 @@ _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),
     ("Profile", 4): ("casts.key", {"symmetric": True}),
 }
-"""Likewise, fields that it adds to every entry of a list of that name, or to what that entry has under the name behind a dot."""
+"""Fields that a version adds to every entry of a list of that name, or to what the entry has under the name behind a dot."""
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -102,7 +102,7 @@ def _entries(fields: dict[str, Any], within: str) -> list[dict[str, Any]]:
 
 
 def _changed(fields: dict[str, Any], within: str, change: Migration) -> dict[str, Any]:
-    """With every entry of :func:`_entries` changed."""
+    """Return the fields with every entry of :func:`_entries` changed."""
     if not within:
         return fields
     name, _, inner = within.partition(".")

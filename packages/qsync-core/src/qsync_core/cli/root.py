@@ -109,7 +109,7 @@ def _tell_torchrun(sentence: str) -> None:
 
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-"""Of any file that a command, or a library under it, writes: no fault of the command."""
+"""Errors of the system when any file that a command, or a library under it, writes finds no room: no fault of the command."""
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),

@@ -18,11 +18,11 @@ class Producer(enum.StrEnum):
     """What a chain is built around; kernels are named after it."""
 
     BATCH_NORM = "batch_norm"
-    """Behind it perhaps the addition of a residual, perhaps a ReLU."""
+    """A batch norm; behind it perhaps the addition of a residual, perhaps a ReLU."""
     LAYER_NORM = "layer_norm"
-    """Before it perhaps the addition of a residual."""
+    """A layer norm; before it perhaps the addition of a residual."""
     ACTIVATION = "activation"
-    """One function alone."""
+    """An activation alone."""
 
 
 class Activation(enum.StrEnum):
@@ -31,7 +31,7 @@ class Activation(enum.StrEnum):
     NONE = "none"
     RELU = "relu"
     GELU = "gelu"
-    """With the error function."""
+    """GELU with the error function."""
     GELU_TANH = "gelu_tanh"
     """PyTorch's ``approximate="tanh"``."""
     SILU = "silu"
@@ -58,7 +58,7 @@ class ChainForm:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """As the texts that tuning records store; empty where they are neutral."""
+        """The form's fields as the texts that tuning records store; those that are neutral are left out."""
         flags = {} if self.activation is Activation.NONE else {"activation": str(self.activation)}
         if self.residual:
             flags["residual"] = "true"

@@ -17,12 +17,12 @@ MAX_MEASURED = 2**48
 """Upper bound of what is measured of one operator, cast, bucket or step: 3 days in nanoseconds, 256 TiB in bytes.  The sums of ten
 thousand of them stay below :data:`MAX_INT`."""
 MAX_ELEMENTS = 2**44
-"""Of one tensor; its bytes, several times over, stay below :data:`MAX_MEASURED`."""
+"""Elements of one tensor, at most; its bytes, several times over, stay below :data:`MAX_MEASURED`."""
 
 MAX_BATCH = 2**20
 """Samples of a rank's batch; what balances batches tries every size."""
 MOST_MICRO_BATCHES = 2**16
-"""Of an optimizer step."""
+"""Micro-batches of an optimizer step, at most."""
 
 H = TypeVar("H", bound=Hashable)
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]

@@ -131,7 +131,7 @@ class Operator:
 
     @property
     def geometry(self) -> Geometry:
-        """Of a convolution; neutral for other operators."""
+        """The geometry of a convolution; neutral for other operators."""
         return Geometry.of(self.attributes)
 
     @property
@@ -243,7 +243,7 @@ class PrecisionDag:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each operator the positions of those that read its output, in order of execution, once per reading edge."""
+        """The positions of the readers of every operator's output, in order of execution, once per reading edge."""
         lists: list[list[int]] = [[] for _ in self.operators]
         for i, operator in enumerate(self.operators):
             for producer in operator.inputs:

@@ -61,7 +61,7 @@ class Precision(enum.StrEnum):
 class _Facts(NamedTuple):
     nbytes: int
     level: int
-    """In the lattice's order."""
+    """The place in the lattice's order."""
     mantissa_bits: int = 0
     min_exponent: int = 0
 

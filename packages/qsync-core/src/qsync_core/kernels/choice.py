@@ -20,7 +20,7 @@ from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Op
 
 AUTO_BACKEND = "auto"
-"""In place of a backend's name: the backend that measured fastest for the shapes at hand, through ``qsync_select_backend``."""
+"""What stands for a backend's name: the backend that measured fastest for the shapes at hand, through ``qsync_select_backend``."""
 FLOAT_BACKEND = "aten"
 """Operators in float formats run PyTorch's own kernels, through autograd, and no other backend's."""
 QUANTIZE_WEIGHT = "quantize.weight"

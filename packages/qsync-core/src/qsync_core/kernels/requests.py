@@ -55,7 +55,7 @@ class CallShapes:
 
     @classmethod
     def of(cls, operator: Operator) -> CallShapes:
-        """Those of an adjustable operator of a graph; a single image counts as a batch of one.
+        """Take the shapes of an adjustable operator of a graph; a single image counts as a batch of one.
 
         Raises:
             ArtifactError: when they are no call of that kind.

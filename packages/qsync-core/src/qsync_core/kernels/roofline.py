@@ -36,7 +36,7 @@ class Peaks:
 
     @classmethod
     def of_cuda(cls, bytes_per_ns: float, compute_capability: str, multiprocessors: int, clock_ghz: float) -> Peaks:
-        """Those of a CUDA device; the products of an unknown chip bound nothing."""
+        """Find the peaks of a CUDA device; the products of an unknown chip bound nothing."""
         rates = _OPS_PER_CYCLE.get(compute_capability, {})
         return cls(bytes_per_ns, {name: per_cycle * multiprocessors * clock_ghz for name, per_cycle in rates.items()})
 

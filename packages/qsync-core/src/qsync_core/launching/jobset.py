@@ -86,7 +86,7 @@ def jobset(job: PlannedJob, name: str, settings: PodSettings, script: Sequence[s
 
 
 def to_yaml(manifest: Mapping[str, Any]) -> str:
-    """As text, with every string quoted that any reader of YAML could take for something else (``1e-3``, ``on``)."""
+    """Write a manifest as YAML, with every string quoted that any reader could take for something else (``1e-3``, ``on``)."""
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types

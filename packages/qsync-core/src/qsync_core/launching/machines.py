@@ -30,7 +30,7 @@ class GroupMachines:
 
     @property
     def name(self) -> str:
-        """The group's."""
+        """The group's name."""
         return self.plan.group
 
     @property
@@ -61,12 +61,12 @@ class PlannedJob:
 
     @classmethod
     def of(cls, plan: PrecisionPlan, groups: tuple[GroupMachines, ...], fewest_nodes: int) -> PlannedJob:
-        """Of a plan on these machines."""
+        """Make the job of a plan on these machines."""
         return cls(groups, fewest_nodes, plan.communication.settings.max_ctas if plan.communication else 0)
 
     @property
     def nodes(self) -> int:
-        """Of all groups."""
+        """The number of machines of all groups."""
         return sum(group.nodes for group in self.groups)
 
 

@@ -76,13 +76,13 @@ class MachineCommand:
     command: list[str]
 
     def line(self) -> str:
-        """As a shell reads it."""
+        """Return the variables and the command as one line of a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.command)])
 
 
 def machine_commands(job: PlannedJob, meeting: Meeting, script: Sequence[str]) -> list[MachineCommand]:
-    """One per machine, in the order of node ranks."""
+    """Make the command of every machine, in the order of node ranks."""
     return [
         MachineCommand(
             machines.name,

@@ -62,7 +62,7 @@ class Measurement:
 
     @property
     def trust(self) -> tuple[bool, int, int, str]:
-        """Of two measurements of one configuration the one with the larger trust counts."""
+        """A key that orders measurements of one configuration: of two the one with the larger trust counts."""
         return (not self.failure, self.samples, -self.latency_ns, self.failure)
 
 

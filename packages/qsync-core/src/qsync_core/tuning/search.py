@@ -187,7 +187,7 @@ class _Search:
         return self._found[config.text].latency_ns
 
     def ranked(self, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
-        """Those that were measured and run, the fastest first; of equal ones the earlier."""
+        """List the configurations that were measured and run, the fastest first; of equal ones the earlier."""
         ran = [c for c in configs if (found := self._found.get(c.text)) is not None and not found.failure]
         return sorted(ran, key=self.latency_ns)
 

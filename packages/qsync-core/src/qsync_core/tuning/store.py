@@ -100,7 +100,7 @@ class _Contents:
                 self.add_record(record)
 
     def record(self, text: str, configs: Collection[str] | None = None) -> TuningRecord | None:
-        """Of the searches for a key that ended with one of these configurations, the widest, whichever file it comes from."""
+        """Find the widest search for a key that ended with one of these configurations, whichever file it comes from."""
         valid = [r for r in self.records.get(text, {}).values() if configs is None or r.config in configs]
         return max(valid, key=_trust, default=None)
 

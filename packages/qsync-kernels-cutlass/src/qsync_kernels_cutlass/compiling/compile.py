@@ -60,7 +60,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 def print_progress(done: int, total: int, what: str, /) -> None:
-    """One line on standard error that counts where that is a terminal; elsewhere a line for each event."""
+    """Write one line to standard error that counts where that is a terminal; elsewhere a line for each event."""
     line = f"{what} ({done} of {total})"
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ USUAL_PLACES = (Path("/usr/local/cuda/bin/nvcc"),)
 """Where the CUDA toolkit installs itself."""
 
 GET_HEADERS = "run pip install --no-deps 'nvidia-cutlass>=4.2', or set CUTLASS_PATH to a checkout of CUTLASS"
-"""Its dependencies are CUDA's Python bindings, which compiling does not need."""
+"""How to get CUTLASS's headers, without the dependencies: CUDA's Python bindings, which compiling does not need."""
 
 
 def find_nvcc() -> Path | None:

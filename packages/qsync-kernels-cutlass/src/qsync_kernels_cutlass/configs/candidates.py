@@ -59,7 +59,7 @@ _PORTFOLIO = {
 on each of 29 products and convolutions, and the operators of a job share the few libraries."""
 
 _STREAM_K_TILE = (128, 128)
-"""Of the portfolio's stream-K kernel, for few tiles of a long k."""
+"""The output tile of the portfolio's stream-K kernel, for few tiles of a long k."""
 
 _COOPERATIVE = ((256, 128), (128, 256), (128, 192), (256, 96), (128, 128), (256, 64), (128, 96), (128, 64))
 _PINGPONG = ((64, 256), (128, 128), (64, 192), (128, 96), (64, 128), (128, 64), (64, 96), (64, 64))

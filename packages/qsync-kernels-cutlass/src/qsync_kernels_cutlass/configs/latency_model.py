@@ -18,7 +18,7 @@ from qsync_kernels_cutlass.configs.problem import BYTES, ConvProblem, Problem, f
 
 _LAUNCH_NS = 2300.0
 _CLUSTER_NS = 1200.0
-"""Until the blocks of a cluster have met, at its start and at its end."""
+"""How long the blocks of a cluster take to meet, at its start and at its end."""
 _PING_PONG_NS = 860.0
 """Once a tile: handing the tensor cores from one warp group to the other, and filling the pipeline."""
 _REACHED = 0.81

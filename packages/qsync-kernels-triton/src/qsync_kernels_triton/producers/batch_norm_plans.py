@@ -182,7 +182,7 @@ class _Output:
 
 
 def _cuts(positions: int, channels: int, config: ProducerConfig) -> tuple[Cut, Cut]:
-    """For the kernels that sum over positions, and for those that write."""
+    """Cut positions and channels twice: for the kernels that sum over positions, and for those that write."""
     return cut_freely(positions, channels, SUM_STRIP, config), cut_freely(positions, channels, config.strip, config)
 
 

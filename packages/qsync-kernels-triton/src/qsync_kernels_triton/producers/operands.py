@@ -145,5 +145,5 @@ def programs_for(cut: Cut, per_multiprocessor: int, device: torch.device, strips
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 elsewhere, where kernels are interpreted."""
+    """Count the multiprocessors of a GPU; 1 elsewhere, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

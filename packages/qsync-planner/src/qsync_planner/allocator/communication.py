@@ -152,7 +152,7 @@ def fastest(times_ns: Periods) -> CommunicationSettings:
 
 
 def fastest_by_ctas(times_ns: Periods, limit_ns: int) -> list[CommunicationSettings]:
-    """For each number of CTAs its fastest way, where that keeps a limit; the fastest of all first."""
+    """List the fastest way to communicate with each number of CTAs, where it keeps a limit; the fastest of all first."""
     found: dict[int, CommunicationSettings] = {}
     for way in sorted(times_ns, key=lambda way: times_ns[way]):
         if times_ns[way] <= limit_ns:

@@ -91,7 +91,7 @@ class GroupChoices:
         return next(choice.rungs for choice in (self._base[group], *self._lowered[group]) if choice.variants is variants)
 
     def add(self, group: str, rungs: Rungs) -> None:
-        """One more choice of an inference group; of a plan that fuses chains also the plan that does not."""
+        """Add a choice of an inference group; of a plan that fuses chains also the plan that does not."""
         units = self.problem.by_name[group].units
         unfused = tuple(unit.top if unit.is_chain else rung for unit, rung in zip(units, rungs, strict=True))
         for wanted in dict.fromkeys((rungs, unfused)):
@@ -318,7 +318,7 @@ def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced:
 
 
 def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Rungs]) -> dict[str, Rungs]:
-    """By inference group the rungs of the shortest period that were found by its program; none where none says.
+    """Find each inference group's rungs of the shortest period with its program; a group whose program finds none is absent.
 
     Args:
         problem: whose groups these are.

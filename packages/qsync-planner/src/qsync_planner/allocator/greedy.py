@@ -207,7 +207,7 @@ class _Offer:
 
 
 def recover_by_density(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
-    """As :func:`recovery.recover`, in the order of density."""
+    """Raise the plans as :func:`recovery.recover` does, but in the order of density."""
     history = new_history(state)
     for group in state.problem.groups:
         for _ in range(MAX_DENSITY_ROUNDS):

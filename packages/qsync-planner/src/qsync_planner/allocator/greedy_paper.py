@@ -96,7 +96,7 @@ def _judge_again(state: SearchState, limit_ns: int, history: Mapping[str, Sequen
 
 
 def _reason(unit: Unit, rung: int, history: History, slack: int) -> str:
-    """As :func:`reasons.reason`; a step that would fit by now was refused before others made room for it."""
+    """Give the reason for a unit, as :func:`reason` does; a step that fits by now was refused before others made room for it."""
     outdated = [refusal for refusal in history.refusals if not (refusal.over_time_ns or refusal.over_memory_bytes)]
     if not outdated:
         return reason(unit, rung, history, slack)

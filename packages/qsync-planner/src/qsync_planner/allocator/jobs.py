@@ -64,17 +64,17 @@ class Jobs:
 
     @property
     def whole(self) -> Replayer:
-        """Of all groups."""
+        """The replayer of the job of all groups, under the first of the ways to communicate."""
         return self.ways.at(self.ways.settings[0])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all groups."""
+        """The names of all groups."""
         return tuple(group.name for group in self.whole.cluster.groups)
 
     @property
     def training(self) -> tuple[str, ...]:
-        """Of the training groups."""
+        """The names of the training groups."""
         return tuple(group.name for group in self.whole.cluster.groups if group.role is Role.TRAIN)
 
     def best_alone(self) -> JobOfGroups:

@@ -65,7 +65,7 @@ def uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[
 
 
 def contention_notes(problem: Problem, communication: CollectiveCosts | None) -> list[str]:
-    """That it was not measured what all-reduces take from compute, on GPUs that have any."""
+    """Note that it was not measured what all-reduces take from compute, on GPUs that have any."""
     groups = problem.cluster.groups
     on_gpus = any(not problem.profiles[group.name].device.is_synchronous for group in groups)
     if communication is not None or not on_gpus or sum(group.count for group in groups) < 2:
@@ -77,7 +77,7 @@ def contention_notes(problem: Problem, communication: CollectiveCosts | None) ->
 
 
 def slow_base_notes(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> list[str]:
-    """That jobs on these GPUs are mostly trained faster than their base precision: under autocast, or with TF32.
+    """Note that jobs on these GPUs are mostly trained faster than their base precision: under autocast, or with TF32.
 
     Gains over such a baseline are not gains over what people train with.
     """

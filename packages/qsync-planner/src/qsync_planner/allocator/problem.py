@@ -64,7 +64,7 @@ class Unit:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Its rungs; none of a chain."""
+        """The unit's rungs that are variants; none of a chain."""
         return tuple(rung for rung in self.rungs if isinstance(rung, Variant))
 
 

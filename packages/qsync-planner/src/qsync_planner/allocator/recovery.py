@@ -65,7 +65,7 @@ def recover(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]
 
 
 def recover_as_printed(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
-    """As :func:`recover`, to the letter of the paper: one sweep, in which a refused step is the end of its unit.
+    """Raise plans as the paper prints it, unlike :func:`recover`: in one sweep, in which a refused step is the end of its unit.
 
     Whether a step lowers Ω is not asked.  Refusals are judged against the plan as it stood when the step was tried.
     """
@@ -140,7 +140,7 @@ def keep_if_fitting(state: SearchState, group: str, index: int, rung: int, limit
 
 
 def overruns(state: SearchState, group: str, prediction: Prediction, limit_ns: int) -> tuple[int, int]:
-    """By how many nanoseconds and bytes a prediction breaks the time limit and the group's memory budget (0: it does not)."""
+    """Return by how many ns and bytes a prediction breaks the time limit and the group's memory budget (0: it does not)."""
     problem, peak = state.problem.by_name[group], prediction.groups[group].peak_bytes
     over_memory = 0 if problem.fits(peak) else peak - problem.group.memory_bytes
     return max(0, prediction.iteration_ns - limit_ns), over_memory

@@ -25,7 +25,7 @@ from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 
 _LITTLE_LEFT = 3 / 4
-"""Of a budget: what fixed segments were seen to reserve over a profile, a quarter more, fits beside less than this."""
+"""The part of a budget beside which what fixed segments were seen to reserve over a profile, a quarter more, still fits."""
 
 
 @attrs.frozen
@@ -136,7 +136,7 @@ def _producer(profile: Profile, name: OpId, chosen: ChainVariant) -> str:
 def memory_parts(
     replayer: Replayer, variants: Mapping[str, Variants], local_batches: Mapping[str, int]
 ) -> dict[str, Mapping[str, int]]:
-    """Per group what one of its processes takes of its device under a plan, by part."""
+    """Predict what a process of each group takes of its device under a plan, by part."""
     return {name: replayer.memory(name, chosen).at_batch(local_batches[name]).process_parts for name, chosen in variants.items()}
 
 

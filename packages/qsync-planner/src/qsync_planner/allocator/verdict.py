@@ -28,7 +28,7 @@ from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_of, samples_
 MAX_SUBSET_GROUPS = 5
 """Groups up to which every subset is tried, under every way to communicate; beyond, only single groups and leaving out one."""
 FLIP_EXPONENT = 1.5
-"""Between 1, no shared masks, and 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
+"""Exponent from 1, no shared masks, to 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
 
 
 class Means(enum.IntEnum):
@@ -49,7 +49,7 @@ class Means(enum.IntEnum):
 
     @property
     def options(self) -> str:
-        """Of ``qsync plan``, which makes the plan; empty where it is made."""
+        """The options with which ``qsync plan`` makes the plan; empty where there is none to make."""
         return _OPTIONS.get(self, "")
 
 

@@ -291,7 +291,7 @@ def _truth(observations: Observations, dag: PrecisionDag, variants: list[Variant
 
 
 def _differences(observations: Observations, measured: Observations) -> list[str]:
-    """In what the truth was measured otherwise than the indicators were observed."""
+    """Say in what the truth was measured otherwise than the indicators were observed."""
     notes = []
     if measured.batch_size != observations.batch_size:
         notes.append(

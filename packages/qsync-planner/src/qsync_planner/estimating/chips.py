@@ -83,7 +83,7 @@ class Place:
 
     @property
     def multiprocessors(self) -> float:
-        """Those of the share."""
+        """The multiprocessors of the share."""
         return self.sheet.multiprocessors * self.share
 
     @property
@@ -93,7 +93,7 @@ class Place:
         return min(self.sheet.chip.bandwidth_gb_s * REACHED_BANDWIDTH, asked)
 
     def operations_per_ns(self, precision: Precision, tf32: bool) -> float:
-        """Of well-shaped products in a format; float32 on tensor cores where ``tf32`` allows it and there are any."""
+        """Estimate the speed of well-shaped products in a format; ``tf32`` lets float32 run on tensor cores where there are any."""
         peak = self.sheet.chip.peak_tera[precision]
         if tf32 and precision is Precision.FLOAT32 and self.sheet.tf32_tera:
             peak = self.sheet.tf32_tera

@@ -8,7 +8,7 @@ from qsync_core.ir.profile import Profile
 
 
 def estimated_groups(profiles: Mapping[str, Profile]) -> dict[str, str]:
-    """By group the device from whose measurements its profile was scaled; measured groups are absent."""
+    """Name the device from whose measurements each group's profile was scaled; measured groups are absent."""
     return {name: profile.estimated_from for name, profile in profiles.items() if profile.estimated_from}
 
 

@@ -25,7 +25,7 @@ class Ranks:
 
     @classmethod
     def of(cls, estimate: Sequence[float], truth: Sequence[float]) -> Ranks:
-        """Of two columns, one entry per operator."""
+        """Correlate two columns, one entry per operator."""
         return cls(kendall_tau(estimate, truth), spearman(estimate, truth))
 
 
@@ -51,7 +51,7 @@ class Agreement:
 
     @classmethod
     def of(cls, estimate: Sequence[float], truth: Sequence[float]) -> Agreement:
-        """Of two columns, one entry per operator."""
+        """Compare an estimate with the truth: two columns, one entry per operator."""
         ratios = [_ratio(e, t) for e, t in zip(estimate, truth, strict=True)]
         total = math.fsum(truth)
         return cls(
@@ -64,7 +64,7 @@ class Agreement:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: an infinite number is null."""
+        """Return the numbers for JSON, which has no infinity: an infinite number is null."""
         return {
             "tau": self.ranks.tau,
             "spearman": self.ranks.spearman,

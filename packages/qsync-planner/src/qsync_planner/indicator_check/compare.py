@@ -78,7 +78,7 @@ class Check:
     kept_inputs: Check | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison as JSON has it."""
         return {
             "model": self.model,
             "operators": list(self.subjects),

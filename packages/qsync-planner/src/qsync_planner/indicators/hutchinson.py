@@ -141,7 +141,7 @@ class _Parts:
 def _parts(
     dag: PrecisionDag, variants: Sequence[Variant], observations: Observations, copies: _Sources | None = None
 ) -> dict[OpId, dict[Variant, _Parts]]:
-    """Of every adjustable operator; with the operands' terms of a chain's copy where these say under which variant they stand."""
+    """Compute A and B of all adjustable operators and variants, from terms of a chain's copy for operands that ``copies`` has."""
     sources = observed_sources(observations, terms.HUTCHINSON, _NOISE_OF_TERM, dag.base)
     flips = _has_flips(observations)
     return {

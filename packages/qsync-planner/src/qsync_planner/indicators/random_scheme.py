@@ -18,7 +18,7 @@ _LEVELS = (Precision.INT8, Precision.FLOAT8_E4M3FN, Precision.BFLOAT16, Precisio
 
 
 def _order(variant: Variant) -> tuple[int, int, str]:
-    """From the lowest precision to the highest, with a total order so that the same variants always give the same numbers."""
+    """Return the key that sorts variants from the lowest precision up, without ties, so that equal variants get equal numbers."""
     return (_LEVELS.index(variant.compute), _LEVELS.index(variant.output), str(variant))
 
 

@@ -20,7 +20,7 @@ from qsync_planner.indicators.random_scheme import RandomScheme
 AUTO = "auto"
 """Not an indicator: the first of :data:`AUTO_ORDER` that was observed."""
 AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar(), Hessian(), Paper())
-"""By what plans made from them cost in true error (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
+"""Indicators, least true error of plans made from them first (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
 
 
 def observed_collectors(observations: Observations) -> list[str]:

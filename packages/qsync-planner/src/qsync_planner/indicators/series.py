@@ -107,7 +107,7 @@ class UpdateMean:
 
     @classmethod
     def of(cls, observations: Observations) -> UpdateMean:
-        """By what the run wrote, or by what the collector of the truth did."""
+        """Average by what the run wrote, or by what the collector of the truth did."""
         written = {
             series.collector: series.values
             for series in observations.series
@@ -117,11 +117,11 @@ class UpdateMean:
         return cls(non_negative(found, observations.iterations, f"{terms.GRADIENT_SQ_NORM} of the model") if found else None)
 
     def over(self, updates: slice) -> UpdateMean:
-        """Over some of the updates."""
+        """Restrict the mean to some of the updates."""
         return UpdateMean(None if self.sq_norms is None else self.sq_norms[updates])
 
     def mean(self, values: Sequence[float]) -> float:
-        """Of one value an update; an update without a gradient counts as 0."""
+        """Average one value an update; an update without a gradient counts as 0."""
         if self.sq_norms is None:
             return geometric_mean(values)
         return math.fsum(self._relative(values)) / len(values) * self._scale
@@ -134,7 +134,7 @@ class UpdateMean:
 
     @property
     def summary(self) -> str:
-        """For people, as in "mean over 3 updates"."""
+        """The name of the mean for people, as in "mean over 3 updates"."""
         return "geometric mean (without norms of gradients, as older versions observed)" if self.sq_norms is None else "mean"
 
     @property
@@ -155,7 +155,7 @@ def observed_sources(
     noise_of_term: Mapping[str, Callable[[VariantNoise], Noise | None]],
     base: Precision,
 ) -> dict[tuple[OpId, Noise], Variant]:
-    """For every operator and noise that a collector's terms were written for, an observed variant that makes it.
+    """Find an observed variant for every operator and noise that a collector's terms were written for, one that makes that noise.
 
     Args:
         observations: as collected.

@@ -78,17 +78,17 @@ class Chains:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """Per chain the positions of its operators."""
+        """The positions of every chain's operators."""
         return tuple(tuple(self.dag.index[member] for member in chain.members) for chain in self.all)
 
     @cached_property
     def product_readers(self) -> tuple[tuple[int, ...], ...]:
-        """Per chain the positions of the operators that its copy may serve."""
+        """The positions of the operators that every chain's copy may serve."""
         return tuple(tuple(self.dag.index[reader] for reader in chain.product_readers) for chain in self.all)
 
     @cached_property
     def read_by(self) -> dict[int, int]:
-        """By the position of an operator that a chain's copy may serve, that chain."""
+        """The number of the chain whose copy may serve an operator, by that operator's position."""
         return {reader: number for number, readers in enumerate(self.product_readers) for reader in readers}
 
     def number(self, name: OpId, profile: Profile) -> int:

@@ -51,7 +51,7 @@ def hop_of(model: CollectiveModel) -> Hop | None:
 
 
 def collective_ns(cluster: Cluster, profiles: Mapping[str, Profile], nbytes: int) -> dict[str, int]:
-    """As :meth:`AllReduce.group_ns` of the cluster's ranks.
+    """Predict each group's part of an all-reduce: :meth:`AllReduce.group_ns` of the cluster's ranks.
 
     Raises:
         ClusterError: when several ranks are to communicate and neither a profile nor a link says how fast.
@@ -131,20 +131,20 @@ class _Member:
     model: CollectiveModel | None
 
     def ring_ns(self, ranks: int, nbytes: int) -> float:
-        """Its node in a ring over all ranks."""
+        """Predict the group's node in a ring over all ranks."""
         across = (hop.ring_ns(ranks, nbytes) for hop in self.across)
         if self.model is not None and ranks == self.model.world_size:
             return max(float(self.model.cost_ns(nbytes)), *across, 0.0)
         return self._slowest(ranks, nbytes, None if self.own is None else self.own.ring_ns(ranks, nbytes), across)
 
     def tree_ns(self, ranks: int, nbytes: int) -> float:
-        """Its node in a tree over all ranks."""
+        """Predict the group's node in a tree over all ranks."""
         depth = _levels(ranks)
         own = None if self.own is None else self.own.tree_ns(depth, nbytes)
         return self._slowest(ranks, nbytes, own, (hop.tree_ns(depth, nbytes) for hop in self.across))
 
     def hierarchy_ns(self, ranks: int, levels: int, across_ns: float, nbytes: int) -> float:
-        """Its node in a hierarchy: a chain inside the group, then ``levels`` hops of latency ``across_ns`` among the groups."""
+        """Predict the group's node in a hierarchy: a chain inside, then ``levels`` hops of latency ``across_ns`` among groups."""
         inside_ns = self.own.alpha_ns if self.own is not None else max((hop.alpha_ns for hop in self.across), default=0.0)
         latency = 2 * ((self.count - 1) * inside_ns + levels * (across_ns if self.across else max(across_ns, inside_ns)))
         own = None if self.own is None else latency + self.own.tree_ns(0, nbytes)

@@ -64,13 +64,13 @@ class JointStep(NamedTuple):
 
     @property
     def ready_ns(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank when it has each bucket's gradients and those of all buckets before, from its own start."""
+        """The moments at which each rank has a bucket's gradients and those of all buckets before, from its own start."""
         by_rank = zip(*self.moments, strict=True)
         return tuple(tuple(at - start for at in row[:-1]) for row, start in zip(by_rank, self.starts, strict=True))
 
     @property
     def lost_ns(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank how much longer than alone each segment takes."""
+        """How much longer than alone each segment takes, by rank."""
         return tuple(
             tuple(after - before - segment for (before, after), segment in zip(pairwise(row), segments, strict=True))
             for row, segments in zip(zip(*self.moments, strict=True), self.segments, strict=True)

@@ -405,7 +405,7 @@ class CostModel:
         return found
 
     def _base_formats(self) -> tuple[Precision, ...]:
-        """Per operator the format of its output where every operator runs at the base precision."""
+        """Find the format of every operator's output where all operators run at the base precision."""
         formats: list[Precision] = []
         for operator, producers in zip(self.dag.operators, self.wiring.inputs, strict=True):
             arriving = [formats[producer] for producer in producers]

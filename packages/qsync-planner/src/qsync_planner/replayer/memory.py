@@ -171,7 +171,7 @@ class MemoryLayout:
 
     @cached_property
     def parameter_gradients(self) -> tuple[int, ...]:
-        """By how much the bytes of parameters' gradients outside buckets change at each moment, and at the one after the last."""
+        """The changes of the bytes of parameters' gradients outside buckets, at each moment and at the one after the last."""
         begin = (*self.wiring.parameter_gradients, 0)
         if not self.accumulates and not (self.distributed and self.bucket_views):
             return begin
@@ -186,7 +186,7 @@ class MemoryLayout:
 
     @cached_property
     def handed_on(self) -> dict[int, int]:
-        """By operator that hands on its input's memory as its output, the operator that made it (docs/design/memory.md#moments)."""
+        """The operator that made what another hands on as its output, by that other's position (docs/design/memory.md#moments)."""
         found: dict[int, int] = {}
         if not self.profile.handed_on:
             return found
@@ -201,7 +201,7 @@ class MemoryLayout:
 
     @cached_property
     def handing_on(self) -> dict[int, tuple[int, ...]]:
-        """By operator whose output others hand on, those others, ascending."""
+        """The operators that hand on another's output, ascending, by that other's position."""
         found: dict[int, list[int]] = {}
         for position, producer in self.handed_on.items():
             found.setdefault(producer, []).append(position)
@@ -209,7 +209,7 @@ class MemoryLayout:
 
     @cached_property
     def indirect_reads(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """By operator whose output others hand on, who reads it from those: reader and slot, as in :attr:`Wiring.reads`."""
+        """The reads of an output through operators that hand it on: reader and slot, as in :attr:`Wiring.reads`, by who made it."""
         return {
             producer: tuple(sorted(read for position in positions for read in self.wiring.reads[position]))
             for producer, positions in self.handing_on.items()
@@ -229,7 +229,7 @@ class MemoryLayout:
 
     @cached_property
     def first_gradient(self) -> tuple[int | None, ...]:
-        """As :attr:`Wiring.first_gradient`, knowing of operators that hand on what they read."""
+        """The moments of outputs' first gradients: :attr:`Wiring.first_gradient`, knowing of outputs that are handed on."""
         found = [*self.wiring.first_gradient]
         for position in self.handing_on:
             if found[position] is not None:
@@ -270,7 +270,7 @@ class MemoryLedger:
         self._correction = 0
         self._known: dict[tuple[object, ...], Intervals] = {}
         self._concerned = [*mapper.wiring.readers]
-        """By operator those on whose states its tensors depend, beside its own."""
+        """Operators on whose states an operator's tensors depend, beside its own, by the position of that operator."""
         for position, others in layout.handing_on.items():
             indirect = [reader for reader, _ in layout.indirect_reads[position]]
             self._concerned[position] = tuple(dict.fromkeys((*self._concerned[position], *others, *indirect)))
@@ -280,7 +280,7 @@ class MemoryLedger:
         self._tree = SequenceTree(count, self._fold, _join)
 
     def _intervals_of(self, position: int) -> Intervals:
-        """As :meth:`_tensor_intervals`, which depends on nothing but the states of the producer and of its readers."""
+        """Return :meth:`_tensor_intervals`, computed once for the same states of the producer and of its readers."""
         states = self._mapper.states
         key = (position, states[position], *[states[reader] for reader in self._concerned[position]])
         found = self._known.get(key)
@@ -334,7 +334,7 @@ class MemoryLedger:
         return intervals
 
     def _first_gradient(self, position: int) -> int | None:
-        """As :attr:`MemoryLayout.first_gradient`, where some readers run later than they stand in the graph."""
+        """Find :attr:`MemoryLayout.first_gradient` of an operator, some of whose readers run later than they stand in the graph."""
         states = self._mapper.states
         makers = self._layout.gradient_makers(position)
         return min((self._backward_of[maker + states[maker].evaluation.delay] for maker in makers), default=None)

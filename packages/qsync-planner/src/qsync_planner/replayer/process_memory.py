@@ -1,4 +1,4 @@
-"""From the peak of tensors to the device memory of a process (docs/design/memory.md#what-a-process-takes)."""
+"""The device memory of a process, given the peak of its tensors (docs/design/memory.md#what-a-process-takes)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 from qsync_core.ir.profile import Profile
 
 MARGIN = Fraction(1, 25)
-"""Of what the allocator reserves: mixed plans' peaks were predicted up to 3.4% too low where uniform ones are exact."""
+"""The part of reserved memory that is kept free: mixed plans' peaks were predicted up to 3.4% too low, uniform ones exactly."""
 
 
 @attrs.frozen
@@ -28,7 +28,7 @@ class ProcessMemory:
 
     @classmethod
     def of(cls, profile: Profile) -> ProcessMemory:
-        """As a profile measured it; tensors alone where it measured none of it.
+        """Take what a profile measured; tensors alone where it measured none of it.
 
         Segments that can grow also shrink: the least that a rung reserved is what the allocator cannot give back when memory is
         short.  Of fixed segments every rung's most counts.

@@ -102,7 +102,7 @@ class GroupState:
 
     @property
     def memory(self) -> MemoryLedger:
-        """Of the present variants."""
+        """The ledger of memory under the present variants."""
         alone = None if self._lowered else self._without_plan
         return self._ledger if alone is None else alone.memory
 
@@ -289,7 +289,7 @@ class Replayer:
         }
 
     def _states_to_read(self, variants: Mapping[str, Variants]) -> dict[str, GroupState]:
-        """As :meth:`_states_of`, with one state for groups of one device type under the same variants."""
+        """Make states as :meth:`_states_of` does, with one for all groups of one device type under the same variants."""
         found: dict[str, GroupState] = {}
         known: list[tuple[CostModel, StepShape, bool, Variants, GroupState]] = []
         for group in self.cluster.groups:

@@ -28,7 +28,7 @@ from qsync_planner.replayer.max_plus import NEVER, NOTHING, Work, device_only, s
 
 
 def bucket_positions(dag: PrecisionDag, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    """For each bucket the operator after whose backward it is ready: the earliest-executed user of any of its parameters.
+    """Find the operator after whose backward each bucket is ready: the earliest-executed user of any of its parameters.
 
     A bucket whose parameters no operator is known to use is ready at the end of the backward pass (position 0).
     """

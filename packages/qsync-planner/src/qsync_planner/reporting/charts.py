@@ -41,7 +41,7 @@ _PARTS = {
     "waiting": "idle, waiting for other ranks",
     "idle": "idle, waiting for its CPU",
 }
-"""Of a step (:class:`qsync_planner.step_parts.StepParts`), with waiting taken out of communication."""
+"""The parts of a step (:class:`qsync_planner.step_parts.StepParts`), with waiting taken out of communication."""
 _HATCHED = "url(#hatched)"
 _MOST_OPERATORS = 60
 """Rows of the sensitivity chart."""
@@ -188,7 +188,7 @@ def precisions_figure(dag: PrecisionDag, plan: PrecisionPlan) -> Figure:
 
 
 _CHARACTER_PX = 6.2
-"""Of a label, on average."""
+"""The width of a label's character, on average."""
 
 
 def _label_px(labels: Sequence[Mapping[str, Any]]) -> int:

@@ -47,12 +47,12 @@ class Unit:
 
 
 def time_unit(longest_ns: float) -> Unit:
-    """For an axis up to this many nanoseconds."""
+    """Choose the unit of an axis up to this many nanoseconds."""
     return next((unit for unit in (Unit("s", 1e9), Unit("ms", 1e6)) if longest_ns >= 3 * unit.size), Unit("µs", 1e3))
 
 
 def size_unit(most_bytes: float) -> Unit:
-    """For an axis up to this many bytes."""
+    """Choose the unit of an axis up to this many bytes."""
     units = (Unit("GiB", 2**30), Unit("MiB", 2**20))
     return next((unit for unit in units if most_bytes >= unit.size), Unit("KiB", 2**10))
 

@@ -175,5 +175,5 @@ def _drawing_script() -> str:
 
 
 def _hash(script: str) -> str:
-    """As a content security policy names a script."""
+    """Hash a script as a content security policy names it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -103,7 +103,7 @@ def tradeoff_figure(tradeoff: Tradeoff, chosen_ns: int | None = None) -> Figure:
 
 
 def _within(tradeoff: Tradeoff, lines: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those times that the curve reaches; equal ones (to a thousandth) under one name."""
+    """List the times that the curve reaches; equal ones (to a thousandth) under one name."""
     times = [point.iteration_ns for point in tradeoff.points]
     found: list[tuple[str, int]] = []
     for name, duration_ns in sorted(lines, key=lambda line: line[1]):

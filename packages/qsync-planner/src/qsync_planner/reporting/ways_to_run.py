@@ -53,7 +53,7 @@ class Job:
 
 @attrs.frozen
 class WayToRun:
-    """One way.
+    """One way to run a job.
 
     Attributes:
         title: for people.
@@ -74,7 +74,7 @@ class WayToRun:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole job."""
+        """The samples that the whole job trains on in a second."""
         return self.samples * 1e9 / self.iteration_ns if self.iteration_ns else 0.0
 
 

@@ -277,7 +277,7 @@ class AppliedPlan(PlannedForwards):
         self._batches.weight_gradients(ddp, **options)
 
     def each_step(self, call: Callable[[StepTime], None]) -> None:
-        """From now on, call ``call`` with the time of every training step (:class:`qsync_torch.apply.step_times.StepTime`).
+        """Call ``call`` with the time of every training step from now on (:class:`qsync_torch.apply.step_times.StepTime`).
 
         On a GPU it is called some steps late, because nothing waits for the device; what it raises comes out of a ``backward()``.
         """
@@ -286,7 +286,7 @@ class AppliedPlan(PlannedForwards):
         self._step_times.listeners.append(call)
 
     def log_scalars(self, write: WriteScalar, *, every: int = 10, scaler: Scaler | None = None) -> None:
-        """From now on, write this rank's step times, in milliseconds: medians of every ``every`` training steps.
+        """Write this rank's step times from now on, in milliseconds: medians of every ``every`` training steps.
 
         ``qsync/step_ms`` is the whole step, ``qsync/wait_ms`` what this rank waits for gradients in it
         (:class:`qsync_torch.apply.step_times.StepTime`), and ``qsync/predicted_step_ms`` the plan's prediction of the whole step.
@@ -336,7 +336,7 @@ def applied_to(model: nn.Module) -> AppliedPlan | None:
 
 
 def _rank_in_job() -> int:
-    """As ``torch.distributed`` or torchrun has it; 0 where neither says."""
+    """Return the rank of this process, as ``torch.distributed`` or torchrun has it; 0 where neither says."""
     return dist.get_rank() if in_process_group() else int(os.environ.get("RANK", "0"))
 
 

@@ -73,7 +73,7 @@ _number_now: Callable[[], int] = torch.autograd._get_sequence_nr
 
 @attrs.define
 class _Stretches:
-    """Of one thread, by the numbers of their first and of the node after their last, in order."""
+    """The stretches of one thread, by the numbers of their first node and of the node after their last, in order."""
 
     begins: list[int] = attrs.Factory(list)
     ends: list[int] = attrs.Factory(list)
@@ -85,7 +85,7 @@ class _Stretches:
     last: int = 0
 
     def add(self, begin: int, kind: Stretch) -> None:
-        """One that ends now; those within it are a part of it."""
+        """Add a stretch that ends now; those within it are a part of it."""
         end = _number_now()
         while self.begins and self.begins[-1] >= begin:
             self._pop()
@@ -158,7 +158,7 @@ class NodesInside:
         own.add(*own.open.pop())
 
     def of_thread(self) -> _Stretches:
-        """Those of this thread: each counts its own nodes."""
+        """Return the stretches of this thread: each counts its own nodes."""
         found: _Stretches | None = getattr(self._here, "stretches", None)
         if found is None:  # a thread that has ended may have had the same name
             found = self._here.stretches = self._by_thread[threading.get_ident()] = _Stretches()
@@ -270,7 +270,7 @@ class CallsOutside:
         own.last = _number_now() - own.inside
 
     def products(self, outputs: Iterable[Any]) -> Iterator[Product]:
-        """Those with planned weights in a graph."""
+        """Find products with planned weights in a graph."""
         present = [(weight, at) for at in self._places if (weight := at[1].weight) is not None]
         weights = {id(weight): at for weight, at in present}
         addresses = {address: at for weight, at in present if (address := _address(weight))}

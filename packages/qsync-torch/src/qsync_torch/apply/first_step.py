@@ -80,7 +80,7 @@ def float32_outputs(output: Any) -> Any:
 
 
 _Done = dict[int, tuple[Any, Any]]
-"""By their ``id``, objects that were met, and what took their place: each is met once, however many ways lead to it."""
+"""Objects that were met, and what took their place, by their ``id``: each is met once, however many ways lead to it."""
 
 
 def _float32(leaf: Any, done: _Done) -> Any:

@@ -26,7 +26,7 @@ class OperatorCall(Protocol):
     """Stands where a model calls an adjustable operator."""
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """In place of ``F.linear``."""
+        """Run the operator where ``F.linear`` was called."""
         ...
 
     def conv2d(
@@ -39,7 +39,7 @@ class OperatorCall(Protocol):
         dilation: Pair = 1,
         groups: int = 1,
     ) -> torch.Tensor:
-        """In place of ``F.conv2d``."""
+        """Run the operator where ``F.conv2d`` was called."""
         ...
 
 
@@ -65,7 +65,7 @@ class _Repeated(threading.local):
 
 
 class WeightCalls:
-    """By weight: what replaces a functional call with it.
+    """The operators that run in place of functional calls, by the weight of the call.
 
     Args:
         planned: places of weights and the calls that run with them.
@@ -170,7 +170,7 @@ class WeightCalls:
                 self._ways[id(call)].add(OTHERWISE)
 
     def _of_past(self, weight: torch.Tensor) -> OperatorCall | None:
-        """By a weight that a forward pass had and checkpointing uses again: replaced since, or detached."""
+        """Find the call of a weight that a forward pass had and checkpointing uses again: replaced since, or detached."""
         past = self._past.get(id(weight))
         if past is not None and past[0]() is weight:
             return past[1]

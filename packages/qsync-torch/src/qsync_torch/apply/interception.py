@@ -71,7 +71,7 @@ CASTS: frozenset[Function] = frozenset(_named(torch.Tensor, "to", "type", "type_
 """Casts that a model may make of its own parameters."""
 
 NAMED_CASTS: frozenset[Function] = frozenset(_named(torch.Tensor, "bfloat16", "half"))
-"""Those that say into which format."""
+"""Casts whose names say into which format."""
 
 NUMBERED: frozenset[Function] = frozenset(_named(torch, "arange", "linspace", "logspace"))
 """Make numbers that 16 bits do not tell apart: positions, in the format of an activation (bfloat16 has no 257)."""

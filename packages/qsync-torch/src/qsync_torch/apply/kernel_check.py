@@ -1,4 +1,4 @@
-"""Before the first step: whether every kernel that a plan needs can run here and is right, and building those that take long."""
+"""Checks before the first step: every kernel that a plan needs can run here and is right; those that take long are built."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_numbers(addressed: Addressed, canary: Canary, caller: Caller = BY_HAND
 
 
 def _large(call: CallShapes) -> CallShapes:
-    """With so many rows or images that a whole GPU is busy."""
+    """Give a call so many rows or images that a whole GPU is busy."""
     per_row = max(1, *(math.prod(shape) // shape[0] for shape in (call.x, call.y)))
     rows = max(_NOMINAL_ROWS if call.kind == "linear" else 1, min(_MANY_ROWS, _MANY_ELEMENTS // per_row))
     return attrs.evolve(call, x=(rows, *call.x[1:]), y=(rows, *call.y[1:]))
@@ -131,7 +131,7 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 
 
 def _nominal(module: nn.Module) -> CallShapes:
-    """Of a module's own call."""
+    """Return nominal shapes of a module's own call."""
     if isinstance(module, nn.Conv2d):
         kernel, dilation = pair(module.kernel_size), pair(module.dilation)
         # Large enough for every filter to fit.
@@ -148,7 +148,7 @@ def _nominal_linear(n: int, k: int) -> CallShapes:
 
 
 def _nominal_calls(weight: torch.Tensor | None) -> list[CallShapes]:
-    """Of functional calls; a convolution's is taken to be a plain one."""
+    """Return nominal shapes of functional calls with a weight; a convolution's is taken to be a plain one."""
     assert weight is not None
     if weight.dim() == 2:
         n, k = weight.shape

@@ -29,7 +29,7 @@ from qsync_torch.apply.step_times import Moment, StepTime, StepTimes, between_ns
 from qsync_torch.distributed.exchange import Members
 
 STATED_ERROR = {DeviceKind.CUDA: 0.05, DeviceKind.CPU: 0.10}
-"""Of a predicted step, as a part of it: rows H2-worst (docs/hybrid.md) and S4 of the results, which predictions are held to."""
+"""The stated error of a predicted step, as a part of it: rows H2-worst (docs/hybrid.md) and S4 hold predictions to it."""
 LEAST_EXCESS_NS = 2_000_000
 """Smaller delays are not reported, however small the step."""
 FIRST_SAMPLE, STEPS, EVERY = 20, 50, 1000
@@ -167,7 +167,7 @@ class LagWatch:
             self.stop()
 
     def stop(self) -> None:
-        """For good."""
+        """Stop sampling for good."""
         self._close()
         self._next = -1
 
@@ -250,5 +250,5 @@ class LagWatch:
             warnings.warn(sentence, stacklevel=2)
 
     def _key(self, rank: int) -> str:
-        """Of this sample, which all ranks take after as many forwards."""
+        """Name a rank's part of this sample, which all ranks take after as many forwards."""
         return f"qsync/pace/{self._plan.dag_digest[:16]}/{self._samples}/{rank}"

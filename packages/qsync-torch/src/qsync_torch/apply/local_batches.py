@@ -21,9 +21,9 @@ from qsync_torch.distributed.weighted_gradients import weight_gradients
 from qsync_torch.elastic.resizing import MicroBatch, StepBatches, micro_batches
 
 FLAG = "local_batch"
-"""In ``allow_flags``: the script weights its gradients by itself."""
+"""A flag of ``allow_flags``: the script weights its gradients by itself."""
 SIZE_FLAG = "batch_size"
-"""In ``allow_flags``: a forward pass may take another batch than the plan was made for."""
+"""A flag of ``allow_flags``: a forward pass may take another batch than the plan was made for."""
 _GROW_WITH_BATCH = ("batch", "activations", "workspace")
 """Parts of a process's memory that grow with its batch."""
 
@@ -179,7 +179,7 @@ class LocalBatches:
         return self.own / sum(self.by_rank) if self.own and self.by_rank else None
 
     def weight_gradients(self, ddp: DistributedDataParallel, **options: Any) -> None:
-        """As :func:`qsync_torch.distributed.weighted_gradients.weight_gradients`, for these batches."""
+        """Weight gradients by these batches (:func:`qsync_torch.distributed.weighted_gradients.weight_gradients`)."""
         weight_gradients(ddp, local_batch=self.own, **options)
         self._weighted, self._by_script = True, False
 

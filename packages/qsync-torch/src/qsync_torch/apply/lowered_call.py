@@ -127,7 +127,7 @@ class LoweredCall:
 
     @property
     def repeated(self) -> Offset | None:
-        """As :attr:`~qsync_torch.operators.step_counter.StepCounter.repeated`."""
+        """The offset of the forward that this thread runs again a piece of; None for none."""
         return self._steps.repeated
 
     def seeds_for(self, weight: torch.Tensor) -> Seeds:
@@ -149,7 +149,7 @@ class LoweredCall:
         return prepared.of(weight) if self._cache.applies_to(weight) else None
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """In place of ``F.linear``."""
+        """Run the operator as planned where the model calls ``F.linear``."""
         if torch.compiler.is_compiling():
             _traces(self._name)
             if input.layout is torch.jagged and _is_jagged(input):
@@ -190,7 +190,7 @@ class LoweredCall:
         dilation: Pair = 1,
         groups: int = 1,
     ) -> torch.Tensor:
-        """In place of ``F.conv2d``."""
+        """Run the operator as planned where the model calls ``F.conv2d``."""
         if type(input) not in PLAIN_TENSORS and not torch.compiler.is_compiling() and _has_functions(input):
             return _by_class(self.conv2d, input, weight, bias, stride, padding, dilation, groups)
         prepared, binding = self._prepared

@@ -203,7 +203,7 @@ def _calls_functions(module: nn.Module | None) -> bool:
 
 
 _WEIGHT_DIMENSIONS = (2, 4)
-"""Of a linear and of a two-dimensional convolution."""
+"""The dimensions of the weights of a linear and of a two-dimensional convolution."""
 
 
 def check_weight_dtype(fqn: str, weight: torch.Tensor, caller: Caller = BY_HAND, what: str = "weight") -> None:
@@ -266,7 +266,7 @@ def _other_model(model: nn.Module, missing: list[str], found: set[str], plan: Pr
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Of what can be an operator of a plan."""
+    """List what can be an operator of a plan: linears, convolutions and parameters, by name."""
     layers = {name for name, layer in module.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))}
     return layers | {name for name, _ in module.named_parameters()}
 

@@ -208,7 +208,7 @@ class PlannedForwards(Installation):
             check_numbers(self._addressed, Canary(device), self._planned.caller)
 
     def is_on(self, module: nn.Module) -> bool:
-        """In training, and in eval mode where that was asked for.
+        """Whether the plan is in force for a module: in training, and in eval mode where that was asked for.
 
         A part that is called by itself may share no mode with the model: a feature extractor made of its layers, in evaluation.
         With gradients a part in eval mode trains (its BatchNorm is frozen), and a reentrant checkpoint runs it without them first.
@@ -574,7 +574,7 @@ class PlannedForwards(Installation):
         )
 
     def _name_uncompiled_calls(self) -> None:
-        """At the first gradients of compiled code, say which lowered operators it does not have."""
+        """Warn, at the first gradients of compiled code, of lowered operators that it does not have."""
         has_compiled = self._calls_outside is not None and self._calls_outside.has_compiled
         if self._has_named_uncompiled or not (has_compiled or any(call.was_traced for call in self._lowered.values())):
             return

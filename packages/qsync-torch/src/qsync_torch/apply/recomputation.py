@@ -78,7 +78,7 @@ class Replayable(Protocol):
 
 
 PLAIN = -1
-"""In place of a position: an entry in which nothing is replaced (eval mode)."""
+"""What stands for a position: an entry in which nothing is replaced (eval mode)."""
 _Begun = list[tuple[weakref.ref[Any], weakref.ref[Any], Any]]
 """Entries: the installation, the module that was called, and the position."""
 _Again = Callable[[], AbstractContextManager[None]]
@@ -100,7 +100,7 @@ class Scope(dict[CastCache, CastCache]):
 
 
 class _Attached(Scope):
-    """Of a function that runs again what ran outside of it: with the seeds that the casts of its inputs had there."""
+    """The shared casts of a function that runs again what ran outside of it, with the seeds that its inputs' casts had there."""
 
     def __init__(self, outer: Scope | None) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Passage:
         saved_in: Sequence[tuple[Replayable, Any]] = (),
         is_known: bool = True,
     ) -> Iterator[None]:
-        """Around the run in the backward pass.
+        """Surround the run in the backward pass.
 
         Args:
             by_gradient: among the products of a gradient formula.
@@ -253,7 +253,7 @@ class Checkpointed:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Around the run in the forward pass."""
+        """Surround the run in the forward pass."""
         recorders, begun = HERE.recorders, self._passage.begun
         recorders.append(begun)
         try:
@@ -313,7 +313,7 @@ class _OpenFunction:
 
     @property
     def may_run(self) -> bool:
-        """Until its forward has ended, a node has no outputs; nor has it where the forward failed and the exception is kept."""
+        """Whether its forward may still run: it has no outputs before its end, or if it failed and the exception is kept."""
         node = self.node()
         try:
             return node is not None and not node._input_metadata
@@ -321,7 +321,7 @@ class _OpenFunction:
             return False
 
     def passage(self) -> Passage:
-        """From now on its backward runs with what was in force where it began."""
+        """Have the function's backward run, from now on, with what was in force where it began."""
         node: Any = self.node()
         passage: Passage | None = node.__dict__.get("qsync_passage")
         if passage is None:
@@ -345,7 +345,7 @@ def _of_modes() -> list[Replayable]:
 
 
 def _open_functions() -> list[_OpenFunction]:
-    """Those whose forward runs."""
+    """List the functions whose forward runs."""
     found = [function for function in HERE.open if function.may_run]
     if found:
         calls = set(_calls())

@@ -18,7 +18,7 @@ from qsync_torch.apply.plan_fit import Addressed
 from qsync_torch.caller import BY_HAND, Caller
 
 FLAG = "fully_shard"
-"""In ``allow_flags``: weights may be sharded by ``fully_shard`` on GPUs, where that is not tested."""
+"""A flag of ``allow_flags``: weights may be sharded by ``fully_shard`` on GPUs, where that is not tested."""
 
 _FSDP_UNITS = "_is_fsdp_managed_module"
 """PyTorch's own mark of a module whose parameters either kind of FSDP shards."""

@@ -127,7 +127,7 @@ class StepTimes:
 
 @attrs.frozen
 class _Backward:
-    """Of one backward pass: its waits as (own work done, all gradients there), and its end."""
+    """One backward pass: its waits as (own work done, all gradients there), and its end."""
 
     step: Callable[[], int]
     device: torch.device
@@ -161,7 +161,7 @@ class ScalarLog:
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """After all gradients of the backward pass that runs, and after what was to be called there before."""
+    """Call something after all gradients of the backward pass that runs, and after what was to be called there before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 

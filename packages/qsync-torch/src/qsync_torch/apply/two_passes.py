@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 _MOST = 4096
 _COMPARED = 8
 COPIED = "copied"
-"""In place of a position: other tensors of the same values have run without gradients."""
+"""What stands for a position: other tensors of the same values have run without gradients."""
 
 
 class FirstPasses:

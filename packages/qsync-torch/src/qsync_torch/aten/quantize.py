@@ -38,7 +38,7 @@ from qsync_torch.aten.random_bits import Offset, random_thresholds
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
 _SMALLEST = 2.0**-126
-"""Of the scales: a smaller one has no finite inverse in float32."""
+"""The smallest scale: a smaller one has no finite inverse in float32."""
 _BLOCK = 1 << 16
 """Elements per thread that a CPU rounds at a time, so that intermediate results stay in the second-level cache."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-22
@@ -96,7 +96,7 @@ def multiplied(x: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
 
 
 def require_finite(x: torch.Tensor, scale: torch.Tensor, precision: Precision) -> None:
-    """On a CPU: refuse a tensor whose scales say that it holds NaN or infinity.
+    """Refuse, on a CPU, a tensor whose scales say that it holds NaN or infinity.
 
     Raises:
         NumericsError: with its shape, and what to look for.

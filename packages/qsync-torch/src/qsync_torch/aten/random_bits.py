@@ -52,7 +52,7 @@ def stream_key(seed: int, *parts: int) -> int:
 
 
 Offset = int | torch.Tensor
-"""Of a stream: a number, or one int64 that holds it when kernels run."""
+"""The offset of a stream: a number, or one int64 that holds it when kernels run."""
 _NUMBER = "qsync_number"
 
 

@@ -206,7 +206,7 @@ class KeptBatches:
 
     @classmethod
     def of(cls, name: str, batches: Sequence[Batch]) -> KeptBatches:
-        """Of those batches that have the shape which takes the most memory per sample: a plan must have room for them.
+        """Keep those batches that have the shape which takes the most memory per sample: a plan must have room for them.
 
         Args:
             name: of the job, for the warning that others are left out.

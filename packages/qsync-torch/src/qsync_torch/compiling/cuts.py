@@ -89,7 +89,7 @@ class Cuts:
         return functools.partial(self._watched, ends) if any(ends) else lambda run: run
 
     def check(self, *_: Any) -> None:
-        """After a forward: warn of what was found to be cut since the last time, once of each."""
+        """Warn, after a forward, of what was found to be cut since the last time, once of each."""
         new = [cut for cut in self._cut if cut not in self._said]
         if not new or not self._model.training:
             return

@@ -58,7 +58,7 @@ class PlannedChains:
         return earlier.frame_id != compilation.frame_id or earlier.frame_compile_id == compilation.frame_compile_id
 
     def check(self, module: nn.Module, *_: Any) -> None:
-        """After a forward: whether the compiled model has every chain that the plan fuses.
+        """Check, after a forward, that the compiled model has every chain that the plan fuses.
 
         Raises:
             PlanError: naming one that it has not.

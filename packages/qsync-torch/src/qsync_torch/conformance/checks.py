@@ -89,7 +89,7 @@ class Check:
         dtype: torch.dtype,
         **more: Any,
     ) -> None:
-        """Within a few roundings of the float32 product, and one rounding to ``dtype`` after the bias."""
+        """Check results to a few roundings of the float32 product, and one rounding to ``dtype`` after the bias."""
         expected = product + bias
         allowed = 2.0**-21 * (product.abs() + bias.abs()) + HALF_STEP[dtype] * expected.abs() + 2.0**-25
         for out in self.results(op, variant, operands, expected.shape, dtype, **more):

@@ -20,7 +20,7 @@ def packed(is_open: torch.Tensor) -> torch.Tensor:
 
 
 def check_close(found: torch.Tensor, expected: torch.Tensor, error: torch.Tensor, what: str) -> None:
-    """Within float32's error, and one rounding to the format of ``found``."""
+    """Check numbers to float32's error, and one rounding to the format of ``found``."""
     tiny = 2.0**-25 if found.dtype is torch.float16 else 1e-37
     allowed = error + 1.01 * HALF_STEP[found.dtype] * expected.abs() + tiny
     excess = (found.double() - expected).abs() / allowed

@@ -20,7 +20,7 @@ from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.dtypes import TORCH_DTYPE
 
 FINE = 2.0**-19
-"""Of the magnitudes of all terms: what float32 arithmetic may be off by, sums over thousands of elements included."""
+"""What float32 arithmetic may be off by, as a part of the magnitudes of all terms, sums over thousands of elements included."""
 EPS = 1e-5
 BATCH_NORM, LAYER_NORM, ACTIVATION = "batch_norm", "layer_norm", "activation"
 FORMS = {
@@ -155,12 +155,12 @@ class Producer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the operand that its kernels get."""
+        """The shape of the operand that the producer's kernels get."""
         batch, height, width = self.images
         return (batch, self.x.shape[1], height, width) if self.name == BATCH_NORM else tuple(self.x.shape)
 
     def kernels(self, subject: Subject, part: str = "output", *, bare: bool = False) -> list[Kernel]:
-        """Of every configuration; the test is skipped where the backend refuses. ``part`` is ``output`` or ``grad_input``."""
+        """Build kernels of all configurations of ``output`` or ``grad_input``; where the backend refuses, the test is skipped."""
         ask = subject.bare_kernels if bare else subject.kernels
         return ask(f"{self.name}.{part}", self.variant, (self.shape,), chain=self.chain)
 
@@ -225,7 +225,7 @@ class Producer:
         return found
 
     def expected(self, written: Written | None = None) -> Expected:
-        """In float64; of the sum that was written, where one was."""
+        """Compute the result in float64, of the sum that was written, where one was."""
         dim = 0 if self.name == BATCH_NORM else 1
         s, added = self.x.double(), 0.0 if self.residual is None else self.residual.double()
         if self.name == LAYER_NORM:

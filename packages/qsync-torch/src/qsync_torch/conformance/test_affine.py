@@ -86,7 +86,7 @@ def test_the_whole_range_and_an_exact_zero(
 
 @pytest.mark.parametrize("values", RANGES)
 def test_stochastic_rounding_is_unbiased_to_the_ends(subject: Subject, outputs: Outputs, values: str) -> None:
-    """Of values at the ends of the range too, which a scale that is a little too small would clip: within five standard errors."""
+    """Rounding has no bias at the ends of the range either, where too small a scale would clip: within five standard errors."""
     low, high = RANGES[values]
     ends = torch.tensor([low, high, 0.999 * low + 0.001 * high, 0.6 * high + 0.4 * low], device=subject.device)
     x = ends.repeat(1 << 14, 1).t().contiguous()
@@ -125,7 +125,7 @@ def test_an_empty_tensor_is_no_error(subject: Subject, outputs: Outputs, shape: 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_show(subject: Subject, outputs: Outputs, value: float) -> None:
-    """On a CPU an error that says so; on a GPU that, or a scale that is not finite."""
+    """NaN or infinity raises an error that says so on a CPU; on a GPU that, or it gives a scale that is not finite."""
     x = floats((9, 50), torch.float32, subject.device, 1)
     x[4, 7] = value
     for kernel in subject.kernels(Op.QUANTIZE, affine(Rounding.STOCHASTIC), ((9, 50),)):
@@ -170,7 +170,7 @@ def test_products_correct_for_the_zero_point(check: Check, m: int, k: int, n: in
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_and_zero_points_may_have_any_strides(check: Check, layout: str) -> None:
-    """As those without a zero point may."""
+    """Operands with a zero point may have any strides, and so may zero points."""
     m, k, n = 9, 21, 5
     x, w = integers((m, k), check.device, 1), integers((n, k), check.device, 2)
     both = between_others(torch.tensor([0.5, -128.0], device=check.device))
@@ -202,7 +202,7 @@ def test_a_float_gradient_of_the_weight(check: Check, granularity: Granularity, 
 
 
 def test_the_gradient_of_the_input_reads_no_zero_point(check: Check) -> None:
-    """Its kernel is that of the symmetric variant."""
+    """The kernel of the gradient of the input is that of the symmetric variant."""
     grad, w = floats((33, 40), torch.float32, check.device, 1), integers((40, 72), check.device, 2)
     variant = attrs.evolve(AFFINE, grad_input=Precision.FLOAT32, grad_weight=Precision.FLOAT32)
     weight = w.double() * 0.5
@@ -226,7 +226,7 @@ def test_convolutions_are_padded_with_zeros(check: Check, name: str, zero_point:
 @pytest.mark.parametrize("precision", FLOATS, ids=str)
 @pytest.mark.parametrize("name", ["3x3, padded", "1x1, stride 2", "groups"])
 def test_a_convolution_s_gradient_of_the_weight(check: Check, name: str, precision: Precision) -> None:
-    """From the saved copy, with zeros around the image."""
+    """The gradient of the weight is right from the saved copy, with zeros around the image."""
     case, dtype = Convolution(name, check.device), TORCH_DTYPE[precision]
     grad = case.channels_last(floats(case.y_shape, dtype, check.device, 5))
     both = torch.tensor([0.02, -101.0], device=check.device)

@@ -79,22 +79,22 @@ def check_product(
 
 
 def linear_output(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """Compute the output of a linear in float64."""
     return product(x * x_scale.double().view(-1, 1), (w * w_scale.double().view(-1, 1)).t()) + b.double()
 
 
 def linear_grad_input(grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In float64; the scale is the weight's where the gradient is a float one."""
+    """Compute the gradient of the input in float64; the scale is the weight's where the gradient is a float one."""
     return product(grad, w * scale.double().view(-1, 1))
 
 
 def linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In float64; the scale is the activation's, or one for each channel of an int8 gradient."""
+    """Compute the gradient of the weight in float64; the scale is the activation's, or one for each channel of an int8 gradient."""
     return scale.double().view(-1, 1) * product(grad.t(), x)
 
 
 def test_linear_output(check: Check) -> None:
-    """Activation, weight, their scales and the bias."""
+    """The output follows changes of activation, weight, their scales and the bias."""
     device = check.device
     x, w = integers((M, K), device, 1) // 8, integers((N, K), device, 2) // 8
     bias = torch.arange(N, dtype=torch.float32, device=device) - 7
@@ -103,7 +103,7 @@ def test_linear_output(check: Check) -> None:
 
 
 def test_linear_output_with_a_zero_point(check: Check) -> None:
-    """Of the activation: sums over the weight, which a kernel might compute once, are those of now."""
+    """Sums over the weight, by which a zero point is corrected, are those of now, though a kernel might compute them once."""
     device = check.device
     x, w = integers((M, K), device, 1) // 8, integers((N, K), device, 2) // 8
     bias = torch.arange(N, dtype=torch.float32, device=device) - 7

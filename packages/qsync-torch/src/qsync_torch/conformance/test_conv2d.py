@@ -57,7 +57,7 @@ class Convolution:
 
     @staticmethod
     def channels_last(x: torch.Tensor) -> torch.Tensor:
-        """In the layout in which kernels get it."""
+        """Lay images out as kernels get them."""
         return x.to(memory_format=torch.channels_last)
 
     def output(self) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Convolution:
 @pytest.mark.parametrize("output", FLOATS, ids=str)
 @pytest.mark.parametrize("name", IMAGES)
 def test_integer_sums_are_exact(check: Check, name: str, output: Precision) -> None:
-    """Against int64 arithmetic, with scales that are powers of two and a bias of integers."""
+    """Sums equal those of int64 arithmetic, with scales that are powers of two and a bias of integers."""
     case = Convolution(name, check.device)
     x_scale, w_scale, bias, product = case.scaled()
     variant = attrs.evolve(INT8, output=output)
@@ -108,7 +108,7 @@ def test_large_integer_sums_are_exact(check: Check, name: str) -> None:
 
 
 def test_large_sums_of_an_int8_gradient_of_the_input_are_exact(check: Check) -> None:
-    """As above, over the filters."""
+    """Sums over the filters are exact too where a float32 accumulator would not be, beyond 2²⁴."""
     case = Convolution("many filters", check.device, large=True)
     grad = case.channels_last(large_integers(case.y_shape, check.device, 5))
     expected = case.grad_input(grad, case.w).float()
@@ -173,7 +173,7 @@ def test_an_int8_gradient_of_the_input(check: Check, name: str) -> None:
 @pytest.mark.parametrize("precision", FLOATS, ids=str)
 @pytest.mark.parametrize("name", IMAGES)
 def test_float_gradients(check: Check, name: str, precision: Precision) -> None:
-    """Of the input and of the weight, from the saved int8 copies.
+    """The gradients of the input and of the weight are right from the saved int8 copies.
 
     A GPU sums in float32 throughout.  A CPU without 16-bit instructions has one matrix product in float32 for each position of the
     filters (or for each image), stores it in the gradient's format, and adds these up in that format.

@@ -1,4 +1,4 @@
-"""On CUDA devices: the current stream, captured graphs, and other devices than the first."""
+"""Tests on CUDA devices: the current stream, captured graphs, and other devices than the first."""
 
 from __future__ import annotations
 

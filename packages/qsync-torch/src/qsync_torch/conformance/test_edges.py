@@ -40,7 +40,7 @@ def corners(rows: int, columns: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("layout", ["dense", "other order"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_scale(subject: Subject, outputs: Outputs, shape: tuple[int, ...], layout: str) -> None:
-    """At every edge of the memory, and of the last dimension."""
+    """The largest value counts at every edge of the memory, and of the last dimension."""
     memory = floats(shape, torch.float32, subject.device, 1).clamp(-3, 3)
     order = tuple(reversed(range(len(shape)))) if layout != "dense" and len(shape) == 2 else tuple(range(len(shape)))
     if layout != "dense" and len(shape) == 4:
@@ -91,7 +91,7 @@ def test_many_tensors(subject: Subject, outputs: Outputs, granularity: Granulari
 @pytest.mark.parametrize("granularity", [TENSOR, ROW])
 @pytest.mark.parametrize("end", ["smallest", "largest"])
 def test_ends_of_a_range(subject: Subject, outputs: Outputs, end: str, granularity: Granularity) -> None:
-    """With a zero point: both ends count, wherever they are."""
+    """Both ends of a range count wherever they are, with a zero point."""
     variant = attrs.evolve(quantization(NEAREST, granularity), symmetric=False)
     for shape in ((9, 129), (129, 9)):
         for kernel in subject.kernels(Op.QUANTIZE, variant, (shape,)):
@@ -108,7 +108,7 @@ def test_ends_of_a_range(subject: Subject, outputs: Outputs, end: str, granulari
 
 @pytest.mark.parametrize("form", FORMS)
 def test_copies_of_producers(subject: Subject, outputs: Outputs, form: str) -> None:
-    """Of the result and of what is kept, and the largest magnitude of the result."""
+    """The largest value at an edge counts: in copies of the result and of what is kept, and in the result's largest magnitude."""
     saved = Precision.FLOAT32 if form == "relu" else Precision.INT8
     shape, places = (21, 65), ((0, 0), (0, 64), (20, 0), (20, 64), (10, 64), (20, 33), (15, 0), (16, 63))
     problem = Producer.of(form, variant_of(saved=saved, rounding=NEAREST), shape, subject.device, 3)
@@ -135,7 +135,7 @@ def test_copies_of_rows_of_producers(subject: Subject, outputs: Outputs, form: s
 
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name == BATCH_NORM])
 def test_the_copy_of_a_gradient(subject: Subject, outputs: Outputs, form: str) -> None:
-    """Its scale is made for the largest gradient, wherever that is."""
+    """The scale of a gradient's copy is made for the largest gradient, wherever that is."""
     shape = (42, 40)
     problem = Producer.of(form, variant_of(), shape, subject.device, 30)
     problem = attrs.evolve(

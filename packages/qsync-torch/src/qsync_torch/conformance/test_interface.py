@@ -125,7 +125,7 @@ def test_zero_points_are_implemented_or_refused(subject: Subject, op: str) -> No
 
 @pytest.mark.parametrize("op", Op.ALL)
 def test_configurations_are_texts_that_plans_can_store(subject: Subject, op: str) -> None:
-    """At least one, each once, in the characters that plans reserve for them; an unknown one is refused."""
+    """A backend has at least one configuration, each once, in the characters that plans reserve; an unknown one is refused."""
     for compute in Precision:
         if not subject.offers(op, compute):
             continue

@@ -46,7 +46,7 @@ def magnitude_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("output", FLOATS, ids=str)
 @pytest.mark.parametrize("m, k, n", SIZES)
 def test_integer_sums_are_exact(check: Check, m: int, k: int, n: int, output: Precision) -> None:
-    """Against int64, the int32 sum rounded once to the output."""
+    """Results equal int64 sums, rounded once to the output."""
     x, w = integers((m, k), check.device, 1), integers((n, k), check.device, 2)
     expected = (x.cpu().long() @ w.cpu().long().t()).float().to(TORCH_DTYPE[output]).to(check.device)
     check.exact(Op.LINEAR_OUTPUT, output_variant(output), (x, check.ones(), w, check.ones(n), None), expected)
@@ -60,14 +60,14 @@ def test_large_integer_sums_are_exact(check: Check, m: int, k: int, n: int) -> N
 
 
 def test_large_sums_of_an_int8_gradient_of_the_input_are_exact(check: Check) -> None:
-    """As above, over N."""
+    """Sums over N are exact too where a float32 accumulator would not be, beyond 2²⁴."""
     m, k, n = 24, 40, 4096
     grad, w = large_integers((m, n), check.device, 1), large_integers((n, k), check.device, 2)
     check.exact(Op.LINEAR_GRAD_INPUT, INT8_GRADIENTS, (grad, w, check.ones()), product(grad, w).float())
 
 
 def test_large_sums_of_an_int8_gradient_of_the_weight_are_exact(check: Check) -> None:
-    """As above, over M."""
+    """Sums over M are exact too where a float32 accumulator would not be, beyond 2²⁴."""
     m, k, n = 4096, 40, 24
     grad, x = large_integers((m, n), check.device, 1), large_integers((m, k), check.device, 2)
     check.exact(Op.LINEAR_GRAD_WEIGHT, INT8_GRADIENTS, (grad, x, check.ones(n)), product(grad.t(), x).float())
@@ -136,7 +136,7 @@ def test_scales_and_bias_may_be_strided(check: Check, strided: str) -> None:
 
 
 def test_scales_of_gradients_may_be_strided(check: Check) -> None:
-    """Of an int8 gradient of the weight: one for each output channel."""
+    """Scales of an int8 gradient may be strided, one for each output channel, in the gradient of the weight."""
     m, k, n = 96, 48, 40
     grad, x = integers((m, n), check.device, 1), integers((m, k), check.device, 2)
     scale = powers_of_two(n, check.device)
@@ -145,7 +145,7 @@ def test_scales_of_gradients_may_be_strided(check: Check) -> None:
 
 
 def test_strided_scales_of_a_float_gradient(check: Check) -> None:
-    """Of the input, from a weight with a scale for each output channel."""
+    """The gradient of the input is right where the weight has a strided scale for each output channel."""
     m, k, n = 33, 72, 40
     grad, w = floats((m, n), torch.float32, check.device, 1), integers((n, k), check.device, 2)
     w_scale = torch.rand(n, device=check.device) * 1e-2 + 1e-3
@@ -248,7 +248,7 @@ def test_float8_products(check: Check, m: int, k: int, n: int, output: Precision
 
 @pytest.mark.parametrize("precision", FLOATS, ids=str)
 def test_products_in_a_float_format(check: Check, precision: Precision) -> None:
-    """Where a backend offers a float format: the same calls with empty scales."""
+    """A backend that offers a float format takes the same calls with empty scales."""
     m, k, n = 33, 72, 40
     variant, dtype, empty = Variant.of(precision), TORCH_DTYPE[precision], torch.empty(0, device=check.device)
     x, w, b = (floats(shape, dtype, check.device, i) for i, shape in enumerate(((m, k), (n, k), (n,))))

@@ -44,7 +44,7 @@ class Kept:
 
     @classmethod
     def of(cls, problem: Producer) -> Kept:
-        """For a problem whose residual, where it has one, is part of the kept sum of a layer norm."""
+        """Make what is kept for a problem; its residual, where it has one, is part of the kept sum of a layer norm."""
         x, dim = problem.x, 0 if problem.name == BATCH_NORM else 1
         if problem.name == LAYER_NORM and problem.residual is not None:
             x = x + problem.residual
@@ -90,7 +90,7 @@ FLOAT = torch.float32
 
 
 def gradient(problem: Producer, seed: int = 50) -> torch.Tensor:
-    """Of the result, with a mean: one that has none hides what is not subtracted."""
+    """Draw a gradient of the result, with a mean: one that has none hides what is not subtracted."""
     x = problem.x
     return (floats(tuple(x.shape), FLOAT, x.device, seed) + 0.5).to(TORCH_DTYPE[problem.variant.grad_input])
 
@@ -99,7 +99,7 @@ def gradient(problem: Producer, seed: int = 50) -> torch.Tensor:
 @pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(subject: Subject, outputs: Outputs, form: str, saved: Precision, dtype: Precision) -> None:
-    """All at once, against float64."""
+    """All gradients are right at once, compared with float64."""
     kept = saved if saved.needs_scale else dtype
     problem = Producer.of(form, variant_of(saved=kept, output=dtype), (56, 40), subject.device)
     check(subject, outputs, problem, gradient(problem))
@@ -108,7 +108,7 @@ def test_gradients(subject: Subject, outputs: Outputs, form: str, saved: Precisi
 @pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_of_every_kind(subject: Subject, outputs: Outputs, form: str, saved: Precision) -> None:
-    """As forward; sums over more positions than a program takes."""
+    """Gradients are right for shapes of every kind, also where sums go over more positions than a program takes."""
     for shape in SHAPES:
         problem = Producer.of(form, variant_of(saved=saved), shape, subject.device, shape[1])
         check(subject, outputs, problem, gradient(problem))
@@ -158,7 +158,7 @@ def test_the_copy_of_a_gradient(subject: Subject, outputs: Outputs, form: str, s
 @pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name == BATCH_NORM])
 def test_a_gradient_in_two_parts(subject: Subject, outputs: Outputs, form: str, saved: Precision, dtype: Precision) -> None:
-    """To the bit what their sum gives, which is rounded to the format of both; a copy too."""
+    """Two parts of a gradient give, to the bit, what their sum gives, rounded to the format of both; the copy is the same too."""
     for rows, columns in ((56, 40), (1050, 24), (30, 13), (0, 16)):
         variant = variant_of(saved=saved if saved.needs_scale else dtype, output=dtype)
         whole = Producer.of(form, variant, (rows, columns), subject.device, 40)
@@ -194,7 +194,7 @@ def test_normalization_without_parameters(subject: Subject, outputs: Outputs, fo
 
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name != ACTIVATION])
 def test_equal_numbers_and_large_means(subject: Subject, outputs: Outputs, form: str) -> None:
-    """Without variance σ⁻¹ is 1/sqrt(eps), and x̂ is 0."""
+    """Gradients are right where there is no variance: σ⁻¹ is 1/sqrt(eps), and x̂ is 0."""
     problem = Producer.of(form, variant_of(), (28, 16), subject.device, 10)
     equal = attrs.evolve(problem, x=torch.full_like(problem.x, 3.0))
     if problem.residual is not None and problem.name == LAYER_NORM:
@@ -205,7 +205,7 @@ def test_equal_numbers_and_large_means(subject: Subject, outputs: Outputs, form:
 @pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_empty_batch_leaves_gradients_of_zeros(subject: Subject, outputs: Outputs, form: str, saved: Precision) -> None:
-    """Of weight and bias: a rank without samples contributes zeros."""
+    """The gradients of weight and bias are zeros: what a rank without samples contributes."""
     problem = Producer.of(form, variant_of(saved=saved), (0, 16), subject.device)
     for written in check(subject, outputs, problem, gradient(problem)):
         for vector in (written.weight, written.bias):
@@ -215,7 +215,7 @@ def test_an_empty_batch_leaves_gradients_of_zeros(subject: Subject, outputs: Out
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", ["add+layer_norm", "gelu"])
 def test_matrices_of_any_strides(subject: Subject, outputs: Outputs, form: str, layout: str) -> None:
-    """As operands of products."""
+    """Matrices may have any strides, as operands of products may."""
     problem = Producer.of(form, variant_of(), (24, 21), subject.device, 12)
     kept = Kept.of(problem)
     check(subject, outputs, problem, laid_out(gradient(problem), layout), attrs.evolve(kept, x=laid_out(kept.x, layout)))

@@ -46,7 +46,7 @@ def test_result_copies_and_statistics(subject: Subject, outputs: Outputs, form: 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_of_every_kind(subject: Subject, outputs: Outputs, form: str) -> None:
-    """One position, one channel, channels that are no multiple of 8, more positions than a program takes."""
+    """Results are right for one position, one channel, no multiple of 8 channels, more positions than a program takes."""
     for shape in SHAPES:
         check(subject, outputs, Producer.of(form, variant_of(), shape, subject.device, shape[1]))
 
@@ -63,7 +63,7 @@ def test_scales_of_rows(subject: Subject, outputs: Outputs, form: str, granulari
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float8_copies(subject: Subject, outputs: Outputs, form: str) -> None:
-    """Where a backend offers them."""
+    """Copies in float8 are right where a backend offers them."""
     check(subject, outputs, Producer.of(form, variant_of(FLOAT8), (42, 24), subject.device, 5))
 
 
@@ -143,7 +143,7 @@ def test_empty_operands(subject: Subject, outputs: Outputs, form: str, saved: Pr
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", BY_ROW)
 def test_matrices_of_any_strides(subject: Subject, outputs: Outputs, form: str, layout: str) -> None:
-    """As operands of products."""
+    """Matrices may have any strides, as operands of products may."""
     problem = Producer.of(form, variant_of(), (24, 21), subject.device, 12)
     residual = None if problem.residual is None else laid_out(problem.residual, layout)
     check(subject, outputs, attrs.evolve(problem, x=laid_out(problem.x, layout), residual=residual))
@@ -176,7 +176,7 @@ def test_rounding_is_unbiased(subject: Subject, outputs: Outputs, form: str) -> 
 
 
 def of_equal_copies(form: str, subject: Subject) -> Producer:
-    """One whose two copies, of the result and of what is kept, are of the same numbers under the same scales."""
+    """Make a problem whose two copies, of the result and of what is kept, are of the same numbers under the same scales."""
     name, _ = FORMS[form]
     variant = variant_of(saved=INT8, granularity=TENSOR if name == BATCH_NORM else ROW)
     problem = Producer.of(form, variant, (2048, 1) if name == BATCH_NORM else (32, 64), subject.device, 15)
@@ -188,7 +188,7 @@ def of_equal_copies(form: str, subject: Subject) -> Producer:
 def both_copies(
     problem: Producer, kernel: Kernel, outputs: Outputs, seed: int, x_seed: int, offset: Offset
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the result, and of what is kept."""
+    """Run a kernel and return its copies of the result and of what is kept."""
     written = problem.run(kernel, outputs, seed, x_seed, offset)
     return given(written.q), given(written.x_q)
 

@@ -97,7 +97,7 @@ def check_formula(
 def test_int8_equals_the_formula(
     subject: Subject, outputs: Outputs, rounding: Rounding, granularity: Granularity, dtype: torch.dtype
 ) -> None:
-    """On shapes of every kind, from one element on."""
+    """Scales and int8 values are those of the formula on shapes of every kind, from one element on."""
     for shape in SHAPES:
         request = subject.request(Op.QUANTIZE, variant_of(rounding, granularity), (shape,))
         if shape == SHAPES[-1] or not subject.backend.unsupported_reasons(request):  # the last one is skipped by name
@@ -150,7 +150,7 @@ def test_an_empty_tensor_is_no_error(subject: Subject, outputs: Outputs) -> None
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 77, -1])
 def test_nan_and_infinity_show(subject: Subject, outputs: Outputs, value: float, place: int) -> None:
-    """On a CPU an error that says so; on a GPU that, or a scale that is not finite and carries the damage on."""
+    """NaN or infinity raises an error that says so on a CPU; on a GPU that, or it gives a scale that carries the damage on."""
     x = floats((9, 50), torch.float32, subject.device, 1)
     x.view(-1)[place] = value
     for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((9, 50),)):
@@ -247,7 +247,7 @@ MAGNITUDES = {
     torch.bfloat16: (2.0**-133, 1e-39, 2.0**-126, 2e-36, 9e-35, 1.4e36, torch.finfo(torch.bfloat16).max),
     torch.float16: (2.0**-24, 2.0**-14, 1.0, torch.finfo(torch.float16).max),
 }
-"""From the smallest subnormal number of a format to its largest, past every place where float32 arithmetic may overflow."""
+"""Magnitudes from a format's smallest subnormal number to its largest, past every place where float32 arithmetic may overflow."""
 
 
 @pytest.mark.parametrize("dtype", list(MAGNITUDES), ids=str)

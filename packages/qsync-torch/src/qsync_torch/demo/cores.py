@@ -12,10 +12,10 @@ from qsync_core.errors import QSyncError
 
 WORKERS = 2
 PERIOD_US = 4_000
-"""Of a quota: short against a training step, so that every step feels the same share, and long against a scheduler's tick."""
+"""A quota's period: short against a training step, so that every step feels the same share, and long against a scheduler's tick."""
 _PREFIX = "qsync-demo-"
 _PR_SET_PDEATHSIG = 1
-"""From ``linux/prctl.h``."""
+"""An option of ``prctl``, from ``linux/prctl.h``."""
 
 
 def check_cores() -> None:

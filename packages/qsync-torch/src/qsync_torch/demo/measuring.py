@@ -23,7 +23,7 @@ from qsync_torch.profiling.whole_step import StepRunner, measure_while
 from qsync_torch.timing import Effort
 
 _STEPS = Effort(min_repeats=3, max_repeats=40, target=0.005, budget_s=2.5, warmup=0)
-"""Of whole steps: more than a profile usually spends, because QSync fills what it predicts to be free to the last operator."""
+"""The effort for whole steps: more than a profile usually spends, because QSync fills what it predicts to be free completely."""
 _RATIO_SECONDS = 1.5
 _LEAST_STEPS = 3
 _LEAST = Effort(min_repeats=2, max_repeats=2, budget_s=0.0)
@@ -36,7 +36,7 @@ _EFFORTS = {
     ),
     "least": (_LEAST, _LEAST, _LEAST),
 }
-"""Of operators, casts and whole steps, by :attr:`MeasureTask.effort`."""
+"""The efforts for operators, casts and whole steps, by :attr:`MeasureTask.effort`."""
 
 
 def measure(task: MeasureTask, rendezvous: Rendezvous, core: int) -> None:

@@ -31,7 +31,7 @@ TITLES = {"full": "full precision", "uniform": "uniform low precision", "dynamic
 
 @attrs.frozen
 class Row:
-    """One method.
+    """One method of training, as predicted and as measured.
 
     Attributes:
         name: as in files; title: as the table and the report show it.

@@ -1,4 +1,4 @@
-"""From measurements to the plans that are trained: the baselines, QSync's own, and probes that test the prediction."""
+"""The demo's plans, made from measurements: the baselines, QSync's own, and probes that test the prediction."""
 
 from __future__ import annotations
 

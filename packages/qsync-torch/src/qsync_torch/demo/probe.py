@@ -17,7 +17,7 @@ from qsync_torch.profiling.whole_step import StepRunner
 LADDER = CPU_LADDER
 """Rungs that the weak group could have, lowest first."""
 LEANEST = LADDER[1]
-"""Of a machine where no rung pays: 16-bit activations behind every operator halve what is kept for backward."""
+"""The rung for a machine where none pays: 16-bit activations behind every operator halve what is kept for backward."""
 IMPORTS = 4
 """How often processes one after the other will import torch and what comes with it: torchrun and its workers, twice."""
 _FIXED_S = 30.0

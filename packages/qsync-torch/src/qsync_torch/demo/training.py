@@ -35,7 +35,7 @@ from qsync_torch.profiling.whole_step import StepRunner
 T = TypeVar("T")
 _GRADIENT_BATCHES = 2
 _RECORDING_S = 20.0
-"""After the time for training: no timeline is recorded later than this."""
+"""Seconds after the time for training: no timeline is recorded later than this."""
 LAST_LEARNING_RATE = 0.02
 """Learning rate after the last step over the first one's; it falls linearly."""
 

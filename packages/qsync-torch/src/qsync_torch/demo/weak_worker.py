@@ -22,7 +22,7 @@ TARGET_RATIO = 1.54
 LEAST_RATIO = 1.5
 MOST_RATIO = 1.65
 _LEAST_QUOTA = 0.25
-"""On a busy machine the strong worker gets perhaps half of its core, and the weak one less of its own."""
+"""The smallest quota: on a busy machine the strong worker gets perhaps half of its core, and the weak one less of its own."""
 _FIRST_NICENESS = 2
 """The kernel's weights make this worth two fifths of the core (655 against 1024); less is reached by going up from here."""
 
@@ -36,7 +36,7 @@ class Weakness:
 
     @property
     def description(self) -> str:
-        """As the table and the report say it."""
+        """What weakens the worker, as the table and the report say it."""
         if self.kind == "quota":
             return f"a cgroup quota of {self.value:.0%} of its core"
         return f"another process on its core, at niceness {self.value:.0f}"
@@ -88,7 +88,7 @@ class WeakWorker:
         return tried[best]
 
     def keep(self, measure_ratio: Callable[[], float], wanted: float) -> None:
-        """Before training, some minutes after profiling: bring a quota back to the ratio that there was then.
+        """Bring a quota back to the ratio that there was at profiling, before training begins some minutes later.
 
         The two cores of a shared host drift against each other, and the weak worker is to stay as weak as its profile says.  Every
         rank must take part in ``measure_ratio``.
@@ -135,7 +135,7 @@ class ColocatedLoad:
         self._process.stdout.readline()  # it is ready
 
     def set_niceness(self, niceness: int) -> None:
-        """Its priority: 0 is the worker's own, higher takes less.  Without privileges it can only go up."""
+        """Set the process's priority: 0 is the worker's own, higher takes less.  Without privileges it can only go up."""
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def run_workers(kind: str, task: Any, folder: Path, progress: ProgressCallback) 
 
 
 def _environment() -> dict[str, str]:
-    """One thread a worker, and gloo on the loopback interface: the workers are on this machine whatever its name resolves to."""
+    """Give workers one thread each, and gloo on the loopback interface: they are on this machine whatever its name resolves to."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     environment.pop("QSYNC_GROUP", None)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -288,10 +288,10 @@ def masked_sources_bert(tiny: bool = False) -> Workload:
 
 
 def resnet(tiny: bool = False) -> Job:
-    """For the command line: ``qsync trace --job qsync_torch.demo.workloads:resnet``."""
+    """Make the job for the command line: ``qsync trace --job qsync_torch.demo.workloads:resnet``."""
     return digits_resnet(tiny).job()
 
 
 def bert(tiny: bool = False) -> Job:
-    """For the command line: ``qsync trace --job qsync_torch.demo.workloads:bert``."""
+    """Make the job for the command line: ``qsync trace --job qsync_torch.demo.workloads:bert``."""
     return masked_sources_bert(tiny).job()

@@ -31,7 +31,7 @@ class Done:
     is_completed = is_success = wait
 
     def get_future(self) -> torch.futures.Future[None]:
-        """One that is there already."""
+        """Return a future that is done already."""
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future

@@ -19,14 +19,14 @@ from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.distributed.process_group import rank_count
 
 _PIECE_BYTES = 250 * 1024 * 1024
-"""As DistributedDataParallel's own broadcast of buffers."""
+"""The size of a piece in DistributedDataParallel's own broadcast of buffers."""
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 _LIBRARY.define("share_buffers(Tensor(a!)[] buffers, int[] training) -> ()")
 
 
 def before_forward(buffers: Sequence[torch.Tensor], training: Sequence[int]) -> None:
-    """In a forward that DistributedDataParallel runs on all ranks: the buffers of the first training rank go to all of them.
+    """Give all ranks the buffers of the first training rank, in a forward that DistributedDataParallel runs on all of them.
 
     Nothing happens under ``no_sync()``, where ranks may run forwards that others do not, and outside a wrapper.
 
@@ -71,6 +71,6 @@ torch.library.register_fake("qsync::share_buffers", lambda buffers, training: No
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
-    """Those that DistributedDataParallel broadcasts: it leaves out what the model says so of."""
+    """List the buffers that DistributedDataParallel broadcasts: it leaves out what the model says so of."""
     ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return [buffer for name, buffer in model.named_buffers() if name not in ignored]

@@ -23,7 +23,7 @@ from qsync_torch.distributed.process_group import rank_count
 _GRACE_S = 5.0
 """How long a rank that gives up stays at most, so that the others hear why: rank 0 may hold the store."""
 _GRACE = 0.25
-"""Likewise, as a share of the time that it has waited."""
+"""How long a rank that gives up stays at most, as a share of the time that it has waited."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 BEATS_PER_TIMEOUT = 10
 _WATCH_EVERY_S = 0.5
@@ -64,7 +64,7 @@ class Members:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None) -> Members | None:
-        """Of a process group, the whole job's by default; None outside one, and on a rank that is alone in it or not of it."""
+        """Find the ranks of a process group, by default the job's; None outside one, and on a rank alone in it or not of it."""
         if rank_count(group) < 2:
             return None
         whole = dist.group.WORLD if group is None else group

@@ -65,7 +65,7 @@ def process_group_from_environment(device: torch.device) -> Iterator[int]:
 
 
 _NUMBERS = itertools.count()
-"""Of the process groups that this process makes, which are the same on all ranks."""
+"""Numbers of the process groups that this process makes, which are the same on all ranks."""
 
 
 def members_to_be(round_name: str, patience_s: float | None = None) -> Members | None:
@@ -311,7 +311,7 @@ def _members(group: dist.ProcessGroup | Members | None) -> Members | None:
 
 @contextmanager
 def naming_lost_ranks(what: str) -> Iterator[None]:
-    """Around collectives: one that fails because of another rank says so.
+    """Surround collectives: one that fails because of another rank says so.
 
     Args:
         what: the call, as its user knows it.

@@ -23,7 +23,7 @@ from qsync_torch.distributed.uneven_batches import split_samples
 
 Mean = torch.futures.Future[torch.Tensor]
 CommunicationHook = Callable[[Any, dist.GradBucket], Mean]
-"""As DistributedDataParallel takes it; it gives the mean over ranks of a bucket."""
+"""A hook as DistributedDataParallel takes it; it gives the mean over ranks of a bucket."""
 
 
 def weight_gradients(
@@ -127,7 +127,7 @@ class _Weighting:
             self._add(samples, weight)
 
     def _add(self, samples: int, weight: float) -> None:
-        """One more backward pass of this step begins; gradients of earlier ones are brought to its weight."""
+        """Begin one more backward pass of this step; gradients of earlier ones are brought to its weight."""
         self._samples += samples
         self._weight += weight
         if self._passes and weight and self._newest not in (0.0, weight):

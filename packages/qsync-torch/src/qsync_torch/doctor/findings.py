@@ -1,4 +1,4 @@
-"""From what was seen of a job's ranks to tables and sentences."""
+"""Tables and sentences made of what was seen of a job's ranks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _data(seen: Seen) -> dict[str, object]:
 
 
 def version_lines(seen: Seen) -> Iterator[DoctorLine]:
-    """One line per version in which ranks differ, which says whether that matters."""
+    """Say of every version in which ranks differ whether that matters."""
     if len(set(seen.qsync.values())) > 1:
         yield DoctorLine("ranks: QSync", by_value(seen.qsync), Status.ERROR, "install the same versions everywhere; then ask again")
     facts = seen.facts
@@ -300,7 +300,7 @@ def _causes(trouble: Trouble) -> dict[int, str]:
 
 
 def _is_consequence(reason: str) -> bool:
-    """Of another rank's end."""
+    """Whether a probe ended because another rank had ended."""
     return any(text in reason.lower() for text in _CONSEQUENCES)
 
 

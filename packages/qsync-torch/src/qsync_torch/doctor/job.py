@@ -34,7 +34,7 @@ from qsync_torch.doctor.seen import Seen, Trouble
 PROBE = (sys.executable, "-m", "qsync_torch.doctor.probe")
 """Command of the process that measures."""
 START_S = 180.0
-"""For importing torch and starting CUDA, from a cold disk and on all ranks of a machine at once."""
+"""How long importing torch and starting CUDA may take, from a cold disk and on all ranks of a machine at once."""
 _BEATS_S = 3.0
 """How long a process is watched for signs of life, of which it gives two a second."""
 _LEAVE_S = 5.0

@@ -24,7 +24,7 @@ _AT_ONCE = 3
 
 
 def product_lines(daemon: Daemon) -> list[DoctorLine]:
-    """Of every GPU as a whole, and of the first of each kind under the shares that an MPS daemon gives; nothing without a GPU."""
+    """Check products on whole GPUs, and on one of each kind under an MPS daemon's shares; no lines without a GPU."""
     if not torch.cuda.is_available():
         return []
     lines: list[DoctorLine] = []
@@ -44,7 +44,7 @@ def product_lines(daemon: Daemon) -> list[DoctorLine]:
 
 
 def _formats(device: torch.device) -> tuple[Precision, ...]:
-    """Those that the device has in hardware."""
+    """List the formats that the device has in hardware."""
     capability = torch.cuda.get_device_capability(device)
     return tuple(p for p in PRECISIONS if not (p is Precision.BFLOAT16 and capability < (8, 0)))
 
@@ -56,7 +56,7 @@ def under_shares(probe: Probe) -> dict[int, str | None]:
 
 
 def whole_lines(topic: str, wrong: Sequence[str]) -> Iterator[DoctorLine]:
-    """Of a GPU as this process has it."""
+    """Say whether products are right on a GPU as this process has it."""
     if not wrong:
         yield DoctorLine(f"{topic} products", "right, compared with exact ones")
         return
@@ -66,7 +66,7 @@ def whole_lines(topic: str, wrong: Sequence[str]) -> Iterator[DoctorLine]:
 
 
 def share_lines(topic: str, found: Mapping[int, str | None]) -> Iterator[DoctorLine]:
-    """Of its shares, by what is wrong under each in percent."""
+    """Say under which shares of a GPU products are right; ``found`` has what is wrong, by the share in percent."""
     right = [share for share, wrong in found.items() if wrong == ""]
     wrong = {share: said for share, said in found.items() if said}
     if wrong:

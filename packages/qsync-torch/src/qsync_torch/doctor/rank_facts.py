@@ -87,7 +87,7 @@ class RankFacts:
         return self.device, self.share
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the facts as JSON has them."""
         return attrs.asdict(self)
 
 

@@ -264,7 +264,7 @@ def _bytes(text: str) -> torch.Tensor:
 
 
 def _writes() -> bool:
-    """One process of each machine."""
+    """Whether this process writes: one of each machine does."""
     with suppress(ValueError):
         return int(os.environ.get("LOCAL_RANK", "0")) == 0
     return True

@@ -42,12 +42,12 @@ class StepBatches:
         return self.at_once != self.by_rank
 
     def passes(self, rank: int, samples: int | None = None) -> int:
-        """In how many forward passes a rank takes so many samples; those of a step by default."""
+        """Count the forward passes in which a rank takes so many samples; those of a step by default."""
         return max(1, -(-(self.by_rank[rank] if samples is None else samples) // self.at_once[rank]))
 
     @property
     def most_passes(self) -> int:
-        """Of any rank in a step."""
+        """The most forward passes that any rank takes in a step."""
         return max(map(self.passes, range(len(self.by_rank))))
 
 

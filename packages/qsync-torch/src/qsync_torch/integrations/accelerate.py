@@ -144,7 +144,7 @@ class _PlannedOptions(DistributedDataParallelKwargs):
         self._given, self._planned = given, planned
 
     def to_kwargs(self) -> dict[str, Any]:
-        """For DistributedDataParallel."""
+        """Return the arguments for DistributedDataParallel."""
         given: dict[str, Any] = self._given.to_kwargs()
         if BUFFERS in self._planned:
             given.pop("broadcast_buffers", None)  # the same under its older name

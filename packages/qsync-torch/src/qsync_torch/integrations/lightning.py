@@ -28,7 +28,7 @@ _CALLER = Caller("HybridStrategy", None, "plan_options=dict({})", "{}", own_loop
 _AUTOCAST = {"32-true": Precision.FLOAT32, "bf16-mixed": Precision.BFLOAT16, "16-mixed": Precision.FLOAT16}
 _WANTED = {base: f"Trainer(precision={name!r})" for name, base in _AUTOCAST.items()}
 _KEY = "qsync"
-"""Of the rounding step in a checkpoint."""
+"""The key of the rounding step in a checkpoint."""
 
 
 class HybridStrategy(DDPStrategy):
@@ -96,7 +96,7 @@ class HybridStrategy(DDPStrategy):
         super().configure_ddp()
 
     def setup(self, trainer: Trainer) -> None:
-        """Also tell the loggers."""
+        """Set up the strategy, and tell the loggers of the plan."""
         before = self._planned
         super().setup(trainer)
         if self._planned is not None and self._planned is not before:
@@ -105,19 +105,19 @@ class HybridStrategy(DDPStrategy):
                 logger.log_metrics(self._planned.metrics(), step=trainer.global_step)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """With the batch of the first one looked at, where the plan is for the whole step."""
+        """Run a training step, after a look at the first one's batch where the plan is for the whole step."""
         if self._planned is not None and not self._part:
             self._planned.applied.meet_batch(args, kwargs)
         return super().training_step(*args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """With the rounding step."""
+        """Save a checkpoint with the rounding step in it."""
         if self._planned is not None:
             checkpoint[_KEY] = self._planned.applied.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """With the buffers of a training rank; a call of all ranks."""
+        """Return the module's state with the buffers of a training rank; all ranks call it."""
         self._share_buffers()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state

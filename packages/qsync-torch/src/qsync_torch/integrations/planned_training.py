@@ -43,7 +43,7 @@ class TrainerSettings:
 
     @property
     def amp(self) -> str | None:
-        """Of the job that is trained so."""
+        """The ``amp`` of the job that is trained so; None for float32."""
         return None if self.autocast is Precision.FLOAT32 else str(self.autocast)
 
 
@@ -65,7 +65,7 @@ class PlannedTraining:
         return any(group.needs_loss_scaling for group in self.plan.groups)
 
     def metrics(self) -> dict[str, float]:
-        """For a trainer's logger, which takes numbers: the predicted step, and operators by group and precision."""
+        """Return numbers for a trainer's logger: the predicted step, and operators by group and precision."""
         counts = {
             f"qsync/{group}/{precision}": float(count)
             for group, precisions in self._precisions().items()
@@ -123,7 +123,7 @@ def apply_for_trainer(
 
 
 def refuse_loss_scaling(planned: PlannedTraining, trainer: str, caller: Caller) -> None:
-    """For trainers that cannot scale losses as a plan needs it.
+    """Refuse a plan that needs loss scaling, for trainers that cannot scale losses so.
 
     Raises:
         PlanError: naming the groups, after the plan was taken back.

@@ -117,7 +117,7 @@ class PlanCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        """By now the trainer has read its checkpoint, where it resumes from one.
+        """Take up the rounding step of the checkpoint that the trainer has read by now, and log once.
 
         Raises:
             PlanError: when the trainer trains another model than the one that has the plan, or its checkpoint was written under

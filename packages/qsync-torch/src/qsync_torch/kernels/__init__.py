@@ -1,1 +1,1 @@
-"""From an operator's binding to a built kernel: selection among backends, tuning records, the custom operators."""
+"""What turns an operator's binding into a built kernel: selection among backends, tuning records, the custom operators."""

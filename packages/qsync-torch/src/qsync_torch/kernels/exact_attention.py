@@ -11,7 +11,7 @@ from qsync_torch.kernels.exact_products import STEPS
 
 _SIGMAS = 4.0
 _ATTENTION_STEPS = 16.0
-"""Of an attention's norm: probabilities and partial sums are rounded to 16 bits between its two products."""
+"""The bound of an attention's norm, in steps: probabilities and partial sums are rounded to 16 bits between its two products."""
 _CHUNK = 1 << 24
 _LARGEST = 1 << 31
 """Products of two numbers in one head beyond which its gradients are not checked, only some rows of its output."""

@@ -25,7 +25,7 @@ STEPS = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 """Relative error of a result that a product in a format may have: of 16 bits, a few roundings to it; of float32, TF32's operands;
 of float8, which is multiplied exactly, sums of 14 bits."""
 _SIGMAS = 4.0
-"""In steps, which are four times what rounding to nearest leaves: a right kernel never exceeds the bound."""
+"""The bound of an error, in steps, which are four times what rounding to nearest leaves: a right kernel never exceeds it."""
 _CHUNK = 1 << 22
 """Elements of an operand that are in float64 at a time."""
 
@@ -140,7 +140,7 @@ class _Worst:
 
 
 def _windows(geometry: Geometry, kernel: tuple[int, int], image: tuple[int, int], out: tuple[int, int]) -> Iterator[Any]:
-    """For each place of a filter: the place, and slices of outputs and of pixels of the image that meet there."""
+    """Yield each place of a filter, with the slices of outputs and of pixels of the image that meet there."""
     for i in range(kernel[0]):
         for j in range(kernel[1]):
             slices = [_meet(geometry, axis, place, image[axis], out[axis]) for axis, place in ((0, i), (1, j))]

@@ -87,7 +87,7 @@ class ProducerBinding(Bound):
 
     @functools.cached_property
     def with_grad_copy(self) -> ProducerBinding:
-        """Of a batch norm, the same backward kernel that also writes its input's gradient in int8."""
+        """The binding of the same batch norm with a backward kernel that also writes its input's gradient in int8."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_copy=True))
 
     def adds_gradients(self, device: torch.device, shape: tuple[int, ...]) -> bool:
@@ -98,7 +98,7 @@ class ProducerBinding(Bound):
 
     @functools.cached_property
     def with_grad_sum(self) -> ProducerBinding:
-        """Of a batch norm, the same backward kernel of a gradient in two parts."""
+        """The binding of the same batch norm with a backward kernel that takes the gradient of its result in two parts."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_sum=True))
 
     def names(self, keep: bool) -> tuple[str, ...]:
@@ -285,7 +285,7 @@ def _batch_norm_grad_copy(
 
 
 def _wanted_gradients(*args: Any) -> list[torch.Tensor]:
-    """Of a batch norm, from the arguments of either of its operators."""
+    """Make tensors for a batch norm's wanted gradients, from the arguments of either of its operators."""
     return _gradients(args[1], _binding(args[GRADIENT_BINDING]), args[GRADIENT_BINDING + 1])[1]
 
 
@@ -298,7 +298,7 @@ def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor
 
 
 def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
-    """To be written: int8 and its scale."""
+    """Make the tensors of a gradient's copy, to be written: int8 and its scale."""
     return [torch.empty_like(x, dtype=torch.int8), x.new_empty(1, dtype=torch.float32)]
 
 

@@ -97,7 +97,7 @@ class _HookedCall:
         self._model, self._op_id = model, op_id
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """In place of ``F.linear``."""
+        """Run the observed operator where the model calls ``F.linear``."""
         return self._model.run(self._op_id(), input, weight, bias, NEUTRAL)
 
     def conv2d(
@@ -110,7 +110,7 @@ class _HookedCall:
         dilation: Pair = 1,
         groups: int = 1,
     ) -> torch.Tensor:
-        """In place of ``F.conv2d``."""
+        """Run the observed operator where the model calls ``F.conv2d``."""
         # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
         x, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
         return self._model.run(self._op_id(), x, weight, bias, geometry)

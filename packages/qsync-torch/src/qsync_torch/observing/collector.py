@@ -209,7 +209,7 @@ class ObservedStep:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Around one pass over the batch: draws what every other pass draws, and leaves the model as it was found.
+        """Surround one pass over the batch: it draws what every other pass draws, and leaves the model as it was found.
 
         Buffers (batch norm's statistics), gradients and the state of the random generators are put back at the end.
         """

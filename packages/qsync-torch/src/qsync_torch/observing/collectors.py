@@ -50,7 +50,7 @@ def _lacks(offered: Any) -> str:
 
 
 def default_collectors(announce: Callable[[str], None] = lambda text: None) -> list[AnyCollector]:
-    """Those that run where none is named: all but the ones that say ``by_default = False`` because they take long."""
+    """List the collectors that run where none is named: all but those that say ``by_default = False`` because they take long."""
     return [collector for collector in installed_collectors(announce).values() if getattr(collector, "by_default", True)]
 
 
@@ -97,7 +97,7 @@ class RunningCollectors:
 
     @property
     def names(self) -> list[str]:
-        """Of those that run."""
+        """The names of the collectors that run."""
         return [collector.name for collector in self.active]
 
     @property
@@ -173,7 +173,7 @@ class RunningCollectors:
 
     @contextmanager
     def _guarded(self, collector: AnyCollector, update: int, record: Record) -> Iterator[None]:
-        """Around a call of a collector: one that fails is named and left out, or ends the run of a user who named it."""
+        """Surround a call of a collector: one that fails is named and left out, or ends the run of a user who named it."""
 
         def failed(sentence: str, error: BaseException) -> None:
             what = f"failed at update {update} of {self.model} with {described(error)}"

@@ -137,7 +137,7 @@ class HessianCollector:
         return found
 
     def _eigenvalues(self, loss: torch.Tensor, weights: Sequence[torch.Tensor], seed: int) -> dict[int, float]:
-        """By the identity of the weight; nothing of one that the loss does not depend on by a way that can be differentiated."""
+        """Compute eigenvalues by their weights' identity; none of one on which the loss does not depend differentiably."""
         if not weights or not loss.requires_grad:
             return {}
         generator = torch.Generator().manual_seed(seed)

@@ -119,7 +119,7 @@ class HutchinsonCollector:
 
 @attrs.define
 class _Sums:
-    """Of one operator, one source of noise and one pass, over the batch: Σ σ²·h² and Σ μ·h."""
+    """Sums over the batch, of one operator, one source of noise and one pass: Σ σ²·h² and Σ μ·h."""
 
     squares: DeferredSum = attrs.field(factory=DeferredSum)
     bias: DeferredSum = attrs.field(factory=DeferredSum)
@@ -127,7 +127,7 @@ class _Sums:
 
 @attrs.define
 class _ParameterResponse:
-    """Of a weight or bias that several calls read."""
+    """The response at a weight or bias that several calls read."""
 
     parameter: torch.Tensor
     h: torch.Tensor
@@ -402,7 +402,7 @@ def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def random_signs(tensors: Iterable[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """For each tensor one of the same shape with independent elements of -1 and 1, the same for one seed on one kind of device."""
+    """Draw independent elements of -1 and 1 in the shape of each tensor; the same for one seed on one kind of device."""
     generators: dict[torch.device, torch.Generator] = {}
     signs = []
     for tensor in tensors:

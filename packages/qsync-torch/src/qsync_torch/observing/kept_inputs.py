@@ -127,7 +127,7 @@ def _is_other(x: torch.Tensor, operator: Operator) -> bool:
 class _Site:
     call: ProducerCall
     grad: torch.Tensor | None = None
-    """Of its result, from the pass of the gradient to that of the response."""
+    """The gradient of the call's result, from the pass of the gradient to that of the response."""
 
 
 _ADDITIONS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
@@ -171,7 +171,7 @@ class KeptInputs(ProducerCalls):
         return out
 
     def finish(self) -> None:
-        """After the pass of responses: those of norms before which nothing is trained."""
+        """Hand on, after the pass of responses, those of norms before which nothing is trained."""
         for site in self._sites:
             self._hand_on_response(site, None)
 
@@ -283,7 +283,7 @@ class RoundedInput(ProducerCalls):
         self._name, self._variant, self._seed = name, variant, seed
 
     def call(self, call: ProducerCall) -> torch.Tensor:
-        """One call."""
+        """Run a call, the chosen chain's with its input kept in 8 bit."""
         if call.chain.name != self._name or not torch.is_grad_enabled():
             return call.run(call.x)
         keeping = _Keeping(call, self._variant, self._seed)
@@ -300,22 +300,22 @@ class _Keeping:
 
     @property
     def producer(self) -> Producer:
-        """Of the chain."""
+        """The producer of the call's chain."""
         return self.call.chain.producer
 
     @property
     def form(self) -> ChainForm:
-        """Of an activation by itself."""
+        """The form of the call's activation by itself."""
         return ChainForm(self.call.chain.activation)
 
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As the kernels read it: images, else a matrix of rows."""
+        """Lay a tensor out as the kernels read it: images, else a matrix of rows."""
         if self.producer is Producer.BATCH_NORM:
             return tensor.float().contiguous(memory_format=torch.channels_last)
         return self.call.matrix(tensor).contiguous()
 
     def back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In shape and dtype of the input."""
+        """Give a tensor the shape and dtype of the input."""
         shape = self.call.x.shape
         if self.call.is_of_images and self.producer is not Producer.BATCH_NORM:
             tensor = tensor.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
@@ -339,7 +339,7 @@ class _Keeping:
     def gradients(
         self, grad: torch.Tensor, weight: torch.Tensor | None, x_q: torch.Tensor, scale: torch.Tensor, *statistics: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of the input, the weight and the bias."""
+        """Compute the gradients of the input, the weight and the bias."""
         grad_x, (mean, spread) = torch.empty_like(grad), statistics
         if self.producer is Producer.ACTIVATION:
             build_activation_grad_input(self.variant, self.form)(grad, x_q, scale, grad_x)

@@ -31,7 +31,7 @@ FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
 
 
 _pool: Callable[..., Any] = F.max_pool2d
-"""Its overloads accept literals only."""
+"""Max pooling without its overloads, which accept literals only."""
 
 
 @attrs.define(eq=False)
@@ -42,7 +42,7 @@ class Spreads:
     _densities: tuple[torch.Tensor, ...] = attrs.field(default=(), init=False)
 
     def density(self, index: int) -> torch.Tensor:
-        """Of the window of one of them: 1/(2t)."""
+        """Return the density of one mask's window: 1/(2t)."""
         if len(self._densities) != len(self.stds):
             self._densities = _density(WINDOW * torch.stack(self.stds)).unbind()
         return self._densities[index]
@@ -67,7 +67,7 @@ class Mask:
 
     @property
     def std(self) -> torch.Tensor:
-        """Of ``a``, 0-d."""
+        """The standard deviation of ``a``, 0-d."""
         return self.spreads.stds[self.index]
 
 
@@ -226,12 +226,12 @@ def _laid_out_like(flat: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
 
 
 def _density(half_width: torch.Tensor) -> torch.Tensor:
-    """Of the window: 1/(2t)."""
+    """Return the density of a window of half width t: 1/(2t)."""
     return 1 / (2 * half_width).clamp(min=torch.finfo(half_width.dtype).tiny)
 
 
 def _runners_up(a: torch.Tensor, out_size: torch.Size, geometry: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per window of a pooling, the index (into H·W) of its second largest element and how far it is below the largest.
+    """Find, in each window of a pooling, the index (into H·W) of its second largest element and its distance to the largest.
 
     Args:
         a: (N, C, H, W).

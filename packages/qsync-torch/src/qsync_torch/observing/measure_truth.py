@@ -26,7 +26,7 @@ from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, kep
 from qsync_torch.observing.observe import observe
 
 _GOOD_BATCHES = 4
-"""With fewer, another batch tells more than another draw: gradients differ more from batch to batch than from draw to draw."""
+"""Batches up to which one more tells more than another draw: gradients differ more between batches than between draws."""
 _FEWEST, _GOOD_DRAWS, _MOST_DRAWS = 2, 8, 32
 """More draws than the second are made where no more batches are left."""
 _BOUNDLESS = 1e15
@@ -95,7 +95,7 @@ def _cost(budget: TruthBudget, operators: int, variants: Sequence[Variant], warm
 
 
 def _over_batches(budget: TruthBudget, progress: ProgressCallback) -> ProgressCallback:
-    """One progress bar over all batches, from the collector's, which starts anew with each."""
+    """Make one progress bar over all batches of the collector's own, which starts anew with each."""
     finished = 0
 
     def update(done: int, total: int, what: str) -> None:

@@ -168,7 +168,7 @@ class _Channels:
         self.count = x.numel() // x.shape[1]
 
     def gradients(self, grad: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those of batch norm: by x, by its weight (Σ grad·x̂) and by its bias (Σ grad)."""
+        """Compute the gradients of batch norm: by x, by its weight (Σ grad·x̂) and by its bias (Σ grad)."""
         if not grad.is_cuda:
             found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward(
                 grad, self._x, weight, None, None, self._mean, self._r, True, 0.0, [True, True, True]

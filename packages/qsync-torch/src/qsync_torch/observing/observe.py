@@ -35,7 +35,7 @@ STEPS = 12
 _STEP_SEED = 1_000_003
 """Steps of one run draw differently, and runs of different seeds do."""
 _SAME_LOSS = {"cpu": 1e-3, "cuda": 2e-2}
-"""By how much of the largest recorded loss an update that is trained again may differ: a GPU adds in another order each time."""
+"""The part of the largest recorded loss by which an update trained again may differ: a GPU adds in another order each time."""
 
 
 def observe(
@@ -245,7 +245,7 @@ class _Run:
         return value
 
     def _seconds(self, started: float, updates: int) -> float | None:
-        """Of a training update, measured over the warm-up; None where there was none to measure."""
+        """Return the seconds of a training update, measured over the warm-up; None where there was none to measure."""
         if updates < 1:
             return None
         if self.target.type == "cuda":

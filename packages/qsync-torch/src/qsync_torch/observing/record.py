@@ -29,8 +29,8 @@ RANKED_TERMS: dict[str, tuple[str, ...]] = {
     terms.LOSSVAR: (terms.X_VAR_GRAD, terms.W_VAR_GRAD),
     terms.PAPER: (terms.V_SQ_NORM, terms.GV_SQ_NORM),
 }
-"""Of QSync's own collectors, the best first, the terms whose ranking has to settle: others are small beside them, or the same in
-every update."""
+"""The terms whose ranking has to settle, by QSync's own collectors, the best first: others are small beside them, or
+the same in every update."""
 
 
 class JobFault(ObservationError):
@@ -79,7 +79,7 @@ class Record:
         return tuple(Series(*key, tuple(values)) for key, values in self.values.items())
 
     def rankings(self) -> dict[Any, list[list[float]]]:
-        """For every variant and term that ranks operators, one row per update with the values of all operators.
+        """Return one row per update with the values of all operators, for every variant and term that ranks operators.
 
         Of QSync's own collectors only the best that ran counts, which is the one that ``qsync indicate`` takes; the others are
         there to be compared.  Those of plugins rank with all their terms.

@@ -164,7 +164,7 @@ class _Options:
     factor: float
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """By plain products."""
+        """Compute attention by plain products."""
         weights = _scores(query, key, self.mask, self.factor).softmax(-1)
         if self.kept is not None:
             weights = weights * self.kept / (1 - self.p)

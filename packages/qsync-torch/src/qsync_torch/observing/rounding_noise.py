@@ -23,9 +23,9 @@ _INT8_LEVELS = 127
 _FLOAT8_E4M3FN_MAX = 448.0
 """Largest finite float8_e4m3fn value; the scale maps the tensor's maximum onto it."""
 _EXPONENT_BITS = 0x7F800000
-"""Of a float32."""
+"""The exponent's bits of a float32."""
 _SMALLEST = _INT8_LEVELS * torch.finfo(torch.float32).tiny
-"""Of the largest element, so that a scale is at least 2**-126, as that of a cast."""
+"""The smallest magnitude that counts as the largest of a tensor, so that a scale is at least 2**-126, as that of a cast."""
 
 
 def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity, *, symmetric: bool = True) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Fetched:
             self._values.update(zip(map(id, group), torch.stack(group).tolist(), strict=True))
 
     def value(self, one: DeferredSum) -> float:
-        """Of one of the sums."""
+        """Return the value of one of the sums."""
         return math.fsum(constant * math.prod(self._values[id(f)] for f in factors) for constant, factors in one.terms)
 
 
@@ -182,12 +182,12 @@ def add_response(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: 
 
 
 def int8_scale(largest: torch.Tensor) -> torch.Tensor:
-    """Of symmetric int8, given the largest magnitudes, which it replaces."""
+    """Turn the largest magnitudes into scales of symmetric int8, in place."""
     return largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
 
 
 def _add_response_of_integers(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales) -> None:
-    """With the residual f, f(1-f)·h² = (f·h)·h - (f·h)²."""
+    """Add Σ variance·h² of a cast to int8, from the residual f: f(1-f)·h² = (f·h)·h - (f·h)²."""
     values, h = _by_channel_in_memory_order(tensor, h)
     scale = scales.get((cast.granularity, cast.symmetric))
     if scale is None:

@@ -24,7 +24,7 @@ _SIGNS = ("is not implemented", "differentiate twice", "once_differentiable", "d
 
 @contextmanager
 def second_derivatives(job: str) -> Iterator[None]:
-    """Around passes that differentiate twice.  Attention runs unfused: fused kernels have no second derivative.
+    """Surround passes that differentiate twice.  Attention runs unfused: fused kernels have no second derivative.
 
     Raises:
         CollectorUnavailable: naming the operation of ``job`` that has no second derivative.

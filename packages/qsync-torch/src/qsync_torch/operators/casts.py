@@ -423,7 +423,7 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, refusal: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Of that many sources, and then gradients: the gradients."""
+        """Return the gradients, which follow ``count`` sources among the tensors."""
         ctx.refusal = refusal
         return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[count:])
 
@@ -451,7 +451,7 @@ def _in_8_bit(ctx: Any) -> str:
 
 
 def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    """In place of an 8-bit operator's ``jvp``.
+    """Refuse forward mode, in place of an 8-bit operator's ``jvp``.
 
     Raises:
         PlanError: naming the operator.

@@ -59,7 +59,7 @@ def _results(ctx: Any, p: Produced, x: torch.Tensor, binding: ProducerBinding) -
 
 
 class BatchNormChain(torch.autograd.Function):
-    """Of channels-last images: the float result, the copy with its scale, the largest magnitude, mean and biased variance."""
+    """A batch norm of channels-last images: the float result, the copy with its scale, absmax, mean and biased variance."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class BatchNormChain(torch.autograd.Function):
 
 
 class LayerNormChain(torch.autograd.Function):
-    """Of matrices: the float result, the copy with its scales, and the statistics of each row."""
+    """A layer norm of matrices: the float result, the copy with its scales, and the statistics of each row."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class LayerNormChain(torch.autograd.Function):
 
 
 class ActivationChain(torch.autograd.Function):
-    """Of matrices: the float result, and the copy with its scales."""
+    """An activation of matrices: the float result, and the copy with its scales."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, binding: ProducerBinding, streams: Streams) -> tuple[torch.Tensor, ...]:

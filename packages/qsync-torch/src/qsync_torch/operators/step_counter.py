@@ -30,7 +30,7 @@ STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
 
 LARGEST_STEP = (1 << 30) - 1
-"""To go on from: the count has 64 bits, and as many steps are left."""
+"""The largest step to go on from: the count has 64 bits, and as many steps are left."""
 
 
 class Position(NamedTuple):
@@ -106,7 +106,7 @@ class StepCounter:
 
     @property
     def position(self) -> Position:
-        """Of the forward that runs, or ran last."""
+        """The position of the forward that runs, or ran last."""
         if (repeated := self._here.offset) is not None:
             return Position(repeated)
         return Position(self._memory[0] if self._offset is None and not self._on_gpu else self._present())

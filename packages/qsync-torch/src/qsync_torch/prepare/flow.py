@@ -59,7 +59,7 @@ Load = Callable[[], tuple[Job, Caller | None]]
 Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
 """Makes parts, and names those that are no more."""
 STEPS = 5
-"""Of planning."""
+"""The number of steps of planning."""
 _LONGEST_PART_S = 24 * 3600.0
 """How long one part may take while its process shows that it lives."""
 
@@ -278,7 +278,7 @@ class _Flow:
         return found
 
     def _profiled(self, dag: PrecisionDag, cluster: Cluster | Sequence[Group]) -> dict[str, int]:
-        """By group that has a profile of this job, its step in the base precision in nanoseconds; for rank 0."""
+        """Read a step in the base precision, in nanoseconds, of each group that has a profile of this job; for rank 0."""
         found = {}
         for group in cluster.groups if isinstance(cluster, Cluster) else cluster:
             name = f"profile {group.name}"

@@ -56,7 +56,7 @@ class Part:
 
 
 Parts = Mapping[str, Part]
-"""By name: ``graph``, ``profile train``."""
+"""Parts by name: ``graph``, ``profile train``."""
 
 _FILES: Mapping[str, Callable[[RunFolder], Path]] = {
     "cluster": lambda run: run.cluster,
@@ -73,10 +73,10 @@ _FILES_OF_GROUPS: Mapping[str, Callable[[RunFolder, list[str]], Path]] = {
     "timeline": lambda run, groups: run.timeline("predicted", groups),
 }
 _MAY_LACK_A_FILE = "plan"
-"""Its value says why there is none."""
+"""A part that may lack a file; its value says why there is none."""
 _WITHOUT_FILE = ("probe", "reprobe", "tuning")
 _NAMES = RunFolder(Path(os.devnull))
-"""For names alone: below it no link can lead anywhere."""
+"""A folder for names alone: below it no link can lead anywhere."""
 
 
 def file_of(name: str, run: RunFolder) -> Path | None:
@@ -124,7 +124,7 @@ def _part(name: str, plain: Any) -> Part:
 
 
 def sha256_of(data: bytes) -> str:
-    """As parts have it."""
+    """Return the hash of a file's bytes, as parts have it."""
     return hashlib.sha256(data).hexdigest()
 
 

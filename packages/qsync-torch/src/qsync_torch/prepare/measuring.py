@@ -65,7 +65,7 @@ class Probe:
 
     @classmethod
     def of(cls, value: str) -> Probe:
-        """As a part has it.
+        """Read a probe from the value of a part.
 
         Raises:
             ArtifactError: when it is something else.
@@ -77,7 +77,7 @@ class Probe:
 
     @property
     def value(self) -> str:
-        """For a part."""
+        """The probe as text, for the value of a part."""
         return json.dumps(to_plain(self))
 
 
@@ -192,7 +192,7 @@ class Bench:
         return {name: run(inputs)}
 
     def _check_job(self) -> None:
-        """Before this rank measures: that it has the job of rank 0, whose graph it was given; its batches may have other sizes.
+        """Check, before this rank measures, that it has the job of rank 0, whose graph it has; its batches may have other sizes.
 
         Raises:
             QSyncError: naming what differs.
@@ -253,7 +253,7 @@ class Bench:
             ) from error
 
     def _compiled(self, group: str, eager: StepMeasurement) -> str:
-        """By how much predictions are off where the script compiles its model, as a sentence."""
+        """Say by how much predictions are off where the script compiles its model, as a sentence."""
         self.board.stage("profiling")(0, 1, "a compiled step")
         try:
             compiled = measure_compiled(self.job, self.dag, self.device, STEP_EFFORT)

@@ -130,7 +130,7 @@ class Group:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of its members."""
+        """The ranks of the group's members."""
         return tuple(member.rank for member in self.members)
 
 

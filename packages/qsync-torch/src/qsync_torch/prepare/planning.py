@@ -1,4 +1,4 @@
-"""From measured parts to plans: rank 0 alone, without torch's help."""
+"""Plans made from measured parts: by rank 0 alone, without torch's help."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Planning:
         ]
 
     def profiles(self) -> dict[str, Profile]:
-        """Of every group.
+        """Read the profile of every group.
 
         Raises:
             ClusterError: naming a group that has none, because it has never been here.

@@ -22,7 +22,7 @@ SAME_DEVICE = 0.25
 _NAMED = re.compile(r"(train|infer)(?![a-z])", re.IGNORECASE)
 
 StepsNs = Mapping[str, int]
-"""By group, a step in the job's base precision."""
+"""Steps of groups in the job's base precision, by name."""
 
 
 def described_groups(
@@ -70,7 +70,7 @@ def roles_said(groups: Sequence[Group], wishes: Mapping[str, Wish]) -> dict[str,
 
 
 def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs) -> str:
-    """By the first guess, unless all have a profile, and it says otherwise of groups that were unlike and have unequal devices."""
+    """Name the fastest group: the first guess, unless profiles of all say otherwise of unlike groups with unequal devices."""
     steps = {group.name: _step(probes, group.name) for group in groups}
     least = min(groups, key=lambda group: steps[group.name].value)
     guess = next(group for group in groups if alike(group, least, probes))
@@ -93,7 +93,7 @@ def _moments(probes: Mapping[str, Probe], name: str) -> list[Uncertain]:
 
 
 def _step(probes: Mapping[str, Probe], name: str) -> Uncertain:
-    """Over all moments."""
+    """Return a group's step, with the uncertainty of all moments."""
     moments = _moments(probes, name)
     if len(moments) == 1:
         return moments[0]
@@ -114,7 +114,7 @@ def alike(one: Group, other: Group, probes: Mapping[str, Probe]) -> bool:
 
 
 def to_repeat(groups: Sequence[Group], probes: Mapping[str, Probe]) -> list[Group]:
-    """Those whose first steps differ from those of a group with the same device."""
+    """List the groups whose first steps differ from those of a group with the same device."""
 
     def differs(one: Group, other: Group) -> bool:
         first = (_moments(probes, group.name)[0] for group in (one, other))

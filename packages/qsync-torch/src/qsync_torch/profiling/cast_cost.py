@@ -85,7 +85,7 @@ def cast_shapes(dag: PrecisionDag, sites: Collection[CastSite], granularity: Gra
 
 
 def _spread(by_numel: dict[int, tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
-    """At most ``count`` of the shapes, the smallest and the largest among them; doubled up where there are fewer than three."""
+    """Choose at most ``count`` of the shapes, the smallest and the largest too; fewer than three are joined by larger ones."""
     numels = sorted(by_numel)
     if not numels:
         return [(64, 16), (256, 64), (1024, 256)]

@@ -61,7 +61,7 @@ class ChainItem:
         return producer_binding(self.chain.producer, self.run.variant, choice, self.run.form)
 
     def requests(self, device: torch.device) -> tuple[KernelRequest, KernelRequest]:
-        """Its kernels, forward and backward."""
+        """Ask for the chain's kernels, forward and backward."""
         binding = self.binding(KernelChoice())
         return binding.request(binding.output_op, device, self.shape), binding.request(binding.grad_op, device, self.shape)
 

@@ -42,7 +42,7 @@ _MOST_SIZES = 8
 _REPEATS = 7
 _COPY_REPEATS = 5
 _BROADCAST_BYTES = 250 * 1024 * 1024
-"""In which pieces DistributedDataParallel broadcasts buffers."""
+"""The size of the pieces in which DistributedDataParallel broadcasts buffers."""
 
 
 @attrs.frozen
@@ -84,7 +84,7 @@ class ProcessGroups:
     @classmethod
     @contextmanager
     def of(cls, ranks: Sequence[int] | None = None) -> Iterator[ProcessGroups]:
-        """Those of some ranks, by default of all; destroyed at the end of the block."""
+        """Make the groups of some ranks, by default of all; they are destroyed at the end of the block."""
         made = cls(None if ranks is None else dist.new_group(ranks), {})
         if "nccl" in str(dist.get_backend()):
             for max_ctas in MAX_CTAS:

@@ -31,7 +31,7 @@ _HOLD = 2.0
 """How long the others hold a collective open, in times of the compute that it is to cover; doubled where that was too short."""
 _HOLD_MORE_NS = 10_000_000
 _UNTIL_OPEN_S = 0.003
-"""From launching a collective until its kernel has surely begun."""
+"""How long after the launch of a collective its kernel has surely begun."""
 _SPIN_PER_ISSUE = 1.25
 _SPIN_MORE_NS = 1_000_000
 _LONGEST_SPIN_NS = 200_000_000

@@ -150,7 +150,7 @@ def _of_function(item: Item, base: Precision, canary: Canary, check: _Check) -> 
 
 
 def _product_problem(bound: partial[Any], inputs: Sequence[torch.Tensor]) -> str:
-    """Of a product of two activations, whose batches are the same."""
+    """Say what is wrong with a product of two activations, whose batches are the same; empty for any other call."""
     if len(inputs) != 2 or len(bound.args) < 2 or bound.args[0] is not inputs[0] or bound.args[1] is not inputs[1]:
         return ""
     a, b = inputs
@@ -166,7 +166,7 @@ def _product_problem(bound: partial[Any], inputs: Sequence[torch.Tensor]) -> str
 
 
 def _attention_problem(bound: partial[Any], inputs: Sequence[torch.Tensor]) -> str:
-    """Of attention without dropout."""
+    """Say what is wrong with attention without dropout; empty for a call that is not checked."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, bound.args, strict=False)), **bound.keywords, "dropout_p": 0.0}
     operands = [given[name] for name in names[:3]]
@@ -185,7 +185,7 @@ _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(("matmul", "bmm", "mm"), _product_problem),
     "scaled_dot_product_attention": _attention_problem,
 }
-"""By the kind of an operator: what is wrong with one that multiplies activations with each other."""
+"""What finds wrong results of operators that multiply activations with each other, by the operator's kind."""
 
 
 def _right_choice(item: Item, chooser: KernelChooser, canary: Canary, found: list[WrongKernel]) -> KernelChoice | None:

@@ -27,7 +27,7 @@ _HOPELESS = 5.0
 """A rung that takes this many times the base's is not run more than twice."""
 REPEATS = 7
 MOST_REPEATS = 4 * REPEATS
-"""Of what could be said either way after :data:`REPEATS`."""
+"""Repeats, at most, of what could be said either way after :data:`REPEATS`."""
 PROBING_S = 4.0
 """How long to time steps, and operators, at most; as long again where that does not tell apart."""
 _KNOWN = 0.02
@@ -87,7 +87,7 @@ def rung_ratios(
 def compared_rungs(
     dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = CPU_LADDER[:-1]
 ) -> dict[Variant, Uncertain]:
-    """As :func:`rung_ratios`, with how uncertain each ratio is; one that may be on either side of 1 is measured longer."""
+    """Return :func:`rung_ratios` with the uncertainty of each; one that may be on either side of 1 is measured longer."""
     operator, base = largest_operator(dag), Variant.plain(dag.base)
     below = {rung: under for rung in rungs if (under := rung.under(dag.base)) not in (None, base)}
     runs = {rung: _runner(operator, variant, layouts) for rung, variant in {base: base, **below}.items()}

@@ -78,7 +78,7 @@ OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
 _FORMAT = 4
-"""Of the file of a :class:`ResumeStore`."""
+"""The format of the file of a :class:`ResumeStore`."""
 _AUTOCAST = "autocast"
 """Name under which a :class:`ResumeStore` keeps the autocast of the job's forward."""
 _MUCH_RESERVED = 1.1

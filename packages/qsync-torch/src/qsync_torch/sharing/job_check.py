@@ -24,7 +24,7 @@ from qsync_torch.distributed.ranks import told_by_all
 from qsync_torch.sharing.share import green_share_in_force
 
 _SHARE_TOLERANCE = 0.1
-"""Of the SMs: MPS rounds a percentage to what the chip can give, such as 8 of an H200's 132 SMs."""
+"""The part of the SMs that may be missing: MPS rounds a percentage to what the chip can give, such as 8 of an H200's 132 SMs."""
 
 
 @attrs.frozen
@@ -116,7 +116,7 @@ def _gpu_index(model: nn.Module) -> int | None:
 
 
 def _backends() -> str:
-    """Those of the process group, such as ``cpu:gloo,cuda:nccl``; empty outside one."""
+    """Name the backends of the process group, such as ``cpu:gloo,cuda:nccl``; empty outside one."""
     if not in_process_group():
         return ""
     found: str = dist.get_backend_config()

@@ -31,7 +31,7 @@ from qsync_torch.distributed.ranks import (
 from qsync_torch.sharing.mps import START, cuda_has_started, find_daemon, gpu_names
 
 _green_shares: list[float] = []
-"""Of the green contexts that this process is in, innermost last."""
+"""Shares of the green contexts that this process is in, innermost last."""
 _green_contexts: list[Any] = []
 """Kept to the end of the process: PyTorch destroys a green context with its object, and tensors of its stream outlive the block."""
 _deferred: list[QSyncError] = []
@@ -63,7 +63,7 @@ class Share:
 
 
 _NOTHING = Share("", "cpu")
-"""Of a process whose group is not known."""
+"""The share of a process whose group is not known."""
 
 
 def use_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: str | None = None) -> Share:

@@ -382,7 +382,7 @@ _OTHER_ADVICE = (
 
 
 def explain_export_failure(model: str, error: BaseException) -> str:
-    """One message: which model, at which file and line, what happened, what to do next."""
+    """Explain in one message: which model, at which file and line, what happened, what to do next."""
     text = f"{type(error).__name__}: {error}"
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHER_ADVICE)
     return f"{model} cannot be exported{place_of(error)}: {advice} ({first_line(error)})"

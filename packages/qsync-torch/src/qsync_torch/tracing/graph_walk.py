@@ -89,7 +89,7 @@ class GraphWalk:
         }
         self._entries: dict[torch.fx.Node, Entry] = {}
         self._views: dict[int, dict[Value, int]] = {}
-        """By draft the tensors of its result that operators have read, in that order: the result itself, or views of it."""
+        """Tensors of a draft's result that operators have read, in that order, by draft: the result itself, or views of it."""
         self._flops: dict[tuple[object, ...], int] = {}  # counting takes a millisecond; layers repeat their calls
         self._vmap_depth = 0
         self._nested = ""  # why calls inside the current higher-order operator cannot be addressed

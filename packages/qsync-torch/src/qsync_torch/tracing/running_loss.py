@@ -41,7 +41,7 @@ _KIND_OF_NODE = {
 """Autograd's name of a loss function that is one operator, and the kind that a PrecisionDag stores."""
 _DIFFERENTIATES = ("appears to not have been used in the graph", "does not require grad and does not have a grad_fn")
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
-"""As ATen numbers them."""
+"""ATen's numbers of the reductions."""
 
 
 @attrs.frozen

@@ -64,7 +64,7 @@ class KernelTimer:
             raise BackendError(f"its kernel failed with {said}") from error
 
     def _samples(self, calls: Sequence[Thunk], count: int) -> list[int]:
-        """At most ``count`` samples: a slow kernel's are few, because they scatter little and the search must end."""
+        """Take at most ``count`` samples: a slow kernel's are few, because they scatter little and the search must end."""
         found: list[int] = []
         start = time.monotonic()
         while len(found) < count and (len(found) < _FEWEST or time.monotonic() - start < _BUDGET_S):

@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
     @property
     def evaluation(self) -> Evaluation:
-        """Its formats and costs."""
+        """The formats and costs of the operator."""
         return self.state.evaluation
 
 
@@ -78,7 +78,7 @@ class Choices:
         self._units = group.units
         chains = {model.chains.by_name[u.operators[0]]: index for index, u in enumerate(group.units) if u.is_chain}
         self.chain_of = {position: (number, unit) for number, unit in chains.items() for position in model.chains.members[number]}
-        """Per operator of a chain that may be fused: the chain's number, and its unit."""
+        """Chains that may be fused, by the positions of their operators: the chain's number, and its unit."""
         self._results: dict[int, dict[ChainResult, Indicator]] = {}
         self._needs: dict[tuple[int, int], Indicator] = {}
         self._states: dict[tuple[int, tuple[int, ...]], OpState] = {}

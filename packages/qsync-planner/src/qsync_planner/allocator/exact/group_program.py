@@ -33,9 +33,9 @@ ANY_TIME_NS = 2**62
 _SURE = 1e-6
 """A relaxed column this near to 1 is taken as chosen."""
 _COST = 1000.0
-"""Of the plans that a program is scaled for, because solvers stop at absolute differences."""
+"""The cost of the plans that a program is scaled for, because solvers stop at absolute differences."""
 _MOST_COST = 1e10
-"""Of anything; solvers fail at larger numbers, and a bound that takes something for cheaper than it is remains a bound."""
+"""The largest cost; solvers fail at larger numbers, and a bound that takes something for cheaper than it is remains a bound."""
 _LIMITS = Limits(gap=1e-6, nodes=2000)
 _ROUNDS = 1000
 
@@ -201,7 +201,7 @@ class GroupProgram:
                 self.program.bound(column, 0.0, 1.0)
 
     def rungs(self, values: Values) -> tuple[int, ...]:
-        """Of every unit the rung whose column is the largest."""
+        """Read rungs off a solution: of every unit the one whose column is the largest."""
         return tuple(int(np.argmax(values[list(row)])) for row in self.choices.columns)
 
 

@@ -99,7 +99,7 @@ class MemoryRows:
             add(found, made, nbytes)
 
     def _present(self, position: int, precision: Precision, what: str) -> Indicator:
-        """That an operator delivers a tensor of this format; one inside a fused chain delivers none, its end perhaps none."""
+        """Indicate that an operator delivers a tensor of this format; inside a fused chain none is, at its end perhaps none."""
         if position not in self._choices.chain_of:
             return self._choices.formats(position)[precision]
         options = [choice for choice in self._choices.of[position] if choice.evaluation.output is precision]
@@ -111,7 +111,7 @@ class MemoryRows:
         return sorted((*self._choices.wiring.reads[position], *self._layout.indirect_reads.get(position, ())))
 
     def _later(self, position: int, precision: Precision, until: int, *, gradients: bool = False) -> list[Indicator]:
-        """That a reader (that makes a gradient) runs with the end of a fused chain, at ``until`` or later; by reader."""
+        """Indicate that a reader (that makes a gradient) runs with the end of a fused chain, at ``until`` or later; by reader."""
         found = []
         makers = self._layout.gradient_makers(position) if gradients else ()
         for reader, slot in self._reads(position):
@@ -130,7 +130,7 @@ class MemoryRows:
         return found
 
     def _output_alive(self, position: int, precision: Precision, present: Indicator, moment: int) -> Indicator:
-        """That the output is there at a moment that is not before its operator's forward."""
+        """Indicate that the output is there at a moment that is not before its operator's forward."""
         readers = dict.fromkeys(reader for reader, _ in self._reads(position) if reader >= moment)
         unserved = [self._unserved(position, reader) for reader in readers]
         if moment == position or ALWAYS in unserved:
@@ -143,7 +143,7 @@ class MemoryRows:
         return self._any_of(position, ("output", precision, moment), dict(enumerate([*terms, *late, kept])))
 
     def _unserved(self, producer: int, reader: int) -> Indicator:
-        """That a reader reads the float result of an operator, and not a copy that this writes as the end of a fused chain."""
+        """Indicate that a reader reads an operator's float result, and not a copy that this writes as the end of a fused chain."""
         if not self._choices.ends_chain(producer) or reader not in self._choices.wiring.readers[producer]:
             return ALWAYS
         found: Expression = dict(ALWAYS)
@@ -162,7 +162,7 @@ class MemoryRows:
         return {share: total(terms) for share, terms in found.items()}
 
     def _kept_output(self, position: int, precision: Precision, whole: Indicator, moment: int) -> Indicator:
-        """That the output has this format and an operator keeps it for its backward, which is not over before a moment."""
+        """Indicate that the output has this format and an operator keeps it for its backward, which is not over before a moment."""
         until, delays = self._holders(moment), False
         savers: dict[int, Indicator] = {}
         others = [(other, -1) for other in self._layout.handing_on.get(position, ())]
@@ -210,7 +210,7 @@ class MemoryRows:
             add(found, self._copy_alive(producer, share, using, holding, moment), size[share])
 
     def _copy_alive(self, producer: int, share: int, using: Terms, holding: Terms, moment: int) -> Indicator:
-        """From the first user's forward to the last user's, or to the first holder's backward."""
+        """Indicate whether a copy is alive: from its first user's forward to its last user's, or to its first holder's backward."""
         if moment >= self._layout.count:
             until = self._holders(moment)
             return self._any_of(producer, share, {reader: term for reader, term in holding.items() if reader < until})

@@ -1,4 +1,4 @@
-"""From a program to a plan with a proof: relaxation, the best plan near it, and branch and bound, until the gap is closed.
+"""The search for a plan with a proof: relaxation, the best plan near it, and branch and bound, until the gap is closed.
 
 Every plan is replayed in integer nanoseconds and bytes.  Where it exceeds the memory budget, the moment at which it does gets its
 row and the program is solved again; bounds found with fewer rows remain bounds.

@@ -40,7 +40,7 @@ AUTO = Effort(work=800_000, columns=20_000)
 """``auto`` searches the tree of programs up to this size; larger ones are relaxed and rounded, to a fraction of a percent."""
 EXACT = Effort()
 RELAXED = Effort(columns=0, rounds=False)
-"""Only a bound."""
+"""The effort for a bound alone."""
 _NO_BUDGET = 2**63
 """More than any budget."""
 _TIME_STEPS = 10_000
@@ -122,7 +122,7 @@ def fuse_where_faster(state: SearchState, limit_ns: int) -> None:
 
 
 def _dear_contention(objective: float, alone: float) -> tuple[str, ...]:
-    """That the last percent of time is dear, where Σ Ω could be much less if ranks did not slow each other down."""
+    """Note that the last percent of time is dear, where Σ Ω could be much less if ranks did not slow each other down."""
     least = max(0.0, alone)
     if objective <= _DEAR * least:
         return ()

@@ -46,7 +46,7 @@ def charged_casts(choices: Choices, program: Program) -> Iterator[ChargedCast]:
 
 
 def _uses(choices: Choices, reader: int, slot: int) -> dict[int, tuple[PricedCast, list[Indicator]]]:
-    """Per share number the cast of the tensor at ``slot``, and the choices of the reader that need it."""
+    """Find the casts of the tensor at ``slot``, by share number, each with the choices of the reader that need it."""
     slots = choices.wiring.slots[reader]
     found: dict[int, tuple[PricedCast, list[Indicator]]] = {}
     for state, chosen, _ in choices.of[reader]:
@@ -96,9 +96,9 @@ def unit_ns(slowest_ns: int) -> int:
 
 
 def time_after(shape: StepShape) -> dict[int, int]:
-    """For each operator after whose backward a bucket is ready: the collectives from that bucket on, and the optimizer.
+    """Return the ns after each backward that makes a bucket ready, by operator: the collectives from there on, and the optimizer.
 
-    Its deadline is T less this time.
+    The deadline of that backward is T less this time.
     """
     found: dict[int, int] = {}
     for position, left in zip(shape.ready_after, shape.left_ns, strict=True):

@@ -37,12 +37,12 @@ from qsync_planner.replayer.process_memory import ProcessMemory
 from qsync_planner.replayer.replay import Replayer
 
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
-"""For one point; a fraction of a percent is less than a picture shows."""
+"""The effort for one point; a fraction of a percent is less than a picture shows."""
 BUDGETS = 5
 LIMITS = 8
 """Time limits for each memory budget; fewer where the curve has no more bends."""
 DECIMALS = 4
-"""Of tolerances, so that a person can type them."""
+"""Decimals of tolerances, so that a person can type them."""
 _EXTREME_COLUMNS = 5_000
 """Programs with more columns are not asked for their fastest plan; uniform precision's time is then the shortest limit."""
 _STRAIGHT = 2e-3
