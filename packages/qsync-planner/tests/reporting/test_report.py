@@ -248,6 +248,33 @@ def test_the_command_says_where_it_wrote(run: RunFolder) -> None:
     assert json.loads(result.stdout) == {"output": str(run.report), "perfetto": str(run.trace)}
 
 
+def test_show_and_explain_take_the_folder(run: RunFolder) -> None:
+    whole, alone = run.load_plan(["train", "infer"]), run.load_plan(["train"])
+    shown = json.loads(CliRunner().invoke(cli, ["show", str(run.path), "--json"]).stdout)
+    assert [group["name"] for group in shown["groups"]] == ["train", "infer"]
+    assert [(plan["groups"], plan["iteration_ns"]) for plan in shown["plans"]] == [
+        (["infer", "train"], whole.predicted_iteration_ns),
+        (["train"], alone.predicted_iteration_ns),
+    ]
+    assert whole.verdict is not None
+    told = CliRunner().invoke(cli, ["show", str(run.path)])
+    assert whole.verdict.sentence in " ".join(told.stdout.split())
+    of_folder, of_plan = (
+        CliRunner().invoke(cli, ["explain", str(path), "layer1", "--json"]) for path in (run.path, run.plan(["train", "infer"]))
+    )
+    assert of_folder.exit_code == 0, of_folder.output
+    assert of_folder.stdout == of_plan.stdout
+
+
+@pytest.mark.parametrize("command", ["show", "explain"])
+def test_a_folder_that_is_no_run_folder_is_refused(tmp_path: Path, command: str) -> None:
+    done = CliRunner().invoke(cli, [command, str(tmp_path)])
+    assert done.exit_code == 1
+    assert f"the run folder {tmp_path} has no cluster.toml; 'qsync prepare JOB -o {tmp_path}' makes it" in " ".join(
+        done.output.split()
+    )
+
+
 @pytest.mark.parametrize(("train", "infer", "ways"), [(0, 1, 3), (1, 0, 1), (2, 0, 2), (2, 3, 4)])
 def test_jobs_of_any_groups_have_a_page(train: int, infer: int, ways: int) -> None:
     job = job_of(random_case(2, train=train, infer_groups=infer))

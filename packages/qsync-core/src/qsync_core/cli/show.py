@@ -13,6 +13,8 @@ from qsync_core.artifacts.codec import to_plain
 from qsync_core.artifacts.summary import summarize
 from qsync_core.cli.options import artifact_argument
 from qsync_core.cli.output import emit, json_option
+from qsync_core.run_folder import RunFolder
+from qsync_core.units import format_ns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 @artifact_argument("path")
 @json_option
 def show(path: Path, json_flag: bool) -> None:
-    """Print what an artifact holds: a summary, or with --json the whole content."""
+    """Print what an artifact or a run folder holds: a summary, or with --json the whole content."""
+    if path.is_dir():
+        _show_run(RunFolder(path), json_flag)
+        return
     loaded = artifact.load(path)
     kind = type(loaded).__name__
     digest = artifact.digest(loaded)
@@ -39,3 +44,44 @@ def show(path: Path, json_flag: bool) -> None:
 
     content = to_plain(loaded) if json_flag else {}
     emit(json_flag, {"kind": kind, "schema_version": schema.schema_version(kind), "digest": digest, "content": content}, render)
+
+
+def _show_run(run: RunFolder, json_flag: bool) -> None:
+    """Print the groups of a job, and what it would do under the plan of each set of groups that may be left."""
+    groups = run.read_cluster().groups
+    plans = {names: run.load_plan(names) for names in run.planned_groups()}
+    report = str(run.report) if run.report.is_file() else None
+
+    def render(console: Console) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        described, planned = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
+        for table, header in ((described, ("group", "device", "role")), (planned, ("plan for", "predicted step", "verdict"))):
+            for name in header:
+                table.add_column(name)
+        for group in groups:
+            described.add_row(*map(Text, (group.name, f"{group.count} × {group.device}", str(group.role))))
+        for names, plan in plans.items():
+            verdict = "" if plan.verdict is None else plan.verdict.sentence
+            planned.add_row(*map(Text, (", ".join(names), format_ns(plan.predicted_iteration_ns), verdict)))
+        console.print(described)
+        console.print(planned)
+        if report is not None:
+            console.print(Text(f"report: {report}"))
+
+    data = {
+        "kind": "run folder",
+        "groups": [{"name": group.name, "device": group.device, "count": group.count, "role": str(group.role)} for group in groups],
+        "plans": [
+            {
+                "groups": list(names),
+                "plan": str(run.plan(names)),
+                "iteration_ns": plan.predicted_iteration_ns,
+                "verdict": None if plan.verdict is None else plan.verdict.sentence,
+            }
+            for names, plan in plans.items()
+        ],
+        "report": report,
+    }
+    emit(json_flag, data, render)

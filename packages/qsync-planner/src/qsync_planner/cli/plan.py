@@ -131,12 +131,17 @@ def plan(
 @click.argument("fqn", required=False)
 @json_option
 def explain(plan_path: Path, fqn: str | None, json_flag: bool) -> None:
-    """Say why every operator of a plan (or only FQN, an operator or a module) runs as it does."""
+    """Say why every operator of a plan, or of a run folder's whole job, (or only FQN, an operator or a module) runs as it does."""
     from qsync_core.artifacts.files import load
     from qsync_core.ir.plan import PrecisionPlan
+    from qsync_core.run_folder import RunFolder
     from qsync_planner.reporting.explain import explain as explain_plan
 
-    loaded = load(plan_path, PrecisionPlan)
+    if plan_path.is_dir():
+        run = RunFolder(plan_path)
+        loaded = run.load_plan([group.name for group in run.read_cluster().groups])
+    else:
+        loaded = load(plan_path, PrecisionPlan)
     data = explain_plan(loaded, fqn)
 
     def render(console: Console) -> None:

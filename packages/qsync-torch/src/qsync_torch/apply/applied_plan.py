@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.variant import Variant
+from qsync_core.units import format_ns
 from qsync_torch.apply.job_settings import job_differences
 from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import FLAG, LocalBatches
@@ -305,6 +308,25 @@ class AppliedPlan(PlannedForwards):
         plan = self._planned.plan
         self.each_step(ScalarLog(write, every, None if plan is None else plan.predicted_iteration_ns, scaler))
 
+    def summary(self) -> str:
+        """What is in force, for people: the operators of every group by what they run as, and what the plan predicts."""
+        plan = self._planned.plan
+        if plan is None:
+            return f"{type(self.model).__name__} under variants by operator: {_counted(self.variants.values())}"
+        groups = "; ".join(
+            f"{entry.group} ({entry.count} × {entry.device.name}): "
+            f"{_counted(assigned.variant for assigned in entry.assignments.values())}"
+            for entry in plan.groups
+        )
+        run = self._planned.caller.run
+        report = f", report {run.report}" if run is not None and run.report.is_file() else ""
+        return f"{plan.model} under a plan: {groups}; predicted step {format_ns(plan.predicted_iteration_ns)}{report}"
+
+    def __repr__(self) -> str:
+        """Which group's plan it is, and how many operators run as what."""
+        group = "" if self.group is None else f"group={self.group!r}, "
+        return f"{type(self).__name__}({group}operators: {_counted(self.variants.values())})"
+
     def remove(self) -> None:
         """Take every change back, the mark of an applied plan included.
 
@@ -333,6 +355,12 @@ class AppliedPlan(PlannedForwards):
 def applied_to(model: nn.Module) -> AppliedPlan | None:
     """The plan that a model runs under, also of one that is compiled or wrapped in DistributedDataParallel; None without."""
     return next((part.__dict__[MARK] for part in model.modules() if MARK in part.__dict__), None)
+
+
+def _counted(variants: Iterable[Variant]) -> str:
+    """How many operators run as what, the most first."""
+    counts = Counter(variant.label for variant in variants)
+    return ", ".join(f"{count} {label}" for label, count in counts.most_common()) or "none"
 
 
 def _rank_in_job() -> int:
