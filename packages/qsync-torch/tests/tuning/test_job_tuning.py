@@ -12,6 +12,7 @@ from torch import nn
 
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
 from qsync_core.kernels.requests import CallShapes, OperatorRequest
@@ -20,6 +21,7 @@ from qsync_core.tuning.search import Effort
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.installed import open_store, store_of_request
 from qsync_torch.plugin import qsync_describe_device
+from qsync_torch.profiling.items import distinct_items
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning import compiling, job_tuning
 from qsync_torch.tuning.compiling import BackgroundCompiler, _greedy
@@ -82,6 +84,25 @@ def test_each_distinct_kernel_once(dag):
     # Uses × (operations + 400 × bytes read): 6 × 400·96 to quantize activations, 4 × 400·144 for weights; 1 × (144 + 400·42).
     assert set(roles[:2]) == {("quantize", ((4, 6),)), ("quantize.weight", ((6, 6),))}
     assert roles[-2:] == [("linear.output", narrow)] * 2
+
+
+def test_equal_layers_of_a_job_under_autocast_are_one_measurement():
+    def counts(layers):
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(layers)), nn.Linear(8, 3))
+        job = Job(
+            "layers",
+            model,
+            lambda step, size: Batch((torch.randn(size, 8),), target=torch.arange(size) % 3),
+            lambda output, batch: nn.functional.cross_entropy(output, batch.target),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            batch_size=4,
+            amp="bfloat16",
+        )
+        graph, ladder = trace(job), (INT8, Variant.of(Precision.BFLOAT16))
+        return len(distinct_items(graph, ladder, DeviceKind.CUDA)), len(distinct_requests(graph, ladder, "cuda", "9.0"))
+
+    # Two linears and the GELU in two formats, the loss and two normalisations, one of which needs no gradient of its input.
+    assert counts(3) == counts(12) == (9, 9)
 
 
 def test_every_backend_that_takes_a_kernel_is_tuned(dag, install):

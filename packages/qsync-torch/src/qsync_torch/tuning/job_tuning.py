@@ -197,7 +197,10 @@ class _RequestTuning:
             rival = min((record.latency_ns for record in self.records), default=0)
             limits = {"lower_bound_ns": bound, "rival_ns": rival}
             record = tune(
-                *(backend, request, self._timer, self.store),
+                backend,
+                request,
+                self._timer,
+                self.store,
                 effort=self.effort,
                 valid=valid,
                 in_time=lambda: time.monotonic() < self.until,
