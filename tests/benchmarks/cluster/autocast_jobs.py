@@ -6,7 +6,10 @@ C3-cpu of small stand-ins on CPUs.
 
 Group ``a`` has the first GPU of a pair to itself, group ``b`` a share of the second one by MPS; on CPUs each has a core, and ``b``
 shares its own with a busy process.  Each job is prepared (``qsync prepare``), and trained in full precision by both groups, by
-group ``a`` alone, under QSync's plan, and in the way that the verdict recommends.
+group ``a`` alone, under QSync's plan, and in the way that the verdict recommends, one after the other in one start.
+
+On GPUs the shares of a model are prepared in one run folder: what was measured of group ``a`` is kept.  So are tuned and compiled
+kernels, where all jobs of this machine have theirs.
 
 A verdict is borne out where the steps of the plan and of the recommended way are predicted to within ``TOLERANCE``, and no other
 way that was measured makes more samples a second than the recommended one by more than that.
@@ -21,6 +24,7 @@ import argparse
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -50,8 +54,12 @@ TOLERANCE = {"gpu": 0.05, "cpu": 0.15}
 """Of a step's prediction, and of what counts as slower."""
 LIMITS_S = {"prepare": (300, 400), "train": (60, 120)}
 """Seconds of a phase on GPUs and CPUs."""
-JOB_S = 190
-"""What a job takes on GPUs, for ``--seconds``."""
+JOB_S = 120
+"""What a job takes on GPUs, for ``--seconds``, until one has taken longer."""
+TUNE_S = 15
+TUNE = ("--tune", str(TUNE_S))
+"""How long kernels are tuned in a job; the others continue with what it has found."""
+_TOOK = re.compile(r"\[ *\d+ s\] .* took [\d.]+ s")
 BUSY = "while True: pass"
 NICE = {0.5: 0, 0.75: 5}
 """Of the busy process: the scheduler gives it as much as group b's, or a third."""
@@ -72,10 +80,15 @@ class Ended:
         return lines[-1][:300] if any(self.statuses) and lines else "" if not any(self.statuses) else "no output"
 
     @property
-    def step(self) -> dict[str, Any] | None:
-        """What rank 0 measured."""
-        found = [line for line in self.text.splitlines() if line.startswith("STEP ")]
-        return json.loads(found[-1].removeprefix("STEP ")) if found else None
+    def steps(self) -> dict[str, dict[str, Any]]:
+        """What rank 0 measured, by mode."""
+        lines = [line for line in self.text.splitlines() if line.startswith("STEP ")]
+        return {found.pop("mode"): found for found in (json.loads(line.removeprefix("STEP ")) for line in lines)}
+
+    @property
+    def stages(self) -> list[str]:
+        """What ``qsync prepare`` says of how long its stages took."""
+        return [line.partition("] ")[2] for line in self.text.splitlines() if _TOOK.match(line)]
 
 
 @attrs.frozen
@@ -185,7 +198,10 @@ class Way:
 def measure(model: str, share: float, place: Place, work: Path) -> dict[str, Any]:
     """Prepare a job, train it in every way, and judge the verdict."""
     limits = {name: seconds[not place.on_gpus] for name, seconds in LIMITS_S.items()}
-    run = RunFolder(work / f"{model}-{share:g}" / "run")
+    # MPS's share is among what measurements depend on; how busy a core is, is not.
+    run = RunFolder(work / (model if place.on_gpus else f"{model}-{share:g}") / "run")
+    for of_other_share in (run.cluster, run.profile("b")):
+        of_other_share.unlink(missing_ok=True)
     run.path.parent.mkdir(parents=True, exist_ok=True)
     common = {
         "MODEL": model,
@@ -195,27 +211,33 @@ def measure(model: str, share: float, place: Place, work: Path) -> dict[str, Any
         "PYTHONUNBUFFERED": "1",
     }
     common |= {"QSYNC_RANK_TIMEOUT_S": "60"}
-    prepared = place.run("ab", ["-m", "qsync", "prepare", str(SCRIPT), "-o", str(run.path)], common, limits["prepare"])
-    found: dict[str, Any] = {"model": model, "share": share, "prepare_s": round(prepared.seconds, 1)}
+    prepared = place.run("ab", ["-m", "qsync", "prepare", str(SCRIPT), "-o", str(run.path), *TUNE], common, limits["prepare"])
+    found: dict[str, Any] = {"model": model, "share": share, "prepare_s": round(prepared.seconds, 1), "stages": prepared.stages}
     whole = run.plan("ab")
-    if not whole.exists():
+    if any(prepared.statuses) or not whole.exists():
         return found | {"borne_out": False, "why": f"prepare ended without a plan: {prepared.failure}"}
     plan = load(whole, PrecisionPlan)
     lowered = sum(a.variant.compute != plan.base for group in plan.groups for a in group.assignments.values())
     found |= {"verdict": plan.verdict.sentence if plan.verdict else "", "lowered": lowered}
 
-    def train(mode: str, groups: str, predicted_ns: int | None) -> Way:
-        ended = place.run(groups, [str(SCRIPT)], {**common, "MODE": mode}, limits["train"])
-        return Way(None if predicted_ns is None else predicted_ns / 1e6, ended.step, "" if ended.step else ended.failure)
-
-    ways = {"full": train("full", "ab", plan.baselines.get("full"))}
-    ways["plan"] = train("plan", "ab", plan.predicted_iteration_ns)
     alone = load(run.plan("a"), PrecisionPlan).predicted_iteration_ns if run.plan("a").exists() else None
-    ways["a alone"] = train("full", "a", alone)
+    modes = {"full": ("full", "ab", plan.baselines.get("full")), "a alone": ("alone", "ab", alone)}
+    modes["plan"] = ("plan", "ab", plan.predicted_iteration_ns)
     name, recommended = _recommended(run, plan, work)
     if recommended is not None:
-        groups = "".join(plan_group for plan_group in "ab" if plan_group in {g.group for g in recommended[0].groups})
-        ways[name] = train(str(recommended[1]), groups, recommended[0].predicted_iteration_ns)
+        groups = "".join(group for group in "ab" if group in {g.group for g in recommended[0].groups})
+        modes[name] = (str(recommended[1]), groups, recommended[0].predicted_iteration_ns)
+    together = [mode for mode, groups, _ in modes.values() if groups == "ab"]
+    ended = place.run("ab", [str(SCRIPT)], {**common, "MODES": " ".join(together)}, limits["train"] * len(together))
+    steps = ended.steps
+    found["train_s"] = round(ended.seconds, 1)
+    ways = {}
+    for way, (mode, groups, predicted_ns) in modes.items():
+        if mode not in steps:  # it failed, or one before it; or other groups run it
+            ended = place.run(groups, [str(SCRIPT)], {**common, "MODES": mode}, limits["train"])
+            steps |= ended.steps
+        predicted_ms = None if predicted_ns is None else predicted_ns / 1e6
+        ways[way] = Way(predicted_ms, steps.get(mode), "" if mode in steps else ended.failure)
     return found | _judged(name, ways, TOLERANCE["gpu" if place.on_gpus else "cpu"])
 
 
@@ -271,7 +293,8 @@ def write(jobs: Sequence[Mapping[str, Any]], of_all: int, on_gpus: bool, command
     row = {
         "id": "C3" if on_gpus else "C3-cpu",
         "what": f"jobs under bfloat16 autocast on {where}: a plan, and a verdict that measured steps bear out to {tolerance:.0%}; "
-        f"{len(jobs)} of {of_all} jobs were tried" + (f"; not borne out: {told}" if told else ""),
+        f"{len(jobs)} of {of_all} jobs were tried, kernels tuned for {TUNE_S} s in each"
+        + (f"; not borne out: {told}" if told else ""),
         "value": good,
         "unit": f"jobs of {of_all}",
         "spread": f"steps predicted to {sum(offs) / len(offs):.1%} on average, worst {max(offs):.1%}"
@@ -296,13 +319,13 @@ def main() -> None:
     if not options.cpu and not options.pairs:
         print("C3 needs two GPUs (--pairs 0,1) or --cpu: skipped")
         return
-    began, kept = time.monotonic(), options.out / "autocast_jobs"
+    began, longest_s, kept = time.monotonic(), float(JOB_S), options.out / "autocast_jobs"
     kept.mkdir(parents=True, exist_ok=True)
     wanted = [(model, float(share)) for model in options.models.split(",") for share in options.shares.split(",")]
-    waiting: queue.Queue[tuple[str, float]] = queue.Queue()
-    for model, share in wanted:
-        if options.again or not _file(kept, model, share, options.cpu).exists():
-            waiting.put((model, share))
+    left = [one for one in wanted if options.again or not _file(kept, *one, options.cpu).exists()]
+    waiting: queue.Queue[str] = queue.Queue()
+    for model in dict.fromkeys(model for model, _ in left):
+        waiting.put(model)
     command = f"python tests/benchmarks/cluster/autocast_jobs.py {'--cpu' if options.cpu else '--pairs ' + ' '.join(options.pairs)}"
     work, writing = Path(tempfile.mkdtemp(prefix="autocast-jobs-")), threading.Lock()
 
@@ -316,19 +339,29 @@ def main() -> None:
             files = [_file(kept, *one, options.cpu) for one in wanted]
             done = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]
             write(done, len(wanted), not options.cpu, command, options.out)
-            print(
-                f"{model} at {share:g}: {'borne out' if found['borne_out'] else found['why']} {found.get('verdict', '')}",
-                flush=True,
-            )
+            judged = "borne out" if found["borne_out"] else found["why"]
+            took = f"prepare {found.get('prepare_s', 0):.0f} s, training {found.get('train_s', 0):.0f} s"
+            print(f"{model} at {share:g}, {took}: {judged} {found.get('verdict', '')}", flush=True)
+            print(*(f"    {stage}" for stage in found.get("stages", ())), sep="\n", flush=True)
+
+    def in_time() -> bool:
+        return time.monotonic() - began + (0 if options.cpu else longest_s) < options.seconds
 
     def work_off(place_at: Any) -> None:
-        while time.monotonic() - began + (0 if options.cpu else JOB_S) < options.seconds:
+        nonlocal longest_s
+        while in_time():
             try:
-                model, share = waiting.get_nowait()
+                model = waiting.get_nowait()
             except queue.Empty:
                 return
-            with ExitStack() as stack:
-                finish(model, share, place_at(stack, share))
+            for one in [one for one in left if one[0] == model]:
+                if not in_time():
+                    return
+                started = time.monotonic()
+                with ExitStack() as stack:
+                    finish(*one, place_at(stack, one[1]))
+                left.remove(one)
+                longest_s = max(longest_s, time.monotonic() - started)
 
     try:
         if options.cpu:
@@ -348,7 +381,7 @@ def main() -> None:
     kept_files = [_file(kept, *one, options.cpu) for one in wanted]
     if done := [json.loads(path.read_text(encoding="utf-8")) for path in kept_files if path.exists()]:
         write(done, len(wanted), not options.cpu, command, options.out)
-    print(f"{waiting.qsize()} jobs are left" if waiting.qsize() else "all jobs are measured")
+    print(f"{len(left)} jobs are left" if left else "all jobs are measured")
 
 
 def _file(kept: Path, model: str, share: float, cpu: bool) -> Path:

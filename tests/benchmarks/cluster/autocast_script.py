@@ -1,11 +1,14 @@
 """The script that ``autocast_jobs.py`` prepares and trains, in the environment of torchrun: a plain loop under autocast.
 
-``MODEL``: which; ``SMALL``: a stand-in for CPUs; ``MODE``: ``plan`` (the one line of QSync's README), ``full`` (without it), or the
-path of a plan; ``RUN``: the run folder; ``STEPS``.  Rank 0 ends with a line ``STEP {…}``: the median step and its quartiles.
+``MODEL``: which; ``SMALL``: a stand-in for CPUs; ``MODES``: ways to train, one after the other, each from the same weights:
+``plan`` (the one line of QSync's README), ``full`` (without it), ``alone`` (the same, rank 0 by itself), or the path of a plan;
+``RUN``: the run folder; ``STEPS``.  Rank 0 ends each with a line ``STEP {…}``: the mode, the median step and its quartiles.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import os
 import statistics
@@ -112,12 +115,43 @@ class Pictures(nn.Module):
         return scores
 
 
-def main() -> None:
-    """Train for some steps."""
-    import transformers
+@attrs.frozen(eq=False)
+class Task:
+    """What is trained.
 
+    Attributes:
+        model: in its first state, on a CPU.
+        loss_fn: None where the model computes its loss.
+        data: samples.
+        call: the loss of a model and a batch.
+        batch: samples of a rank.
+    """
+
+    model: nn.Module
+    loss_fn: Any
+    data: list[Any]
+    call: Callable[[nn.Module, Any], torch.Tensor]
+    batch: int
+
+    @classmethod
+    def make(cls, kind: Kind, small: bool) -> Task:
+        """A model with random weights, and random data."""
+        import transformers
+
+        torch.manual_seed(0)
+        batch, length, words = kind.batch[small], kind.length[small], kind.vocabulary[small]
+        config = getattr(transformers, kind.config)(**(kind.small if small else kind.full))
+        model: nn.Module = getattr(transformers, kind.model)(config)
+        if words:
+            tokens = torch.randint(words, (4 * batch, length))
+            return cls(model, None, [{"input_ids": row, "labels": row} for row in tokens], lambda m, b: m(**b).loss, batch)
+        data = [(torch.randn(3, length, length), torch.tensor(i % config.num_labels)) for i in range(4 * batch)]
+        return cls(Pictures(model), nn.CrossEntropyLoss(), data, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch)
+
+
+def main() -> None:
+    """Train for some steps in each way."""
     kind, small = KINDS[os.environ["MODEL"]], os.environ.get("SMALL") == "1"
-    mode, steps = os.environ.get("MODE", "plan"), int(os.environ.get("STEPS", "28"))
     cuda = torch.cuda.is_available() and not small
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -125,32 +159,35 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo")
-    torch.manual_seed(0)
-    batch, length, words = kind.batch[small], kind.length[small], kind.vocabulary[small]
-    config = getattr(transformers, kind.config)(**(kind.small if small else kind.full))
-    model: nn.Module = getattr(transformers, kind.model)(config)
-    loss_fn: Any = None
-    data: list[Any]
-    if words:
-        tokens = torch.randint(words, (4 * batch, length))
-        data = [{"input_ids": row, "labels": row} for row in tokens]
-        call: Callable[[nn.Module, Any], torch.Tensor] = lambda m, b: m(**b).loss  # noqa: E731
-    else:
-        model, loss_fn = Pictures(model), nn.CrossEntropyLoss()
-        data = [(torch.randn(3, length, length), torch.tensor(i % config.num_labels)) for i in range(4 * batch)]
-        call = lambda m, b: F.cross_entropy(m(b[0]), b[1])  # noqa: E731
-    model = model.to(device).train()
+    task = Task.make(kind, small)
+    first = dist.new_group([0])
+    for mode in os.environ.get("MODES", "plan").split():
+        if mode != "alone":
+            train(task, mode, device, None)
+        elif dist.get_rank() == 0:
+            train(task, "full", device, first, name=mode)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup | None, name: str = "") -> None:
+    """Some steps in one way, by the ranks of a group."""
+    steps, batch, cuda = int(os.environ.get("STEPS", "28")), task.batch, device.type == "cuda"
+    gc.collect()  # the model of the way before, with what its hooks hold
+    if cuda:
+        torch.cuda.empty_cache()
+    model = copy.deepcopy(task.model).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loader = DataLoader(data, batch, shuffle=True, drop_last=True)
+    loader = DataLoader(task.data, batch, shuffle=True, drop_last=True)
     applied: Any = None
     if mode == "plan":
-        applied = qsync.hybrid(model, optimizer, loss_fn, loader, run=os.environ["RUN"], amp=AMP)
+        applied = qsync.hybrid(model, optimizer, task.loss_fn, loader, run=os.environ["RUN"], amp=AMP)
     elif mode != "full":
         applied = qsync.apply_(model, mode)
     if applied is not None and applied.local_batch != batch:
         batch = applied.local_batch
-        loader = DataLoader(data * (1 + batch // len(data)), batch, shuffle=True, drop_last=True)
-    ddp = DistributedDataParallel(model, **(applied.ddp_options() if applied is not None else {}))
+        loader = DataLoader(task.data * (1 + batch // len(task.data)), batch, shuffle=True, drop_last=True)
+    ddp = DistributedDataParallel(model, process_group=group, **(applied.ddp_options() if applied is not None else {}))
     if applied is not None and len(set(applied.batch_sizes)) > 1:
         applied.weight_gradients(ddp)
     batches = [_moved(b, device) for _, b in zip(range(4), loader, strict=False)]
@@ -158,7 +195,7 @@ def main() -> None:
     for step in range(steps):
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):
-            loss = call(ddp, batches[step % len(batches)])
+            loss = task.call(ddp, batches[step % len(batches)])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -167,12 +204,11 @@ def main() -> None:
         took.append(1e3 * (time.perf_counter() - began))
     late = sorted(took[WARMUP:])
     sizes = torch.tensor([batch], device=device)
-    dist.all_reduce(sizes)
+    dist.all_reduce(sizes, group=group)
     if dist.get_rank() == 0:
         quartiles = [late[len(late) // 4], late[3 * len(late) // 4]]
         found = {"ms": statistics.median(late), "quartiles": quartiles, "samples": int(sizes), "loss": loss.item()}
-        print("STEP " + json.dumps(found), flush=True)
-    dist.destroy_process_group()
+        print("STEP " + json.dumps({"mode": name or mode, **found}), flush=True)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

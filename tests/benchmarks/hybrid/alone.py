@@ -113,12 +113,8 @@ def run_within(
     return row
 
 
-PARTS = {"compiling": "compile", "cast": "casts", "all-reduce": "all-reduce"}
-"""Of a profile, by how its progress begins; whole steps have their own names, and all else is operators."""
-
-
 class Laps:
-    """How long each part of a profile takes, by what it says of its progress; what follows a rung's whole step is in that."""
+    """How long each part of a profile takes, by what it says of its progress before a colon."""
 
     def __init__(self) -> None:
         self._part, self._since = "compile", time.perf_counter()
@@ -127,8 +123,8 @@ class Laps:
     def at(self, done: int, total: int, what: str) -> None:
         """A part begins."""
         self.taken()
-        named = (part for word, part in PARTS.items() if what.startswith(word))
-        self._part = what if what.startswith("whole step") else next(named, "operators")
+        part = what.partition(":")[0]
+        self._part = {"compiling": "compile", "canary": "compile"}.get(part, part or self._part)
 
     def taken(self) -> dict[str, float]:
         """Seconds by part, up to now."""

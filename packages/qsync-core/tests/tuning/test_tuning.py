@@ -70,6 +70,19 @@ def test_the_fastest_configuration_that_runs_is_kept(store: TuningStore) -> None
     assert reopened(store).measured("fake", LINEAR_INT8)["b"].failure == "configuration b needs more shared memory than there is"
 
 
+def test_a_search_whose_time_is_over_compiles_nothing_more_and_the_next_one_goes_on(store: TuningStore) -> None:
+    backend, watch = FakeBackend(latencies_ns={"a": None, "b": 30, "c": 20, "d": 10, "e": 40}), Watch()
+    left = iter([True, False])
+    record = tune(backend, LINEAR_INT8, watch, store, in_time=lambda: next(left))
+    # a does not run, so that b is tried whatever the time; c is in time, and d is not.
+    assert (record.config, record.latency_ns, record.tried) == ("c", 20, 3)
+    assert set(watch.samples) == {30, 20}
+    asked: list[int] = []
+    record = tune(backend, LINEAR_INT8, Watch(), reopened(store), in_time=lambda: asked.append(1) is None)
+    assert (record.config, record.tried, len(asked)) == ("d", 5, 2)
+    assert reopened(store).find("fake", LINEAR_INT8) == record
+
+
 @given(st.dictionaries(st.text("abcdef", max_size=3), st.none() | st.integers(0, 2**62), min_size=1, max_size=8))
 def test_tuning_finds_the_minimum(latencies_ns: dict[str, int | None]) -> None:
     measured = {config: latency for config, latency in latencies_ns.items() if latency is not None}

@@ -215,7 +215,7 @@ def test_the_jobs_own_settings_are_recorded(job, dag):
 def test_progress_reaches_its_total(job, dag):
     told = []
     profile(job, dag, ladder=(FLOAT32,), progress=lambda done, total, what: told.append((done, total)), **EFFORTS)
-    assert [done for done, _ in told] == list(range(len(told)))
+    assert list(dict.fromkeys(done for done, _ in told)) == list(range(told[-1][1] + 1))
     assert told[-1][0] == told[-1][1]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
 from qsync_core.kernels.requests import CallShapes, OperatorRequest
@@ -20,8 +21,9 @@ from qsync_core.tuning.search import Effort
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.installed import open_store, store_of_request
 from qsync_torch.plugin import qsync_describe_device
+from qsync_torch.profiling.items import distinct_items
 from qsync_torch.tracing.trace import trace
-from qsync_torch.tuning import job_tuning
+from qsync_torch.tuning import compiling, job_tuning
 from qsync_torch.tuning.compiling import BackgroundCompiler, _greedy
 from qsync_torch.tuning.job_tuning import (
     CompiledAhead,
@@ -84,6 +86,25 @@ def test_each_distinct_kernel_once(dag):
     assert roles[-2:] == [("linear.output", narrow)] * 2
 
 
+def test_equal_layers_of_a_job_under_autocast_are_one_measurement():
+    def counts(layers):
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(layers)), nn.Linear(8, 3))
+        job = Job(
+            "layers",
+            model,
+            lambda step, size: Batch((torch.randn(size, 8),), target=torch.arange(size) % 3),
+            lambda output, batch: nn.functional.cross_entropy(output, batch.target),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            batch_size=4,
+            amp="bfloat16",
+        )
+        graph, ladder = trace(job), (INT8, Variant.of(Precision.BFLOAT16))
+        return len(distinct_items(graph, ladder, DeviceKind.CUDA)), len(distinct_requests(graph, ladder, "cuda", "9.0"))
+
+    # Two linears and the GELU in two formats, the loss and two normalisations, one of which needs no gradient of its input.
+    assert counts(3) == counts(12) == (9, 9)
+
+
 def test_every_backend_that_takes_a_kernel_is_tuned(dag, install):
     one, two = NamedBackend("one", refuses={"grad_weight": "no"}), NamedBackend("two")
     install(one, two)
@@ -113,9 +134,30 @@ def test_no_search_begins_after_the_budget(dag, install, monkeypatch):
     monkeypatch.setattr(job_tuning, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     store = open_store(CPU)
     found = tune_requests(requests, [one], store, CPU, effort=QUICK, seconds=3)
-    # It begins at 0 and looks at the clock before each search: at 1, 2 and 3.
-    assert [entry.asked for entry in found.requests] == requests[:2]
-    assert [store.find("one", asked.request) is not None for asked in requests[:3]] == [True, True, False]
+    # It begins at 0 and looks at the clock before each search, and before a second configuration: at 1, 2 and 3.
+    assert [entry.asked for entry in found.requests] == requests[:1]
+    assert [store.find("one", asked.request) is not None for asked in requests[:2]] == [True, False]
+
+
+def test_a_search_tries_nothing_more_when_the_time_is_over(dag, install, monkeypatch):
+    """A Triton kernel takes seconds to compile, so that 24 of them are most of a minute."""
+    now = [0.0]
+
+    class Compiling(NamedBackend):
+        def build(self, request, config):
+            now[0] += 2
+            return super().build(request, config)
+
+    one = Compiling("one", configs=[f"tile={n}" for n in range(24)])
+    install(one)
+    requests = distinct_requests(dag, (INT8,), "cpu", "")
+    monkeypatch.setattr(job_tuning, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    effort, store = Effort(budget=24, samples=(1,)), open_store(CPU)
+    tune_requests(requests, [one], store, CPU, effort=effort, seconds=10)
+    assert len(one.built) == 5
+    assert [store.find("one", asked.request) is not None for asked in requests[:2]] == [True, False]
+    tune_requests(requests, [one], open_store(CPU), CPU, effort=effort)
+    assert len(one.built) == 24 * len(requests)
 
 
 def test_a_job_is_tuned_on_a_gpu_only(dag, install, monkeypatch):
@@ -232,7 +274,7 @@ def test_requests_are_measured_as_their_kernels_become_ready(dag, install):
 
     found = tune_requests(requests, [one, two], open_store(CPU), CPU, effort=QUICK, progress=progress)
     assert [entry.asked for entry in found.requests] == requests
-    waited = next(i for i, what in enumerate(measured) if what.startswith("compiling, 0 of "))
+    waited = next(i for i, what in enumerate(measured) if what.startswith("compiling: 0 of "))
     assert waited == sum(2 for asked in requests if asked.request.op != Op.LINEAR_OUTPUT)
     assert not any("linear.output" in what for what in measured[:waited])
 
@@ -245,6 +287,26 @@ def test_no_kernel_is_begun_when_the_time_is_over(dag, install, late):
     with BackgroundCompiler([one], requests, 1, -math.inf if late else math.inf) as compiler:
         assert compiler.ready(range(len(requests)), lambda built, every: None) in range(len(requests))
     assert bool(one.built) != late
+
+
+def test_no_kernel_is_begun_that_would_be_compiled_after_the_time(dag, install, monkeypatch):
+    now = [0.0]
+
+    class Compiling(CompilingNamedBackend):
+        def build(self, request, config):
+            now[0] += 40
+            return super().build(request, config)
+
+    monkeypatch.setattr(compiling, "_cores", lambda: 1)
+    monkeypatch.setattr(compiling, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = Compiling("one", configs=("a", "b"))
+    install(one)
+    requests = distinct_requests(dag, (INT8,), "cpu", "")
+    left = list(range(len(requests)))
+    with BackgroundCompiler([one], requests, 2, 60.0) as compiler:
+        while left:
+            left.remove(compiler.ready(left, lambda built, every: None))
+    assert len(one.built) == 1
 
 
 def test_a_compiler_that_fails_is_told_and_leaves_the_others(dag, install):

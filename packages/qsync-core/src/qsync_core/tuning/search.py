@@ -11,7 +11,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import attrs
@@ -72,6 +72,7 @@ def tune(
     lower_bound_ns: int = 0,
     rival_ns: int = 0,
     valid: Collection[str] | None = None,
+    in_time: Callable[[], bool] = lambda: True,
 ) -> TuningRecord:
     """Find the fastest configuration; the earlier candidate wins a tie.
 
@@ -90,6 +91,8 @@ def tune(
         rival_ns: what another backend takes for the request; 0 if unknown.
         valid: configurations that the backend knows for the request, where it is asked for fewer; None: its candidates.  A record
             with another one (of a file from elsewhere) counts as none.
+        in_time: asked before each configuration that may have to be compiled, once one has run; when it says no, the best of those
+            that were tried is taken, and the next search tries the others.
 
     Raises:
         BackendError: when the backend does not support the request or no configuration runs; with the reason of each.
@@ -104,12 +107,15 @@ def tune(
     if known is not None and known.tried >= len(candidates):
         return known
     search = _Search(backend, request, measure, store)
-    alive = candidates
+    alive, left = candidates, 0
     enough = effort.near * lower_bound_ns
     # One candidate is compared with other backends only.
     rounds = effort.samples if len(candidates) > 1 else effort.samples[:2]
     for position, samples in enumerate(rounds):
         for number, config in enumerate(alive, start=1):
+            if not position and not search.knows(config) and search.ranked(alive[: number - 1]) and not in_time():
+                left = len(alive) - number + 1
+                break
             found = search.result(config, samples)
             if position:
                 continue
@@ -126,8 +132,9 @@ def tune(
         again = "; that may pass, and the next search tries again" if search.passing else ""
         raise BackendError(f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}{again}")
     best = alive[0]
-    # What failed for a reason that may pass was not tried: a search of fewer than all candidates is taken up again.
-    tried = len(candidates) - len(search.passing)
+    # What there was no time for, or failed for a reason that may pass, was not tried: a search of fewer than all candidates is
+    # taken up again.
+    tried = len(candidates) - len(search.passing) - left
     record = TuningRecord(search.key, best.text, search.latency_ns(best), tried)
     store.add(record)
     return record
@@ -173,6 +180,10 @@ class _Search:
             return found
         self._keep(config, found)
         return found
+
+    def knows(self, config: KernelConfig) -> bool:
+        """Whether a configuration was measured before."""
+        return config.text in self._found
 
     def failures(self) -> dict[str, str]:
         """Why configurations do not run."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import attrs
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from qsync_torch.distributed.exchange import Members
 
 _TELL_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
+_SHORTEST_PART_S = 0.1
+"""Of a stage, that is told."""
 
 Show = Callable[[int, int, int, str], None]
 """Shows one rank's state: rank, done, total, what."""
@@ -28,15 +31,23 @@ Show = Callable[[int, int, int, str], None]
 class Board:
     """Where this rank says how far it is, and what a person should know.
 
+    When a stage ends, one line says how long it took, and its parts: what a stage says of itself before a colon.
+
     Attributes:
         members: the ranks; None in a job of one.
         label: of this rank, for people.
+        clock: seconds.
     """
 
     members: Members | None
     label: str = ""
+    clock: Callable[[], float] = time.monotonic
     _notes: int = 0
     _told: float = float("-inf")
+    _running: str = ""
+    _part: str = ""
+    _since: float = 0.0
+    _seconds: dict[str, float] = attrs.field(factory=dict)
     _show: Show | None = None
     _say: Callable[[str], None] = lambda text: say(f"note: {text}")
 
@@ -46,19 +57,45 @@ class Board:
         return self.members.rank if self.members else 0
 
     def stage(self, name: str) -> ProgressCallback:
-        """A callback for a function that reports its progress."""
+        """A callback for a function that reports its progress; the stage ends with its last part, or when another one begins."""
 
         def update(done: int, total: int, what: str, /) -> None:
-            now = time.monotonic()
+            now = self.clock()
+            if self._running != name:
+                self.end()
+                self._running, self._part, self._since = name, "", now
+            self._count(now, what.partition(":")[0])
+            if done == total:
+                self.end()
+                return
             text = f"{name}: {what}" if what else name
             if self.members is None or self.rank == 0:
                 if self._show is not None:
                     self._show(self.rank, done, total, f"{self.label}{text}")
-            elif now - self._told >= _TELL_EVERY_S or done == total:
+            elif now - self._told >= _TELL_EVERY_S:
                 self._told = now
-                self._set(f"state/{self.rank}", [done, total, f"{self.label}{text}"])
+                self._set(f"state/{self.rank}", [self._notes, done, total, f"{self.label}{text}"])
 
         return update
+
+    def _count(self, now: float, part: str) -> None:
+        """Give the time since the last call to the part that was under way."""
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
+
+    def end(self) -> None:
+        """Say how long the stage took that is under way, if one is."""
+        if not self._running:
+            return
+        self._count(self.clock(), "")
+        parts = [f"{part} {s:.1f} s" for part, s in self._seconds.items() if part and s >= _SHORTEST_PART_S]
+        label = self.label or (f"rank {self.rank}, " if self.rank else "")
+        took = f"{label}{self._running} took {sum(self._seconds.values()):.1f} s" + f" ({', '.join(parts)})" * bool(parts)
+        self._running, self._seconds = "", {}
+        if self.rank:
+            self._tell([1, 1, took])
+        elif self._show is not None:
+            self._show(0, 1, 1, took)
 
     def note(self, text: str, *, of_job: bool = False) -> None:
         """A sentence that rank 0 prints: of this rank, unless it is of the whole job."""
@@ -66,7 +103,11 @@ class Board:
         if self.rank == 0:
             self._say(text)
             return
-        self._set(f"note/{self.rank}/{self._notes}", text)
+        self._tell(text)
+
+    def _tell(self, said: str | list[Any]) -> None:
+        """What rank 0 is to show whatever follows it: a note, or a state."""
+        self._set(f"note/{self.rank}/{self._notes}", said)
         self._notes += 1
 
     @contextmanager
@@ -74,6 +115,7 @@ class Board:
         """Show the ranks' progress on rank 0 while the block runs."""
         if self.rank or quiet:
             yield
+            self.end()
             return
         ranks = list(self.members.ranks) if self.members else [0]
         with _display(ranks) as (self._show, self._say):
@@ -81,6 +123,7 @@ class Board:
             try:
                 yield
             finally:
+                self.end()
                 reader.end()
                 self._show = None
 
@@ -120,13 +163,18 @@ class _Reader:
 
     def _look(self, store: BoundedStore, rank: int) -> None:
         while store.check([name := f"note/{rank}/{self._read[rank]}"]):
-            self._board._say(json.loads(store.get(name)))
+            said = json.loads(store.get(name))
+            if isinstance(said, str):
+                self._board._say(said)
+            elif self._board._show is not None:
+                self._board._show(rank, *said)
             store.delete_key(name)
             self._read[rank] += 1
         if store.check([f"state/{rank}"]) and (state := store.get(f"state/{rank}")) != self._last.get(rank):
             self._last[rank] = state
-            if self._board._show is not None:
-                self._board._show(rank, *json.loads(state))
+            before, *shown = json.loads(state)
+            if self._board._show is not None and before == self._read[rank]:  # else what was told since is later
+                self._board._show(rank, *shown)
 
 
 @contextmanager

@@ -209,6 +209,7 @@ class _Flow:
             job, self._caller = load()
             facts["optimizer"] = describe_optimizer(job)
             facts[KIND_OF_DEVICE] = request.device.type
+            self.board.stage("loading the job")(1, 1, "")
         if folder.rank == 0 and is_script(request.job):
             from qsync_torch.capturing.script import unsaid_autocast
 
@@ -295,6 +296,7 @@ class _Flow:
             if folder.rank == 0:
                 self.board.stage("tracing")(0, 1, "")
                 dag = trace(job)
+                self.board.stage("tracing")(1, 1, "")
         told = folder.told({"graph": digest(dag) if dag else ""})[0]["graph"]
         if dag is not None and not folder.is_kept(GRAPH, {GRAPH: told}):
             if why := folder.why_anew(GRAPH, {GRAPH: told}):

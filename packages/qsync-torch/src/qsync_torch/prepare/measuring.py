@@ -43,6 +43,8 @@ Run = Callable[[Mapping[str, str]], Made]
 """Makes a part of its inputs."""
 SAME_ON_ALL_RANKS = "give this rank the job of rank 0, which was traced"
 """What to do where a rank has another job."""
+COMPARING = "comparing the groups"
+"""A stage."""
 _FASTER_BELOW = 1.0
 """A CPU's rung is measured where the largest operator may take less than this share of its base time; a plan then weighs it."""
 _TOO_LARGE_NS = 2**62
@@ -113,7 +115,7 @@ class Bench:
         """The part ``reprobe GROUP``: the step at another moment."""
 
         def run(inputs: Mapping[str, str]) -> Made:
-            self.board.stage("comparing the groups")(0, 1, "the same steps once more")
+            self.board.stage(COMPARING)(0, 1, "the same steps once more")
             return self._step_made(inputs, ())
 
         return self._unless_kept(f"reprobe {group.name}", self._inputs(), run)
@@ -205,6 +207,7 @@ class Bench:
                     "rank 0 has them, and whole steps on this rank's own batches; where these are padded, pad all to one length "
                     "for predictions that hold for every step"
                 )
+            self.board.stage("tracing")(1, 1, "")
             self._checked.append(True)
 
     def _inputs(self, **more: str) -> dict[str, str]:
@@ -213,7 +216,7 @@ class Bench:
         return {"graph": digest(self.dag), "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
 
     def _probe(self, inputs: Mapping[str, str]) -> Made:
-        self.board.stage("comparing the groups")(0, 1, "a few steps")
+        self.board.stage(COMPARING)(0, 1, "a few steps")
         ladder = standard_ladder(self.device)
         if self.device.type == "cpu":
             ratios = compared_rungs(self.dag, dict(self.job.model.named_parameters())) if self.dag.adjustable else {}
@@ -227,6 +230,7 @@ class Bench:
 
     def _step_made(self, inputs: Mapping[str, str], ladder: tuple[Variant, ...]) -> Made:
         step = self._step()
+        self.board.stage(COMPARING)(1, 1, "")
         return Made(inputs, value=Probe(round(1e9 * step.value), ladder, round(1e9 * step.spread)).value)
 
     def _step(self) -> Uncertain:

@@ -128,6 +128,7 @@ class Planning:
         self.board.stage("indicating")(0, 1, "")
         observations = from_bytes(self.folder.read("observations"), Observations, name="the observations")
         found = indicate(observations, self.dag, variants)
+        self.board.stage("indicating")(1, 1, "")
         return {"sensitivity": Made(inputs, to_bytes(found))}
 
     def plan(self) -> tuple[dict[str, Made], list[str]]:
@@ -161,6 +162,7 @@ class Planning:
                 continue
             own = {name: profiles[name] for name in names}
             made |= self._planned(key, names, cluster, own, sensitivity, costs, inputs)
+        progress(len(sets), len(sets), "")
         wanted = {f"plan {key_of(names)}" for names in sets}
         without = {name for name, one in made.items() if not one.data}
         gone = [name for name in self.folder.parts if name.startswith("plan ") and name not in wanted - without]
@@ -230,6 +232,7 @@ class Planning:
         self.board.stage("writing the report")(0, 1, "")
         run = self.folder.run
         page = write_report(run)
+        self.board.stage("writing the report")(1, 1, "")
         return {
             "report": Made(inputs, page.read_bytes()),
             "trace": Made(inputs, run.trace.read_bytes()),

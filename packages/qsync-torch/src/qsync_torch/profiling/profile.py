@@ -153,7 +153,8 @@ def profile(
     for item in items:
         if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
             chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
-    build_all(chooser.to_compile, lambda built, every: progress(0, every, f"compiling, {built} of {every} kernels"))
+    build_all(chooser.to_compile, lambda built, every: progress(0, every, f"compiling: {built} of {every} kernels"))
+    progress(0, 1, "canary")
     canary = Canary(target)
     right = right_kernels(items, dag, chooser, canary)
     if right.of_base:
@@ -204,7 +205,7 @@ def profile(
         progress(done, total, what)
         done += 1
 
-    build_all(chooser.to_compile, lambda built, every: progress(0, total, f"compiling, {built} of {every} kernels"))
+    build_all(chooser.to_compile, lambda built, every: progress(0, total, f"compiling: {built} of {every} kernels"))
     with ExitStack() as ending:
         if with_collectives:  # which start when all ranks are ready: none waits in one for a rank that failed
             ending.enter_context(together("profile", {"graph": dag_digest[:16]}, slow=True))
@@ -213,7 +214,7 @@ def profile(
         costs: list[OpCost] = []
         index: dict[OpId, dict[Variant, int]] = {}
         for item in items:
-            advance(f"{item.operator.kind} {item.variant.label}")
+            advance(f"operators: {item.operator.kind} {item.variant.label}")
             cost = bench.operator(item, choices[item])
             if cost is None:
                 continue
@@ -222,11 +223,11 @@ def profile(
             costs.append(cost)
         casts: list[CastModel] = []
         for key, sites in cast_sites.items():
-            advance(f"cast {key.source}→{key.target}")
+            advance(f"casts: {key.source}→{key.target}")
             casts.append(bench.cast(key, sites))
         chains: list[ChainCost] = []
         for chain, choice in fused.items():
-            advance(f"chain {chain.chain.producer}")
+            advance(f"chains: {chain.chain.producer}")
             chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
         runner = StepRunner.start(job, target)
         for operator in filter(is_run_loss, dag.operators):
@@ -249,10 +250,12 @@ def profile(
         of_rung = next(step for step in steps if step.variant == rung)
         if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps[0], of_rung):
             chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
+            progress(done, total, "alternating steps")
             try:
                 alternating = measure_alternating(runner, rung, dag, bench.stopwatch, chosen)
             except torch.OutOfMemoryError:  # a mixed step may need more than any rung's
                 note("steps with every other operator lowered do not fit: mixed plans may take the CPU longer than predicted")
+        progress(done, total, "what is handed on")
         if not runner.optimizer.state:
             runner.train_step(0)
         # A graph is traced on a CPU.

@@ -39,9 +39,10 @@ class BackgroundCompiler:
             backends: who is asked.
             requests: what is going to run.
             kernels: how many kernels a group of requests that can share them compiles.
-            until: when no further kernel is begun, by ``time.monotonic``; those that are being compiled are finished.
+            until: when no further kernel is begun, by ``time.monotonic``, nor one that would be finished later if it took as long
+                as the longest so far; those that are being compiled are finished.
         """
-        self._until = until
+        self._until, self._longest_s = until, 0.0
         self._pool = ThreadPoolExecutor(_cores())
         self._needs: list[list[Need]] = [[] for _ in requests]
         self.backends: list[KernelBackend] = []
@@ -69,8 +70,10 @@ class BackgroundCompiler:
         return limited
 
     def _build_in_time(self, backend: KernelBackend, request: KernelRequest, text: str) -> None:
-        if time.monotonic() < self._until:
+        begun = time.monotonic()
+        if begun + self._longest_s < self._until:
             _build(backend, request, text)
+            self._longest_s = max(self._longest_s, time.monotonic() - begun)
 
     def ready(self, left: Sequence[int], waiting: Callable[[int, int], None]) -> int:
         """The next request, of those that are left, whose kernels are all built; waits for one.

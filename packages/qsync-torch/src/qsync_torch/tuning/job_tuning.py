@@ -95,7 +95,7 @@ def tune_job(
         dag, ladder: the job, and the variants that a plan may use.
         device: where.
         tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
-        seconds: no search begins later; what has been found before takes none.
+        seconds: no search begins later, and none goes on; what has been found before takes none.
         progress: receives the state before each search.
 
     Returns:
@@ -130,7 +130,8 @@ def tune_requests(
         store: where records go; finished searches in it are not repeated, interrupted ones continue.
         device: where.
         effort: how much to try.
-        seconds: no search begins later; one that has begun, and a kernel that is being compiled, is finished.
+        seconds: no search begins later, and one that has begun tries no further configuration; a kernel that is being compiled is
+            finished, and none is begun that would not be done in time by what the longest took.
         progress: receives the state before each search.
 
     Raises:
@@ -146,9 +147,9 @@ def tune_requests(
         while left and time.monotonic() - start < seconds:
             index = compiler.ready(left, partial(_report_compiling, progress, done, total))
             left.remove(index)
-            request = _RequestTuning(requests[index], device, store, effort)
+            request = _RequestTuning(requests[index], device, store, effort, start + seconds)
             for backend in compiler.backends:
-                progress(done, total, f"{describe(requests[index])} {backend.name}")
+                progress(done, total, f"{backend.name}: {describe(requests[index])}")
                 done += 1
                 reused += request.tune(backend)
             tuned[index] = TunedRequest(requests[index], tuple(request.records), request.refusals)
@@ -158,17 +159,18 @@ def tune_requests(
 
 
 def _report_compiling(progress: ProgressCallback, done: int, total: int, built: int, every: int) -> None:
-    progress(done, total, f"compiling, {built} of {every} kernels")
+    progress(done, total, f"compiling: {built} of {every} kernels")
 
 
 @attrs.define(eq=False)
 class _RequestTuning:
-    """Tunes one request with one backend after the other, all on the same operands."""
+    """Tunes one request with one backend after the other, all on the same operands; ``until`` when, by ``time.monotonic``."""
 
     asked: OperatorRequest
     device: torch.device
     store: TuningStore
     effort: Effort
+    until: float = math.inf
     records: list[TuningRecord] = attrs.field(factory=list)
     refusals: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
     _timer: KernelTimer | None = None
@@ -194,7 +196,16 @@ class _RequestTuning:
             bound = lower_bound_ns(self.asked, device_peaks(self.device))
             rival = min((record.latency_ns for record in self.records), default=0)
             limits = {"lower_bound_ns": bound, "rival_ns": rival}
-            record = tune(backend, request, self._timer, self.store, effort=self.effort, valid=valid, **limits)
+            record = tune(
+                backend,
+                request,
+                self._timer,
+                self.store,
+                effort=self.effort,
+                valid=valid,
+                in_time=lambda: time.monotonic() < self.until,
+                **limits,
+            )
         except DeviceLostError:
             raise
         except (BackendError, torch.OutOfMemoryError) as error:
