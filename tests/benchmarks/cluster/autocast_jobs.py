@@ -20,7 +20,6 @@ What is finished is kept beside the results (``autocast_jobs/``), so that the sc
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
@@ -41,7 +40,7 @@ from typing import Any
 import attrs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from qsync_core.artifacts.files import load
 from qsync_core.ir.plan import PrecisionPlan
@@ -307,14 +306,13 @@ def write(jobs: Sequence[Mapping[str, Any]], of_all: int, on_gpus: bool, command
 
 def main() -> None:
     """Measure what is left, job by job."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", nargs="+", metavar="A,B", help="pairs of GPUs, each with a job at a time")
     parser.add_argument("--cpu", action="store_true", help="small stand-ins on two CPU cores")
     parser.add_argument("--models", default=",".join(MODELS), help="which, comma-separated")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of group b, comma-separated")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no job that would not end in these")
     parser.add_argument("--again", action="store_true", help="measure finished jobs again")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     options = parser.parse_args()
     if not options.cpu and not options.pairs:
         print("C3 needs two GPUs (--pairs 0,1) or --cpu: skipped")

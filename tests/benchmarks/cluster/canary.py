@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 SHARES = (10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 100)
 LOOKED_AT = (5, 8, 12, 15, 18, 22, 28, 33, 35, 38, 39, 41, 42, 45, 48, 52, 55, 58, 59, 61, 62, 65, 68, 72, 78, 85, 88, 92, 95, 98)
@@ -54,8 +54,7 @@ HERE = Path(__file__).resolve()
 
 def main() -> None:
     """Start processes under every share and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--raw", type=Path, default=None, help="folder for what each process found")
     parser.add_argument("--seconds", type=float, default=340.0, help="when to stop starting processes")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)))

@@ -9,7 +9,6 @@ rank says.  ``prepare`` (with stored measurements in the place of measuring), ``
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -39,7 +38,7 @@ from artifact_mutations import MUTATIONS, mutate
 from click.testing import CliRunner
 from damaged import TooSlowError, change_values
 from inconsistent import content, sealed
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
@@ -547,8 +546,7 @@ def memory(nbytes: int) -> dict[str, float]:
 
 def main() -> None:
     """Run, print, and write the rows C7."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=5_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first folder, to repeat one that failed")
     parser.add_argument("--seed", type=int, default=0)

@@ -10,7 +10,6 @@ the code that decides, as the table in ``model_families.py`` has it, with what t
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import warnings
@@ -26,7 +25,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from cluster.model_families import FAMILIES, Family
 from qsync_core.errors import QSyncError
@@ -222,8 +221,7 @@ def _fault_of_graph(job: Job, dag: PrecisionDag) -> str:
 
 def main() -> None:
     """Measure and write both rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default=",".join(FAMILIES), help="families, comma-separated")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -8,7 +8,6 @@ with those of the same script in float32, within the error of its formats.  Then
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -31,7 +30,7 @@ if __name__ == "__main__":
 import attrs
 import torch
 import torch.distributed as dist
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from cluster.script_kinds.script import SCRIPTS, Outcome, run
 
@@ -152,10 +151,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         rank, port, path, *names = sys.argv[2:]
         be_rank(int(rank), int(port), Path(path), names)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="beginnings of scripts' names, comma-separated")
     parser.add_argument("--new", action="store_true", help="without T1 and T2")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     options = parser.parse_args()
     wanted = tuple(filter(None, options.only.split(",")))
     names = [name for name in all_names() if name.startswith(wanted or "")]
