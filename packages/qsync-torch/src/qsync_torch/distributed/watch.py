@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from qsync_core.errors import RankError
+from qsync_core.printable import printable
 from qsync_torch.distributed.bounded_store import BoundedStore, rank_timeout_s
 from qsync_torch.distributed.exchange import BEATS_PER_TIMEOUT, Members, beside, grace_s, late, no_sign_of_life, store_has_gone
 
@@ -78,7 +79,7 @@ class _Watch:
             except dist.DistError as error:
                 found = store_has_gone(self._what, error)
             if found and not done.wait(grace_s(self._timeout_s)):
-                print(f"error: {found}", file=sys.stderr, flush=True)
+                print(printable(f"error: {found}"), file=sys.stderr, flush=True)
                 os._exit(1)
             if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
                 return
