@@ -169,8 +169,6 @@ def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop
         ("model = torch.compile(model)", True),
         ("model.compile()", True),
         ("qsync.compile(applied)", True),
-        ("arguments = dict(torch_compile=True)", True),
-        ("arguments = dict(torch_compile = False)", False),
         ("pattern = re.compile('x')", False),
         ("pass  # torch.compile(model) is slower here", False),
     ],

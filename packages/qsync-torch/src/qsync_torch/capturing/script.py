@@ -29,10 +29,8 @@ LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
 _TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
 _AUTOCAST = re.compile(r"\bautocast\(")
-_COMPILE = re.compile(
-    r"^[^#\n]*\b(?:(?!re\b|regex\b)\w+\.compile\b|torch_compile\s*=\s*True|dynamo_(?:backend|plugin)\s*=)", re.MULTILINE
-)
-"""PyTorch's ways and QSync's, that of the Trainer's arguments, and those of Accelerate."""
+_COMPILE = re.compile(r"^[^#\n]*\b(?!re\b|regex\b)\w+\.compile\b", re.MULTILINE)
+"""PyTorch's ways and QSync's.  Adapters read their trainer's settings (:func:`told_of_compiling`)."""
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
 
@@ -140,8 +138,13 @@ def unmeasured_compiling(path: str | Path) -> str:
     """A sentence on a script that compiles its model; empty for others."""
     if not _COMPILE.search(Path(path).read_text(encoding="utf-8", errors="replace")):
         return ""
+    return told_of_compiling(str(path))
+
+
+def told_of_compiling(what: str) -> str:
+    """Says of a script or a trainer that it compiles, and of which steps predictions are."""
     return (
-        f"{path} compiles its model, and steps are measured without that: predictions are of the eager step, so compiled steps are "
+        f"{what} compiles its model, and steps are measured without that: predictions are of the eager step, so compiled steps are "
         "usually faster than they say, on each group by another factor; applied.log_scalars writes both"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch import nn
 
 from qsync_core.errors import PlanError
@@ -21,7 +22,7 @@ from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.optimizer import Optimizers
-from qsync_torch.capturing.script import hand_over, is_wanted
+from qsync_torch.capturing.script import hand_over, is_wanted, told_of_compiling
 from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.distributed.loss_scaling import InStepGradScaler
@@ -71,6 +72,7 @@ def hybrid(
     check_accelerator(accelerator, model)
     steps = accelerator.gradient_accumulation_steps
     if is_wanted():
+        warn_of_compiling(accelerator)
         hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=settings.amp, accumulate=steps), _CALLER)
     planned = plan_accelerator(accelerator, model, run, settings, options, _CALLER)
     applied = planned.applied
@@ -92,6 +94,13 @@ def accelerator_settings(accelerator: Accelerator) -> TrainerSettings:
         raise PlanError(f"a plan chooses each operator's precision itself, and mixed_precision={mode!r} would as well: set 'no'")
     wanted = {base: f"mixed_precision={name!r}" for name, base in _AUTOCAST.items()}
     return TrainerSettings("Accelerate", f"mixed_precision={mode!r}", _AUTOCAST[mode], wanted)
+
+
+def warn_of_compiling(accelerator: Accelerator) -> None:
+    """Warns where an accelerator compiles its model, whoever told it so: a Trainer's arguments, ``accelerate launch``."""
+    plugin = accelerator.state.dynamo_plugin
+    if plugin is not None and plugin.backend != DynamoBackend.NO:
+        warnings.warn(told_of_compiling(f"the accelerator (dynamo_backend={plugin.backend.value.lower()!r})"), stacklevel=3)
 
 
 def check_accelerator(accelerator: Accelerator, model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.script import hand_over, is_wanted
-from qsync_torch.integrations.accelerate import accelerator_settings, check_accelerator, plan_accelerator
+from qsync_torch.integrations.accelerate import accelerator_settings, check_accelerator, plan_accelerator, warn_of_compiling
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings
 from qsync_torch.job import Job
 
@@ -63,6 +63,7 @@ def hybrid(trainer: Trainer, *, run: Run = "run", name: str | None = None, **opt
     settings = _settings(trainer)
     check_accelerator(trainer.accelerator, trainer.model)
     if is_wanted():
+        warn_of_compiling(trainer.accelerator)
         hand_over(_job(trainer, name, settings.amp), _CALLER)
     planned = plan_accelerator(trainer.accelerator, trainer.model, run, settings, options, _CALLER)
     planned.applied.meet_accumulation(trainer.args.gradient_accumulation_steps)
