@@ -215,6 +215,12 @@ class _Flow:
 
             if note := unsaid_autocast(request.job, job):
                 self.board.note(note, of_job=True)
+        if folder.rank == 0 and job.compiles:
+            self.board.note(
+                f"{request.job} compiles its model, and predictions are of the eager step: how far they are off is measured with "
+                "each profile; applied.log_scalars writes what was predicted beside what is",
+                of_job=True,
+            )
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)
         with folder.together():
@@ -234,7 +240,7 @@ class _Flow:
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
-        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s, self._compiles())
+        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):
@@ -262,21 +268,6 @@ class _Flow:
 
         asked = self.request.asked
         check_wishes(asked.solver, asked.objective, asked.omega_limit, asked.tolerance, asked.batch)
-
-    def _compiles(self) -> bool:
-        """Whether the script compiles its model; where it does, rank 0 says of what steps the predictions are."""
-        if not is_script(self.request.job):
-            return False
-        from qsync_torch.capturing.script import compiles
-
-        found = compiles(self.request.job)
-        if found and self.folder.rank == 0:
-            self.board.note(
-                f"{self.request.job} compiles its model, and predictions are of the eager step: how far they are off is measured "
-                "with each profile; applied.log_scalars writes what was predicted beside what is",
-                of_job=True,
-            )
-        return found
 
     def _profiled(self, dag: PrecisionDag, cluster: Cluster | Sequence[Group]) -> dict[str, int]:
         """Read a step in the base precision, in nanoseconds, of each group that has a profile of this job; for rank 0."""
