@@ -48,7 +48,16 @@ from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge
 from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
-from qsync_torch.prepare.roles import compared, contradiction, described_groups, otherwise, renamed, roles_said, to_repeat
+from qsync_torch.prepare.roles import (
+    all_alike,
+    compared,
+    contradiction,
+    described_groups,
+    otherwise,
+    renamed,
+    roles_said,
+    to_repeat,
+)
 from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import ProcessGroups, measure_communication
 from qsync_torch.tracing.trace import trace
@@ -252,7 +261,8 @@ class _Flow:
                 self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base), of_job=True)
             cluster = settled
             self._measure(bench, groups, cluster)
-        of_person = described is not None or roles_said(groups, request.wishes)
+        # Of groups that are alike the profiles may say either.
+        of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, self._probes_of(groups)))
         if folder.rank == 0 and of_person and (warning := contradiction(cluster, self._profiled(dag, cluster), dag.base)):
             self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
