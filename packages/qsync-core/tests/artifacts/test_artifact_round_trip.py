@@ -313,13 +313,15 @@ def test_a_profile_of_version_1_is_read_and_keeps_its_bytes() -> None:
 
 
 def test_a_sensitivity_without_noise_of_copies_keeps_its_bytes() -> None:
-    newer = attrs.evolve(examples(layers=1)[Sensitivity], errors={})
+    newer = attrs.evolve(examples(layers=1)[Sensitivity], errors={}, masks={})
     data = artifact.to_bytes(newer)
     assert int.from_bytes(data[24:28], "big") == 3
     assert artifact.from_bytes(data, Sensitivity) == newer
-    with_errors = examples(layers=1)[Sensitivity]
-    assert version_of(with_errors) == 4
-    assert artifact.from_bytes(artifact.to_bytes(with_errors)) == with_errors
+    with_masks = examples(layers=1)[Sensitivity]
+    with_errors = attrs.evolve(with_masks, masks={})
+    assert (version_of(with_errors), version_of(with_masks)) == (4, 5)
+    for written in (with_errors, with_masks):
+        assert artifact.from_bytes(artifact.to_bytes(written)) == written
     older = attrs.evolve(newer, copies={})
     data = artifact.to_bytes(older)
     assert int.from_bytes(data[24:28], "big") == 2
