@@ -371,7 +371,7 @@ class _Pass:
         return found
 
 
-def _weights(masks: Sequence[Mask], flips: Sequence[torch.Tensor]) -> list[float]:
+def _weights(masks: Sequence[Mask], flips: list[torch.Tensor]) -> list[float]:
     """Σ flips² times the variance of what the mask reads, of each: the expected square of what noise of that size does."""
     norms, stds = torch.stack(list(torch._foreach_norm(flips))), torch.stack([mask.std for mask in masks])
     weights: list[float] = (norms * stds).square().tolist()
