@@ -190,7 +190,9 @@ class _Pass:
         return self._terms()
 
     def _one(self, number: int, part: Batch, share: float, parameters: Sequence[torch.Tensor]) -> None:
-        step, masks = self._step, Masks()
+        step = self._step
+        # Elements flip one by one, so what each does is to be squared by itself.
+        masks = Masks(step.seed + _FLIP_SEED + number)
         response = NoiseResponse(self._respond, masks)
         kept = KeptInputs(step.dag, response, self._direction, self._add_kept)
         copies = CopyScales(step.dag)
@@ -215,14 +217,14 @@ class _Pass:
                 response.respond(self._direction, again=bool(masks.seen))
                 kept.finish()
                 _forget_gradients(parameters)
-                self._carry_flips_back(response, masks.seen, number)
+                self._carry_flips_back(response, masks.seen)
         finally:
             masks.seen.clear()
             kept.release()
             response.release()
 
-    def _carry_flips_back(self, response: NoiseResponse, masks: Sequence[Mask], number: int) -> None:
-        """With a random sign for each element: what one does is to be squared by itself, as elements flip one by one."""
+    def _carry_flips_back(self, response: NoiseResponse, masks: Sequence[Mask]) -> None:
+        """The last pass, and the weights of the masks behind each operator."""
         flipped = [mask for mask in masks if mask.flips is not None]
         if not flipped:
             return
@@ -231,7 +233,6 @@ class _Pass:
         for site in response.sites:
             behind = math.fsum(weights.get(index, 0.0) for index in range(site.masks_before, len(masks)))
             self._mask_weights[site.operator.op_id] += behind
-        torch._foreach_mul_(flips, random_signs(flips, self._step.seed + _FLIP_SEED + number))
         response.carry_back([mask.edge for mask in flipped], flips)
 
     def _set_scale(self, norm: float) -> None:
