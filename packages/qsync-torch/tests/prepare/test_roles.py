@@ -247,6 +247,6 @@ def test_roles_of_equal_devices_are_no_contradiction_by_noise():
 def test_groups_are_alike_where_all_were_compared_and_none_differs():
     steps, spreads = {"a": 2_000_000, "b": 2_200_000}, {"a": 90_000, "b": 90_000}
     assert all_alike(CPUS, probed(steps, spreads))
-    assert not all_alike(CPUS, probed({"a": 2_000_000, "b": 4_000_000}, spreads))
+    assert not all_alike(CPUS, probed({"a": 2_000_000, "b": 9_000_000}, spreads))
     assert not all_alike(CPUS, probed({"a": 2_000_000}, spreads))
     assert not all_alike(CPUS[:1], probed(steps, spreads))
