@@ -247,6 +247,8 @@ def test_roles_of_equal_devices_are_no_contradiction_by_noise():
 def test_groups_are_alike_where_all_were_compared_and_none_differs():
     steps, spreads = {"a": 2_000_000, "b": 2_200_000}, {"a": 90_000, "b": 90_000}
     assert all_alike(CPUS, probed(steps, spreads))
-    assert not all_alike(CPUS, probed({"a": 2_000_000, "b": 9_000_000}, spreads))
+    unlike = {"a": 2_000_000, "b": 9_000_000}
+    assert all_alike(CPUS, probed(unlike, spreads))  # of equal devices one moment says nothing
+    assert not all_alike(CPUS, probed(unlike, spreads, unlike))
     assert not all_alike(CPUS, probed({"a": 2_000_000}, spreads))
     assert not all_alike(CPUS[:1], probed(steps, spreads))

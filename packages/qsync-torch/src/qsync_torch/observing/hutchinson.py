@@ -162,7 +162,7 @@ class _Pass:
         self._parameter_responses: dict[tuple[Phase, OpId, Place, tuple[int, bool] | OpId], _ParameterResponse] = {}
         self._parameter_gradients: dict[tuple[OpId, Place], torch.Tensor] = {}
         self._mask_weights: defaultdict[OpId, float] = defaultdict(float)
-        """Of the masks behind an operator: the flips that noise of their inputs' standard deviation would bring about."""
+        """Flips in the masks behind an operator that noise of their inputs' standard deviation would bring about."""
         self._reached: set[OpId] = set()
         self._has_masks = False
         self._whole = True
