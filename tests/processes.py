@@ -6,8 +6,12 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import attrs
 
@@ -37,24 +41,31 @@ def run_together(
         AssertionError: with what every process printed, where one has not ended in time; those that are left are killed with their
             children.
     """
-    processes = [
-        subprocess.Popen(
-            command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-        for command, variables in zip(commands, environments, strict=True)
-    ]
-    outputs: list[str] = []
-    try:
-        outputs += [process.communicate(timeout=timeout_s)[0] for process in processes]
-    except subprocess.TimeoutExpired:
-        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        _kill(processes)
-        outputs += [process.communicate()[0] for process in processes[len(outputs) :]]
+    with ExitStack() as ending:
+        # Files, because a process whose pipe is full waits until it is read, and the others with it.
+        files = [ending.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
+        processes = [
+            subprocess.Popen(command, cwd=cwd, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            for command, variables, file in zip(commands, environments, files, strict=True)
+        ]
+        end, late = time.monotonic() + timeout_s, []
+        try:
+            for process in processes:
+                process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        finally:
+            _kill(processes)
+        outputs = [_content(file) for file in files]
+    if late:
         said = "\n".join(f"-- process {rank}: {output}" for rank, output in enumerate(outputs))
-        raise AssertionError(f"processes {late} of {len(processes)} have not ended within {timeout_s} s\n{said}") from None
-    finally:
-        _kill(processes)
+        raise AssertionError(f"processes {late} of {len(processes)} have not ended within {timeout_s} s\n{said}")
     return [Ended(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def _content(file: TextIO) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:

@@ -6,6 +6,7 @@ earlier run carries its own wherever they differ.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import math
@@ -55,6 +56,13 @@ def write_rows(
         ValueError: when a row lacks a field, has an unknown one, or a value that JSON cannot hold.
     """
     return _merge(topic, rows, {**(measured or provenance()), "command": command}, directory)
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a script with this docstring, which writes rows into the folder ``--out``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    return parser
 
 
 def provenance() -> dict[str, Any]:

@@ -8,9 +8,10 @@ Each row has a script of its own, which runs in a process of its own; what none 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from in_turn import run_in_turn
 
 BENCHMARKS = Path(__file__).resolve().parent
 SCRIPTS = {
@@ -25,25 +26,17 @@ SCRIPTS = {
 
 
 def main() -> None:
-    """Run them in turn; one that fails does not keep the others from running."""
+    """Run them in turn."""
+
+    def command_of(options: argparse.Namespace, name: str) -> Sequence[str]:
+        script, jobs = SCRIPTS[name]
+        own = [jobs, str(options.jobs)] if jobs else []
+        return [str(BENCHMARKS / script), *own, *["--no-write"] * options.no_write]
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SCRIPTS), help="which, comma-separated")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--no-write", action="store_true", help="only print")
-    options = parser.parse_args()
-    names = [name.strip() for name in options.only.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in SCRIPTS]:
-        raise SystemExit(f"no such script: {', '.join(unknown)}; known are {', '.join(SCRIPTS)}")
-    failed = []
-    for name in names:
-        script, jobs = SCRIPTS[name]
-        command = [sys.executable, str(BENCHMARKS / script), *([jobs, str(options.jobs)] if jobs else [])]
-        command += ["--no-write"] * options.no_write
-        print("+", *command[1:], flush=True)
-        if subprocess.run(command, check=False).returncode:
-            failed.append(name)
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    run_in_turn(parser, SCRIPTS, command_of)
 
 
 if __name__ == "__main__":

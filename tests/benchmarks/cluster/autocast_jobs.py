@@ -20,29 +20,28 @@ What is finished is kept beside the results (``autocast_jobs/``), so that the sc
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from results import RESULTS, write_rows
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from results import parser_of, write_rows
 
+from processes import free_port, run_together
 from qsync_core.artifacts.files import load
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
@@ -76,8 +75,10 @@ class Ended:
     @property
     def failure(self) -> str:
         """Its last line, where it failed."""
-        lines = [line for line in self.text.strip().splitlines() if "rror" in line] or self.text.strip().splitlines()
-        return lines[-1][:300] if any(self.statuses) and lines else "" if not any(self.statuses) else "no output"
+        if not any(self.statuses):
+            return ""
+        lines = self.text.strip().splitlines() or ["no output"]
+        return ([line for line in lines if "rror" in line] or lines)[-1][:300]
 
     @property
     def steps(self) -> dict[str, dict[str, Any]]:
@@ -101,35 +102,18 @@ class Place:
 
     def run(self, groups: Sequence[str], command: Sequence[str], extra: Mapping[str, str], limit_s: int) -> Ended:
         """Start torchrun for each group, as one does on each machine, and wait."""
-        port, began, processes = _free_port(), time.monotonic(), []
-        with tempfile.TemporaryFile("w+") as output:
-            for number, group in enumerate(groups):
-                line = [*self.prefixes[group], sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(groups))]
-                line += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-                line += ["--node-rank", str(number), *command]
-                environment = {**os.environ, **self.environments[group], **extra, "QSYNC_GROUP": group}
-                started = subprocess.Popen(line, env=environment, stdout=output, stderr=output, start_new_session=True)
-                processes.append(started)
-            left = began + limit_s
-            try:
-                for process in processes:
-                    process.wait(max(0.1, left - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                for process in processes:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            output.seek(0)
-            text = output.read()
-        return Ended(tuple(process.returncode for process in processes), text, time.monotonic() - began)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+        port, began, commands, environments = free_port(), time.monotonic(), [], []
+        for number, group in enumerate(groups):
+            line = [*self.prefixes[group], sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(groups))]
+            line += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+            commands.append([*line, "--node-rank", str(number), *command])
+            environments.append({**os.environ, **self.environments[group], **extra, "QSYNC_GROUP": group})
+        try:
+            ended = run_together(commands, environments, cwd=Path.cwd(), timeout_s=limit_s)
+        except AssertionError as error:  # says what each printed
+            return Ended((1,) * len(groups), str(error), time.monotonic() - began)
+        text = "".join(process.output for process in ended)
+        return Ended(tuple(process.status for process in ended), text, time.monotonic() - began)
 
 
 @contextmanager
@@ -203,14 +187,8 @@ def measure(model: str, share: float, place: Place, work: Path) -> dict[str, Any
     for of_other_share in (run.cluster, run.profile("b")):
         of_other_share.unlink(missing_ok=True)
     run.path.parent.mkdir(parents=True, exist_ok=True)
-    common = {
-        "MODEL": model,
-        "RUN": str(run.path),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-    common |= {"QSYNC_RANK_TIMEOUT_S": "60"}
+    common = {"MODEL": model, "RUN": str(run.path), "QSYNC_RANK_TIMEOUT_S": "60"}
+    common |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     prepared = place.run("ab", ["-m", "qsync", "prepare", str(SCRIPT), "-o", str(run.path), *TUNE], common, limits["prepare"])
     found: dict[str, Any] = {"model": model, "share": share, "prepare_s": round(prepared.seconds, 1), "stages": prepared.stages}
     whole = run.plan("ab")
@@ -243,9 +221,9 @@ def measure(model: str, share: float, place: Place, work: Path) -> dict[str, Any
 
 def _recommended(run: RunFolder, plan: PrecisionPlan, work: Path) -> tuple[str, tuple[PrecisionPlan, Path] | None]:
     """Which way the verdict recommends, and its plan where it is none of the three."""
-    best = getattr(plan, "recommended_way", None)
+    best = plan.recommended_way
     options = best.options if best is not None else ""
-    groups = tuple(best.groups) if best is not None else plan.recommended_groups
+    groups = best.groups if best is not None else plan.recommended_groups
     if groups == ("a",):
         return "a alone", None
     if "full" in options.split():
@@ -307,14 +285,13 @@ def write(jobs: Sequence[Mapping[str, Any]], of_all: int, on_gpus: bool, command
 
 def main() -> None:
     """Measure what is left, job by job."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", nargs="+", metavar="A,B", help="pairs of GPUs, each with a job at a time")
     parser.add_argument("--cpu", action="store_true", help="small stand-ins on two CPU cores")
     parser.add_argument("--models", default=",".join(MODELS), help="which, comma-separated")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of group b, comma-separated")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no job that would not end in these")
     parser.add_argument("--again", action="store_true", help="measure finished jobs again")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     options = parser.parse_args()
     if not options.cpu and not options.pairs:
         print("C3 needs two GPUs (--pairs 0,1) or --cpu: skipped")
@@ -329,6 +306,11 @@ def main() -> None:
     command = f"python tests/benchmarks/cluster/autocast_jobs.py {'--cpu' if options.cpu else '--pairs ' + ' '.join(options.pairs)}"
     work, writing = Path(tempfile.mkdtemp(prefix="autocast-jobs-")), threading.Lock()
 
+    def write_finished() -> None:
+        files = [_file(kept, *one, options.cpu) for one in wanted]
+        if done := [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]:
+            write(done, len(wanted), not options.cpu, command, options.out)
+
     def finish(model: str, share: float, place: Place) -> None:
         try:
             found = measure(model, share, place, work)
@@ -336,9 +318,7 @@ def main() -> None:
             found = {"model": model, "share": share, "borne_out": False, "why": f"{type(error).__name__}: {error}"[:300]}
         with writing:
             _file(kept, model, share, options.cpu).write_text(json.dumps(found, indent=2), encoding="utf-8")
-            files = [_file(kept, *one, options.cpu) for one in wanted]
-            done = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]
-            write(done, len(wanted), not options.cpu, command, options.out)
+            write_finished()
             judged = "borne out" if found["borne_out"] else found["why"]
             took = f"prepare {found.get('prepare_s', 0):.0f} s, training {found.get('train_s', 0):.0f} s"
             print(f"{model} at {share:g}, {took}: {judged} {found.get('verdict', '')}", flush=True)
@@ -378,9 +358,7 @@ def main() -> None:
                     lane.join()
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    kept_files = [_file(kept, *one, options.cpu) for one in wanted]
-    if done := [json.loads(path.read_text(encoding="utf-8")) for path in kept_files if path.exists()]:
-        write(done, len(wanted), not options.cpu, command, options.out)
+    write_finished()
     print(f"{len(left)} jobs are left" if left else "all jobs are measured")
 
 

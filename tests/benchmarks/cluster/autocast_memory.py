@@ -8,14 +8,13 @@ with one operator lowered; the planner's bytes are held against the storages tha
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from cluster.random_amp_jobs import memory_of, random_job
 
@@ -25,9 +24,8 @@ _DIGITS = 3
 
 def main() -> None:
     """Measure and write the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=300, help="how many")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     worst, plans, missed = 1.0, 0, []

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 SHARES = (10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 100)
 LOOKED_AT = (5, 8, 12, 15, 18, 22, 28, 33, 35, 38, 39, 41, 42, 45, 48, 52, 55, 58, 59, 61, 62, 65, 68, 72, 78, 85, 88, 92, 95, 98)
@@ -46,7 +46,6 @@ AT_ONCE = 4
 TRAINED = ("int8", "bfloat16", "float16")
 STEPS, LAYERS = 5, ((192, 768), (768, 192), (192, 768), (768, 64))
 ROWS = 50176
-PLANTED = ("one NaN", "a tile of other numbers", "a row not written", "one large number")
 _MANY = 16.0
 """Formats' steps beyond which an element counts as wrong."""
 HERE = Path(__file__).resolve()
@@ -54,8 +53,7 @@ HERE = Path(__file__).resolve()
 
 def main() -> None:
     """Start processes under every share and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--raw", type=Path, default=None, help="folder for what each process found")
     parser.add_argument("--seconds", type=float, default=340.0, help="when to stop starting processes")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)))
@@ -68,29 +66,22 @@ def main() -> None:
         found = WORKERS[options.worker](options)
         options.result.write_text(json.dumps(found))
         return
-    count = gpu_count()
-    if not count:
+    gpus = gpu_names()
+    if not gpus:
         print("canary: skipped, it needs a GPU and MPS, and nvidia-smi names none")
         return
     with tempfile.TemporaryDirectory(prefix="qsync-canary-", ignore_cleanup_errors=True) as folder:
         raw = options.raw or Path(folder) / "raw"
         raw.mkdir(parents=True, exist_ok=True)
-        found = Runs(Path(folder), raw, count, options).all()
-    report(found, options, f"{count} {gpu_name()}")
+        found = Runs(Path(folder), raw, len(gpus), options).all()
+    report(found, options, f"{len(gpus)} {gpus[0]}")
 
 
-def gpu_count() -> int:
-    """GPUs of this machine; does not start CUDA."""
+def gpu_names() -> list[str]:
+    """Name the GPUs of this machine; does not start CUDA."""
     from qsync_torch.devices import nvidia_smi
 
-    return len(nvidia_smi("gpu=name"))
-
-
-def gpu_name() -> str:
-    """Of the first."""
-    from qsync_torch.devices import nvidia_smi
-
-    return nvidia_smi("gpu=name")[0].removeprefix("NVIDIA ")
+    return [name.removeprefix("NVIDIA ") for name in nvidia_smi("gpu=name")]
 
 
 class Runs:
@@ -210,22 +201,18 @@ def exact(first: Any, second: Any) -> Any:
     return product
 
 
-def wrong_elements(product: Any, known: dict[Any, Any] | None = None, key: Any = None) -> int:
-    """How many elements of a product of matrices are wrong, all of them compared."""
+def wrong_elements(product: Any, known: list[Any]) -> int:
+    """How many elements of a product of matrices are wrong, all of them compared; ``known`` keeps the exact product."""
     a = product.first.wide(0, product.first.count).flatten(1)
     b = product.second.wide(0, product.second.count).flatten(1)
     if product.what == "grad_weight":
         a, b = a.t().contiguous(), b.t().contiguous()
     elif product.what == "grad_input":
         b = b.t().contiguous()
-    expected = None if known is None else known.get(key)
-    if expected is None:
-        expected = exact(a, b)
-        if known is not None:
-            known.clear()
-            known[key] = expected
+    if not known:
+        known.append(exact(a, b))
     scale = 1.0 if product.scale is None or not product.scale.numel() else product.scale.double().view(-1, 1)
-    wanted = expected * scale
+    wanted = known[0] * scale
     if product.bias is not None:
         wanted = wanted + product.bias.double()
     usual = (a.norm(dim=1)[:, None] * b.norm(dim=1)) / a.shape[1] ** 0.5 * scale
@@ -253,8 +240,8 @@ def of_share(options: argparse.Namespace) -> dict[str, Any]:
     faults: list[str] = []
     counts: Counter[str] = Counter()
 
-    def judge(name: tuple[str, ...], product: Any, problem: str, known: Any = None, key: Any = None) -> None:
-        rows.append([*name, wrong_elements(product, known, key), product.found.numel(), problem])
+    def judge(name: tuple[str, ...], product: Any, problem: str, known: list[Any]) -> None:
+        rows.append([*name, wrong_elements(product, known), product.found.numel(), problem])
         if not rows[-1][-3]:
             found = {what: bool(problem_of(attrs.evolve(product, found=bad))) for what, bad in planted(product.found)}
             faults.extend(what for what, seen in found.items() if not seen)
@@ -267,10 +254,10 @@ def of_share(options: argparse.Namespace) -> dict[str, Any]:
             if name != "int8":
                 torch.manual_seed(number)
                 for product in float_products_of(call, variant, device):
-                    judge(("aten", name, product.what, shape), product, problem_of(product))
+                    judge(("aten", name, product.what, shape), product, problem_of(product), [])
                 del product
             for asked in operator_requests(call, variant, *device_facts(device)):
-                known: dict[Any, Any] = {}
+                known: list[Any] = []
                 for backend in BACKENDS:
                     if backend == "aten" and name != "int8":
                         continue  # autograd's own, above
@@ -292,12 +279,10 @@ def of_share(options: argparse.Namespace) -> dict[str, Any]:
                         rows.append([backend, name, asked.role, shape, wrong_copies(asked.request, arguments), m * n, problem])
                     else:
                         product = product_of_call(asked.request, arguments)
-                        judge((backend, name, asked.role.partition(".")[2], shape), product, problem, known, 0)
+                        judge((backend, name, asked.role.partition(".")[2], shape), product, problem, known)
                     del arguments
-        so_far = {"sms": _sms(), "kernels": rows, "refused": dict(refused), "planted": dict(counts), "not seen": faults}
-        options.result.write_text(json.dumps(so_far))
-    found = {"sms": _sms(), "kernels": rows, "refused": dict(refused), "planted": dict(counts), "not seen": faults}
-    options.result.write_text(json.dumps(found))
+        found = {"sms": _sms(), "kernels": rows, "refused": dict(refused), "planted": dict(counts), "not seen": faults}
+        options.result.write_text(json.dumps(found))
     return {**found, "training": list(trainings(options.raw))}
 
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 import qsync_torch
 from processes import Ended, free_port, run_together
@@ -103,8 +103,7 @@ def on_gpus(in_a_row: int) -> None:
 
 def main() -> None:
     """Run the jobs, one after the other, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--gpu", action="store_true", help="C1 alone, on two GPUs")
     parser.add_argument("--jobs", type=int, default=10, help="gloo jobs of each set of groups")
     parser.add_argument("--in-a-row", type=int, default=30, help="measurements on two GPUs")

@@ -9,14 +9,12 @@ rank says.  ``prepare`` (with stored measurements in the place of measuring), ``
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,9 @@ import msgpack
 import torch.distributed as dist
 from artifact_mutations import MUTATIONS, mutate
 from click.testing import CliRunner
-from damaged import TooSlowError, change_values
+from damaged import TooSlowError, change_values, limited
 from inconsistent import content, sealed
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
@@ -59,6 +57,7 @@ from qsync_torch.prepare.ledger import sha256_of
 
 LIMIT_S = 30
 """For one folder; most take a few hundredths of a second."""
+FAULTS = ("touched", "tracebacks", "obeyed")
 OBEYED = ("\x1b[2J\x1b]0;mine\x07", "\x9b1A", "\r\x1b[1A", "\u202egnp.exe", "\u2066x\u2069", "\x08\x08\x7f", "\U000e0041", "\x1bc")
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 """Of rich's own; no hostile text has one."""
@@ -403,19 +402,6 @@ def stored_measurements(base: RunFolder) -> None:
     measuring.observe = lambda *_, **__: observations  # type: ignore[assignment]
 
 
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    def too_slow(number: int, frame: Any) -> None:
-        raise TooSlowError
-
-    signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 def snapshot(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -423,14 +409,12 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def check(count: int, seed: int, first: int = 0) -> dict[str, Any]:
     """Change and read as many folders; returns what happened."""
-    found: dict[str, Any] = {
-        "touched": [],
-        "tracebacks": [],
-        "obeyed": [],
-        "readers": Counter(),
-        "attacks": Counter(),
-        "refused": 0,
-    }
+    found: dict[str, Any] = {**{kind: [] for kind in FAULTS}, "readers": Counter(), "attacks": Counter(), "refused": 0}
+
+    def tell(kind: str, what: str) -> None:
+        found[kind].append(f"{label}: {what}")
+        print(found[kind][-1], file=sys.stderr, flush=True)
+
     watch = Watch()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name).resolve()
@@ -460,27 +444,24 @@ def check(count: int, seed: int, first: int = 0) -> dict[str, Any]:
             found["readers"][reader] += 1
             label = f"folder {number} ({', '.join(attack.__name__ for attack in attacks)}; {reader})"
             before = snapshot(outside)
-            before_counts = {kind: len(found[kind]) for kind in ("touched", "tracebacks", "obeyed")}
             watch.run, watch.outside, watch.touched, watch.on = str(run), str(outside), [], reader != "two ranks"
             said = ""
             try:
-                with limited(), warnings.catch_warnings():
+                with limited(LIMIT_S), warnings.catch_warnings():
                     if reader != "apply_":
                         warnings.simplefilter("ignore")
                     said = read(rng, run)
             except TooSlowError:
-                found["tracebacks"].append(f"{label}: it takes longer than {LIMIT_S} s")
+                tell("tracebacks", f"it takes longer than {LIMIT_S} s")
             except BaseException as error:  # the very thing that is looked for
-                found["tracebacks"].append(f"{label}: {''.join(traceback.format_exception(error))[-1500:]}")
+                tell("tracebacks", "".join(traceback.format_exception(error))[-1500:])
             finally:
                 watch.on = False
             touched = [one for one in watch.touched if str(scratch / "cache") not in one]
             if touched or snapshot(outside) != before:
-                found["touched"].append(f"{label}: {touched[:5] or 'content'}")
+                tell("touched", str(touched[:5] or "content"))
             if not is_printable(_STYLE.sub("", said)):
-                found["obeyed"].append(f"{label}: {said[-300:]!r}")
-            for kind, seen in before_counts.items():
-                print(*found[kind][seen:], sep="\n", end="\n" if found[kind][seen:] else "", file=sys.stderr, flush=True)
+                tell("obeyed", repr(said[-300:]))
             found["refused"] += "rror: " in said or (reader == "two ranks" and bool(said.strip()))
     return found
 
@@ -549,8 +530,7 @@ def memory(nbytes: int) -> dict[str, float]:
 
 def main() -> None:
     """Run, print, and write the rows C7."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=5_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first folder, to repeat one that failed")
     parser.add_argument("--seed", type=int, default=0)
@@ -560,16 +540,16 @@ def main() -> None:
     start = time.monotonic()
     found = check(options.count, options.seed, options.first)
     taken = memory(options.mib << 20)
-    for kind in ("touched", "tracebacks", "obeyed"):
+    for kind in FAULTS:
         print(f"\n\n{kind}:\n" + "\n\n".join(found[kind][:25]))
     worst = max(taken, key=lambda kind: taken[kind])
     print(json.dumps({**{k: v for k, v in found.items() if not isinstance(v, list)}, "MiB per MiB": taken}, indent=1))
-    print({kind: len(found[kind]) for kind in ("touched", "tracebacks", "obeyed")}, f"{time.monotonic() - start:.0f} s")
+    print({kind: len(found[kind]) for kind in FAULTS}, f"{time.monotonic() - start:.0f} s")
     if options.no_write:
         return
     many = f"{options.count} hostile run folders"
     detail = ", ".join(f"{count} by {reader}" for reader, count in found["readers"].items())
-    first = {kind: (found[kind][0][:200] if found[kind] else None) for kind in ("touched", "tracebacks", "obeyed")}
+    first = {kind: (found[kind][0][:200] if found[kind] else None) for kind in FAULTS}
     sizes = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in taken.items())
     rows = [
         {"id": "C7", "what": f"{many} ({detail}): those by which a file outside was touched", "value": len(found["touched"]),

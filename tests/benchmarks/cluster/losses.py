@@ -10,7 +10,6 @@ the code that decides, as the table in ``model_families.py`` has it, with what t
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import warnings
@@ -26,14 +25,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
-from cluster.model_families import FAMILIES, Family
+from cluster.model_families import FAMILIES, Family, job_of
 from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch import capture
 from qsync_torch.job import Job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.profile import profile
@@ -132,19 +130,13 @@ def measure_losses() -> dict[str, str]:
     """What is wrong with each of the 19 losses; empty where it was traced, measured and observed."""
     found = {}
     for name, (loss, target) in _losses().items():
-        model = Model()
-        job = _job(model, loss, [(torch.randn(_SAMPLES, 16), target)])
+        job = job_of(Model(), (torch.randn(_SAMPLES, 16), target), loss)
         try:
             found[name] = _fault_of(job)
         except Exception as error:  # anything at all counts against the row
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         print(f"{name:32s} {found[name] or 'traced, measured, observed'}", flush=True)
     return found
-
-
-def _job(model: nn.Module, loss: Callable[..., Any] | None, data: list[Any]) -> Job:
-    job: Job = capture(model, torch.optim.SGD(model.parameters(), 0.1), loss, data)
-    return job
 
 
 def _fault_of(job: Job) -> str:
@@ -176,10 +168,8 @@ def measure_families(names: list[str]) -> tuple[list[str], list[str], dict[str, 
 
 def _family(family: Family) -> tuple[str, str, bool]:
     torch.manual_seed(0)
-    made = family.make()
-    made.model.train()
     try:
-        job = _job(made.model, made.loss, [made.batch])
+        job = family.make()
         dag = trace(job)
     except QSyncError as error:
         return _fault_of_sentence(str(error), family), str(error), False
@@ -222,8 +212,7 @@ def _fault_of_graph(job: Job, dag: PrecisionDag) -> str:
 
 def main() -> None:
     """Measure and write both rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default=",".join(FAMILIES), help="families, comma-separated")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -9,35 +9,36 @@ import attrs
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from robustness.zoo import ZOO
 from torch import nn
+
+from qsync_torch import capture
+from qsync_torch.job import Job
 
 _SAMPLES, _LENGTH, _WORDS = 2, 16, 99
 _VALUES = "depend on tensor values"
 """What a sentence says of a forward that reads values."""
 
 
-@attrs.frozen(eq=False)
-class Made:
-    """A model, a batch of it, and its loss; None where its forward computes that."""
-
-    model: nn.Module
-    batch: dict[str, Any]
-    loss: Callable[..., Any] | None = None
-
-
 @attrs.frozen
 class Family:
-    """How to make a model, and the truth about it.
+    """How to make a model's job, and the truth about it.
 
     Attributes:
-        make: makes it.
+        make: makes its job; one of these may be refused there.
         refused: what a sentence that refuses it has to name, the code that decides; empty for one that is to be traced.
         advice: what else it has to say.
     """
 
-    make: Callable[[], Made]
+    make: Callable[[], Job]
     refused: str = ""
     advice: str = ""
+
+
+def job_of(model: nn.Module, batch: Any, loss: Callable[..., Any] | None = None) -> Job:
+    """A job of one batch; without a loss its forward computes that."""
+    job: Job = capture(model.train(), torch.optim.SGD(model.parameters(), 0.1), loss, [batch])
+    return job
 
 
 def _ids(length: int = _LENGTH) -> torch.Tensor:
@@ -69,59 +70,52 @@ _SPEECH = {
 }  # fmt: skip
 
 
-def _words(model: str, config: str, **settings: Any) -> Family:
+def _given(
+    model: str, config: str, batch: Callable[[], dict[str, Any]], refused: str = "", advice: str = "", **settings: Any
+) -> Family:
+    """A model with a batch of its own."""
+    return Family(lambda: job_of(getattr(hf, model)(getattr(hf, config)(**settings)), batch()), refused, advice)
+
+
+def _words(model: str, config: str, refused: str = "", advice: str = "", **settings: Any) -> Family:
     """A language model."""
 
-    def make() -> Made:
-        ids = _ids()
-        made = getattr(hf, model)(getattr(hf, config)(vocab_size=_WORDS, **settings))
-        return Made(made, {"input_ids": ids, "labels": ids.clone()})
+    def batch() -> dict[str, Any]:
+        return {"input_ids": (ids := _ids()), "labels": ids.clone()}
 
-    return Family(make)
+    return _given(model, config, batch, refused, advice, vocab_size=_WORDS, **settings)
 
 
 def _sequences(model: str, config: str, refused: str = "", advice: str = "", masks: bool = False, **settings: Any) -> Family:
     """An encoder and a decoder."""
 
-    def make() -> Made:
-        made = getattr(hf, model)(getattr(hf, config)(vocab_size=_WORDS, **settings))
-        batch = {"input_ids": _ids(), "decoder_input_ids": _ids(), "labels": _ids()}
-        if masks:
-            batch |= {name: torch.ones(_SAMPLES, _LENGTH) for name in ("attention_mask", "decoder_attention_mask")}
-        return Made(made, batch)
+    def batch() -> dict[str, Any]:
+        names = ("attention_mask", "decoder_attention_mask") if masks else ()
+        return {
+            **{name: _ids() for name in ("input_ids", "decoder_input_ids", "labels")},
+            **{name: torch.ones(_SAMPLES, _LENGTH) for name in names},
+        }
 
-    return Family(make, refused, advice)
+    return _given(model, config, batch, refused, advice, vocab_size=_WORDS, **settings)
 
 
 def _pictures(model: str, config: str, size: int = 32, **settings: Any) -> Family:
     """A classifier of images."""
-
-    def make() -> Made:
-        made = getattr(hf, model)(getattr(hf, config)(num_labels=3, **settings))
-        return Made(made, {"pixel_values": _images(size), "labels": _classes()})
-
-    return Family(make)
-
-
-def _given(
-    model: str, config: str, batch: Callable[[], dict[str, Any]], refused: str = "", advice: str = "", **settings: Any
-) -> Family:
-    """A model with a batch of its own."""
-    return Family(lambda: Made(getattr(hf, model)(getattr(hf, config)(**settings)), batch()), refused, advice)
+    return _given(model, config, lambda: {"pixel_values": _images(size), "labels": _classes()}, num_labels=3, **settings)
 
 
 def _sound() -> torch.Tensor:
     return torch.randn(_SAMPLES, 800)
 
 
-def _wav2vec2_by_ctc() -> Made:
+def _wav2vec2_by_ctc() -> Job:
     def loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
         log_probs = output.logits.log_softmax(-1).transpose(0, 1)
         lengths = torch.full((len(labels),), len(log_probs))
         return F.ctc_loss(log_probs, labels, lengths, torch.full((len(labels),), labels.shape[1]))
 
     batch = {"input_values": _sound(), "labels": torch.randint(1, 20, (_SAMPLES, 5))}
-    return Made(hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**_SPEECH)), batch, loss)
+    return job_of(hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**_SPEECH)), batch, loss)
 
 
 def _boxes() -> list[dict[str, torch.Tensor]]:
@@ -138,7 +132,7 @@ def _detr() -> nn.Module:
     return model
 
 
-def _detr_matched() -> Made:
+def _detr_matched() -> Job:
     def loss(output: Any, classes: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
         from scipy.optimize import linear_sum_assignment
 
@@ -151,7 +145,7 @@ def _detr_matched() -> Made:
         return total / len(classes)
 
     batch = {"pixel_values": _images(64), "classes": torch.randint(4, (_SAMPLES, 2)), "boxes": torch.rand(_SAMPLES, 2, 4)}
-    return Made(_detr(), batch, loss)
+    return job_of(_detr(), batch, loss)
 
 
 def _mask2former() -> nn.Module:
@@ -172,39 +166,28 @@ def _mask2former() -> nn.Module:
     return model
 
 
-def _mask2former_own() -> Made:
+def _mask2former_own() -> Job:
     masks = [(torch.rand(2, 64, 64) > 0.5).float() for _ in range(_SAMPLES)]
     classes = [torch.randint(4, (2,)) for _ in range(_SAMPLES)]
-    return Made(_mask2former(), {"pixel_values": _images(64), "mask_labels": masks, "class_labels": classes})
+    return job_of(_mask2former(), {"pixel_values": _images(64), "mask_labels": masks, "class_labels": classes})
 
 
-def _mask2former_outside() -> Made:
+def _mask2former_outside() -> Job:
     def loss(output: Any, classes: torch.Tensor) -> torch.Tensor:
         masks: torch.Tensor = output.masks_queries_logits
         return F.cross_entropy(output.class_queries_logits[:, 0], classes) + masks.sigmoid().mean()
 
-    return Made(_mask2former(), {"pixel_values": _images(64), "classes": _classes(4)}, loss)
+    return job_of(_mask2former(), {"pixel_values": _images(64), "classes": _classes(4)}, loss)
 
 
-def _decisions() -> Made:
+def _decisions() -> Job:
     model = hf.DecisionTransformerModel(
         hf.DecisionTransformerConfig(state_dim=4, act_dim=2, hidden_size=32, max_ep_len=64, n_layer=1, n_head=2)
     )
     sizes = {"states": 4, "actions": 2, "rewards": 1, "returns_to_go": 1, "target": 2}
     batch = {name: torch.randn(_SAMPLES, 8, size) for name, size in sizes.items()}
     batch |= {"timesteps": torch.arange(8).expand(_SAMPLES, 8).contiguous(), "attention_mask": torch.ones(_SAMPLES, 8)}
-    return Made(model, batch, lambda output, target: (output.action_preds - target).square().mean())
-
-
-def _two_towers(model: str, config: str) -> Family:
-    words = {**_LAYERS, "vocab_size": _WORDS, "max_position_embeddings": _LENGTH}
-    images = {**_LAYERS, "image_size": 16, "patch_size": 8}
-
-    def make() -> Made:
-        made = getattr(hf, model)(getattr(hf, config)(text_config=words, vision_config=images))
-        return Made(made, {"input_ids": _ids(), "pixel_values": _images(16), "return_loss": True})
-
-    return Family(make)
+    return job_of(model, batch, lambda output, target: (output.action_preds - target).square().mean())
 
 
 _SWITCH = {
@@ -214,6 +197,14 @@ _SWITCH = {
 _SWITCH_NAMES = ("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig")
 _VIT = {**_LAYERS, "image_size": 32, "patch_size": 8}
 _AS_LOSS = "passed as loss_fn"
+
+_OF_THE_ZOO = {
+    "BERT": "BertForMaskedLM", "DeBERTa-v2": "DebertaV2ForMaskedLM", "GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM",
+    "Mixtral": "MixtralForCausalLM", "Qwen2": "Qwen2ForCausalLM", "Qwen2-MoE": "Qwen2MoeForCausalLM", "Mamba": "MambaForCausalLM",
+    "T5": "T5ForConditionalGeneration", "ViT": "ViTForImageClassification", "Swin": "SwinForImageClassification",
+    "ConvNeXt": "ConvNextForImageClassification", "SegFormer": "SegformerForSemanticSegmentation", "CLIP": "CLIPModel",
+    "Whisper": "WhisperForConditionalGeneration",
+}  # fmt: skip
 
 FAMILIES = {
     # Those of which the sentence was wrong, or that were refused without need.
@@ -227,23 +218,26 @@ FAMILIES = {
     ),
     "Wav2Vec2-CTC with a loss outside": Family(_wav2vec2_by_ctc),
     "DETR": Family(
-        lambda: Made(_detr(), {"pixel_values": _images(64), "labels": _boxes()}), "a dictionary for each sample (labels)", "pad the"
+        lambda: job_of(_detr(), {"pixel_values": _images(64), "labels": _boxes()}),
+        "a dictionary for each sample (labels)",
+        "pad the",
     ),
     "DETR with a loss outside": Family(_detr_matched),
     "Mask2Former": Family(_mask2former_own, "linear_sum_assignment(cost_matrix.cpu())", _AS_LOSS),
     "Mask2Former with a loss outside": Family(_mask2former_outside),
-    "Longformer": Family(
-        lambda: Made(
-            hf.LongformerForMaskedLM(hf.LongformerConfig(attention_window=4, vocab_size=_WORDS, pad_token_id=1, **_BERT)),
-            {"input_ids": (ids := _ids()), "labels": ids.clone()},
-        ),
-        "if is_global_attn:",
-        _VALUES,
+    "Longformer": _words(
+        "LongformerForMaskedLM", "LongformerConfig", "if is_global_attn:", _VALUES, attention_window=4, pad_token_id=1, **_BERT
     ),
-    "Funnel": Family(
-        _words("FunnelForMaskedLM", "FunnelConfig", block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=64).make,
+    "Funnel": _words(
+        "FunnelForMaskedLM",
+        "FunnelConfig",
         "self.relative_positional_attention(",
         "a shape is made from a number that is read from a tensor",
+        block_sizes=[1, 1],
+        d_model=32,
+        n_head=4,
+        d_head=8,
+        d_inner=64,
     ),
     "SwitchTransformers": _sequences(
         *_SWITCH_NAMES, "causal_mask = attention_mask[:, None, None, :]", "torch.compiler.is_compiling() is true", **_SWITCH
@@ -267,7 +261,6 @@ FAMILIES = {
         max_position_embeddings=16,
     ),
     # Others.
-    "BERT": _words("BertForMaskedLM", "BertConfig", **_BERT),
     "BERT for questions": _given(
         "BertForQuestionAnswering",
         "BertConfig",
@@ -278,7 +271,6 @@ FAMILIES = {
     "RoBERTa": _words("RobertaForMaskedLM", "RobertaConfig", **_BERT),
     "ALBERT": _words("AlbertForMaskedLM", "AlbertConfig", embedding_size=16, **_BERT),
     "ELECTRA": _words("ElectraForMaskedLM", "ElectraConfig", embedding_size=16, **_BERT),
-    "DeBERTa-v2": _words("DebertaV2ForMaskedLM", "DebertaV2Config", relative_attention=True, pos_att_type=["c2p", "p2c"], **_BERT),
     "DistilBERT": _words("DistilBertForMaskedLM", "DistilBertConfig", dim=32, n_layers=1, n_heads=2, hidden_dim=64),
     "MPNet": _words("MPNetForMaskedLM", "MPNetConfig", **_BERT),
     "BigBird": _words(
@@ -287,7 +279,6 @@ FAMILIES = {
     "XLNet": _words("XLNetLMHeadModel", "XLNetConfig", d_model=32, n_layer=1, n_head=2, d_inner=64),
     "FNet": _words("FNetForMaskedLM", "FNetConfig", hidden_size=32, num_hidden_layers=1, intermediate_size=64),
     "ModernBERT": _words("ModernBertForMaskedLM", "ModernBertConfig", pad_token_id=0, **_BERT),
-    "GPT-2": _words("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=2, n_positions=64),
     "GPT-Neo": _words(
         "GPTNeoForCausalLM", "GPTNeoConfig", hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
     ),
@@ -303,24 +294,10 @@ FAMILIES = {
     ),
     "BLOOM": _words("BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=1, n_head=2),
     "Falcon": _words("FalconForCausalLM", "FalconConfig", hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
-    "Llama": _words("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
     "Mistral": _words("MistralForCausalLM", "MistralConfig", **_LLAMA),
-    "Mixtral": _words("MixtralForCausalLM", "MixtralConfig", num_local_experts=2, **_LLAMA),
-    "Qwen2": _words("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA),
-    "Qwen2-MoE": _words(
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        **_LLAMA,
-    ),
     "Gemma 2": _words("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, pad_token_id=0, **_LLAMA),
     "Phi-3": _words("Phi3ForCausalLM", "Phi3Config", pad_token_id=0, **_LLAMA),
-    "Mamba": _words("MambaForCausalLM", "MambaConfig", hidden_size=32, num_hidden_layers=1, state_size=4),
     "RWKV": _words("RwkvForCausalLM", "RwkvConfig", hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
-    "T5": _sequences("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0, **_T5),
     "BART": _sequences("BartForConditionalGeneration", "BartConfig", **_BART),
     "Pegasus": _sequences("PegasusForConditionalGeneration", "PegasusConfig", **_BART),
     "M2M100": _sequences("M2M100ForConditionalGeneration", "M2M100Config", **_BART),
@@ -347,20 +324,8 @@ FAMILIES = {
         num_decoder_attention_heads=2,
         max_position_embeddings=64,
     ),
-    "ViT": _pictures("ViTForImageClassification", "ViTConfig", **_VIT),
     "DeiT": _pictures("DeiTForImageClassification", "DeiTConfig", **_VIT),
     "BEiT": _pictures("BeitForImageClassification", "BeitConfig", **_VIT),
-    "Swin": _pictures(
-        "SwinForImageClassification",
-        "SwinConfig",
-        image_size=32,
-        patch_size=4,
-        embed_dim=16,
-        depths=[1, 1],
-        num_heads=[1, 2],
-        window_size=2,
-    ),
-    "ConvNeXt": _pictures("ConvNextForImageClassification", "ConvNextConfig", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     "ResNet": _pictures("ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
     "MobileViT": _pictures(
         "MobileViTForImageClassification",
@@ -379,21 +344,6 @@ FAMILIES = {
         hidden_dim=320,
     ),
     "PoolFormer": _pictures("PoolFormerForImageClassification", "PoolFormerConfig", 64, hidden_sizes=[8] * 4, depths=[1] * 4),
-    "SegFormer": _given(
-        "SegformerForSemanticSegmentation",
-        "SegformerConfig",
-        lambda: {"pixel_values": _images(32), "labels": torch.randint(3, (_SAMPLES, 32, 32))},
-        num_labels=3,
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[16, 32],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2],
-        decoder_hidden_size=16,
-    ),
     "ViT-MAE": _given(
         "ViTMAEForPreTraining",
         "ViTMAEConfig",
@@ -418,8 +368,13 @@ FAMILIES = {
         num_labels=3,
         **_LAYERS,
     ),
-    "CLIP": _two_towers("CLIPModel", "CLIPConfig"),
-    "SigLIP": _two_towers("SiglipModel", "SiglipConfig"),
+    "SigLIP": _given(
+        "SiglipModel",
+        "SiglipConfig",
+        lambda: {"input_ids": _ids(), "pixel_values": _images(16), "return_loss": True},
+        text_config={**_LAYERS, "vocab_size": _WORDS, "max_position_embeddings": _LENGTH},
+        vision_config={**_LAYERS, "image_size": 16, "patch_size": 8},
+    ),
     "ViLT": _given(
         "ViltForQuestionAnswering",
         "ViltConfig",
@@ -435,17 +390,6 @@ FAMILIES = {
         max_position_embeddings=_LENGTH,
         num_labels=3,
         **_VIT,
-    ),
-    "Whisper": _given(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        lambda: {"input_features": torch.randn(_SAMPLES, 8, 32), "labels": _ids(8)},
-        vocab_size=_WORDS,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-        **_LED,
-        **_MARKS,
     ),
     "HuBERT": _given(
         "HubertForSequenceClassification", "HubertConfig", lambda: {"input_values": _sound(), "labels": _classes()}, **_SPEECH
@@ -515,5 +459,6 @@ FAMILIES = {
         **_LED,
     ),
     "Decision Transformer": Family(_decisions),
+    **{name: Family(ZOO[of_the_zoo]) for name, of_the_zoo in _OF_THE_ZOO.items()},
 }
 """By name; what a refusal must name is a line of the model's own code."""

@@ -8,7 +8,6 @@ reference itself must pass.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from results import RESULTS, ROOT, write_rows
+from results import ROOT, parser_of, write_rows
 
 MODULE = "address_mutants"
 """Holds those that keep numbers by address, and maxima that leave out an edge."""
@@ -36,8 +35,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 def main() -> None:
     """Put the reference and every mutant to the suite, and write the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     suite = "qsync_torch.conformance"
     started = time.perf_counter()

@@ -13,7 +13,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy and torch are imported
 
-import argparse
 import math
 import multiprocessing
 import random
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from indicator.measuring import INT8
 from indicator.plans import Plan, PlanErrors
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from cluster.omega_models import MODELS
 from qsync_core.ir.dag import PrecisionDag
@@ -147,9 +146,8 @@ def _row(name: str, what: str, value: float, spread: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="which, comma-separated")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
     found = []

@@ -8,12 +8,10 @@ with those of the same script in float32, within the error of its formats.  Then
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,13 +25,15 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import attrs
 import torch
 import torch.distributed as dist
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from cluster.script_kinds.script import SCRIPTS, Outcome, run
+from processes import free_port
 
 KINDS = ("cluster.script_kinds.collectives", "cluster.script_kinds.lone")
 """Importing them enters their scripts."""
@@ -54,11 +54,8 @@ def run_on_two_ranks(names: Sequence[str]) -> dict[str, list[Outcome]]:
     with tempfile.TemporaryDirectory() as folder:
         left = list(names)
         while left:  # a rank that is killed takes the rest along, which two new ones run
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
             results = [Path(folder, f"{len(left)}-{rank}.jsonl") for rank in range(2)]
-            run_pair(left, port, results)
+            run_pair(left, free_port(), results)
             lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in results]
             done = min(map(len, lines))
             for name, *outcomes in zip(left[:done], *lines, strict=False):
@@ -71,7 +68,7 @@ def run_on_two_ranks(names: Sequence[str]) -> dict[str, list[Outcome]]:
 
 def run_pair(names: Sequence[str], port: int, results: Sequence[Path]) -> None:
     """Two processes that run scripts in turn, until all are done or one of the processes has ended."""
-    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*(str(Path(__file__).resolve().parents[n]) for n in (1, 2)), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = []
     for rank, path in enumerate(results):
@@ -152,10 +149,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         rank, port, path, *names = sys.argv[2:]
         be_rank(int(rank), int(port), Path(path), names)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="beginnings of scripts' names, comma-separated")
     parser.add_argument("--new", action="store_true", help="without T1 and T2")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     options = parser.parse_args()
     wanted = tuple(filter(None, options.only.split(",")))
     names = [name for name in all_names() if name.startswith(wanted or "")]

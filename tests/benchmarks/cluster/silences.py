@@ -12,7 +12,6 @@ A process that has imported everything forks the ranks, because starting Python 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -37,7 +36,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
-from results import write_rows
+from results import parser_of, write_rows
 
 import qsync_torch
 import qsync_torch.doctor.job
@@ -284,8 +283,7 @@ def _silence(trial: Trial, folder: Path, run: Path, timeout_s: float, after_s: f
 
 def main() -> None:
     """Run the trials, several at once, and write the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="folder of the results file")
+    parser = parser_of(__doc__)
     parser.add_argument("--timeout", type=float, default=8.0, help="QSYNC_RANK_TIMEOUT_S")
     parser.add_argument("--at-once", type=int, default=3, help="trials side by side")
     parser.add_argument("--only", default="", help="command:fault, for one kind alone; writes no row")
@@ -327,7 +325,7 @@ def main() -> None:
         "target": "≤ 1.5",
     }
     command = f"python tests/benchmarks/cluster/silences.py --timeout {options.timeout:g} --at-once {options.at_once}"
-    print(f"wrote {write_rows('cluster', [row], command, **({'directory': options.out} if options.out else {}))}")
+    print(f"wrote {write_rows('cluster', [row], command, directory=options.out)}")
 
 
 def _of_tuple(arguments: tuple[Trial, Path, Path, float, float]) -> Silence:

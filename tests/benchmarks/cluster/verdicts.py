@@ -9,7 +9,6 @@ replayed; the best way is found in ``every_way.py``.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import random
@@ -25,7 +24,7 @@ if __name__ == "__main__":
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from every_way import EveryWay, Found
-from results import RESULTS, write_rows
+from results import parser_of, write_rows
 
 from qsync_core.artifacts.files import digest, load
 from qsync_core.errors import InfeasibleError
@@ -186,10 +185,9 @@ def judgements(count: int, seed: int) -> Iterator[Judgement]:
 
 def main() -> None:
     """Measure C9."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=100, help="clusters")
     parser.add_argument("--seed", type=int, default=0, help="of the series")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     options = parser.parse_args()
     missed, worst, overstated, kinds = [], 0.0, 0.0, {}
     for number, one in enumerate(judgements(options.count, options.seed)):

@@ -327,8 +327,23 @@ def damage(rng: random.Random, name: str, data: bytes) -> tuple[str, bytes]:
 # Running
 
 
-def _too_slow(number: int, frame: Any) -> None:
-    raise TooSlowError
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """End what runs for longer, by an alarm.
+
+    Raises:
+        TooSlowError: then.
+    """
+
+    def too_slow(number: int, frame: Any) -> None:
+        raise TooSlowError
+
+    signal.signal(signal.SIGALRM, too_slow)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _status(field: str) -> int:
@@ -342,15 +357,12 @@ def run_command(arguments: list[str]) -> tuple[str, str, int]:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = _status("VmRSS")
     existing = Path("out").exists()
-    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
     try:
-        with warnings.catch_warnings():
+        with limited(TIME_LIMIT_S), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = CliRunner().invoke(cli, arguments)
     except TooSlowError:
         return "hang", "", 0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     memory = _status("VmHWM") - before
     error = result.exception
     if error is not None and not isinstance(error, SystemExit):
@@ -371,7 +383,6 @@ def run_command(arguments: list[str]) -> tuple[str, str, int]:
 
 def check(numbers: range, seed: int, originals: dict[str, bytes]) -> dict[str, Any]:
     """Damage the files of these numbers and run a command on each; returns what happened."""
-    signal.signal(signal.SIGALRM, _too_slow)
     names = list(COMMANDS)
     linked = {name: originals[name] for name in originals if name.endswith(".qsync") and name != "dag.qsync"}
     outcomes: Counter[str] = Counter()

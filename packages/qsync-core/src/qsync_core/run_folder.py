@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import attrs
@@ -14,7 +14,7 @@ from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 
-_BETWEEN = "+"
+BETWEEN = "+"
 """Joins group names in a file's name; no group's name has it."""
 
 
@@ -111,7 +111,7 @@ class RunFolder:
 
     def planned_groups(self) -> list[tuple[str, ...]]:
         """The sets of groups that there are plans for, largest first."""
-        named = ((path, tuple(path.stem.split(_BETWEEN))) for path in self._own("plans").glob("*.qsync"))
+        named = ((path, tuple(path.stem.split(BETWEEN))) for path in self._own("plans").glob("*.qsync"))
         found = [groups for path, groups in named if all(map(GROUP_NAME.fullmatch, groups)) and _file_of(groups) == path.name]
         return sorted(found, key=lambda groups: (-len(groups), groups))
 
@@ -150,12 +150,17 @@ class RunFolder:
         return plan
 
 
+def key_of(groups: Iterable[str]) -> str:
+    """How a run folder calls a set of groups, in any order."""
+    return BETWEEN.join(sorted(set(groups)))
+
+
 def _file_of(groups: Collection[str]) -> str:
-    """Equal for the same groups in any order.
+    """Name the file of a set of groups.
 
     Raises:
         PlanError: for what is no group's name.
     """
     if (wrong := next((group for group in groups if not GROUP_NAME.fullmatch(group)), None)) is not None:
         raise PlanError(f"{wrong[:80]!r} names no file of a run folder: {GROUP_NAME_RULE}")
-    return f"{_BETWEEN.join(sorted(set(groups)))}.qsync"
+    return f"{key_of(groups)}.qsync"

@@ -56,6 +56,7 @@ def ended(monkeypatch):
         (None, "rank 1 did not reach qsync prepare within 2 s of rank 0: .* set QSYNC_RANK_TIMEOUT_S to more seconds"),
         (JSON_STATE, f"{SILENT}.* set QSYNC_RANK_TIMEOUT_S to more seconds"),
         (json.dumps({"left": "RankError: no such device"}), "rank 1 has failed in qsync prepare .RankError: no such device.: see"),
+        (json.dumps({"left": "RankError: \x1b[2J"}), r"rank 1 has failed in qsync prepare .RankError: \\x1b\[2J.: see"),
     ],
 )
 def test_a_rank_that_hangs_ends_where_another_is_missing_frozen_or_has_failed(state, said, ended, capfd):

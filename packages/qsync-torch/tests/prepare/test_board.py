@@ -70,8 +70,7 @@ def test_rank_0_shows_how_long_the_stages_of_the_others_took_and_nothing_older_a
     other.label = "b, "
     pass_through(other, now, "profiling", PROFILE, 4)
     other.stage("profiling")(4, 4, "")
-    reader = _Reader(of_rank(0, store, now, shown), [])
-    reader._read = {1: 0}
+    reader = _Reader(of_rank(0, store, now, shown), [1])
     reader._look(store, 1)
     assert shown == [(1, 1, 1, f"b, {TOLD}")]
     other.stage("observing")(0, 2, "warm-up")

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.plan import Role
-from qsync_torch.prepare.planning import key_of, part_of, survivors
+from qsync_core.run_folder import key_of
+from qsync_torch.prepare.planning import part_of, survivors
 
 GROUP = '[[group]]\nname = "{0}"\ndevice = "{1}"\ncount = 1\nrole = "{2}"\n{3}\n'
 LADDER = 'ladder = ["float16", "float32"]\nmemory = "8 GiB"'

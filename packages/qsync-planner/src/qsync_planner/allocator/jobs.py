@@ -9,6 +9,7 @@ import attrs
 
 from qsync_core.ir.cluster import Cluster, Link
 from qsync_core.ir.communication import CommunicationSettings
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
@@ -39,9 +40,9 @@ class JobOfGroups:
     local_batches: Mapping[str, int]
 
 
-def samples_of(replayer: Replayer, local_batches: Mapping[str, int]) -> int:
+def samples_of(dag: PrecisionDag, cluster: Cluster, local_batches: Mapping[str, int]) -> int:
     """Samples of an optimizer step of the groups named, all micro-batches together."""
-    return replayer.dag.accumulate * sum(replayer.cluster.group(name).count * batch for name, batch in local_batches.items())
+    return dag.accumulate * sum(cluster.group(name).count * batch for name, batch in local_batches.items())
 
 
 def samples_per_second(samples: int, period_ns: int) -> float:
@@ -122,7 +123,7 @@ class Jobs:
         """The job of some groups, given what a rank of each has to do, under the best of the ways to communicate."""
         periods = {way: self.replayer(names, way).period_ns(work) for way in considered or self.ways.settings}
         way = fastest_way(periods)
-        samples = samples_of(self.whole, {name: local_batches[name] for name in names})
+        samples = samples_of(self.whole.dag, self.whole.cluster, local_batches)
         return JobOfGroups(names, way, periods[way], samples_per_second(samples, periods[way]), variants, local_batches)
 
     def timeline(self, job: JobOfGroups) -> Timeline:

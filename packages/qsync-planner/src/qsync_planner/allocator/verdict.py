@@ -113,7 +113,7 @@ def judge(
         return None
     traced = jobs.whole.dag.batch_size
     batches = {name: local_batches.get(name, traced) for name in jobs.names}
-    rate = samples_per_second(samples_of(jobs.whole, batches), hybrid_ns)
+    rate = samples_per_second(samples_of(jobs.whole.dag, jobs.whole.cluster, batches), hybrid_ns)
     hybrid = JobOfGroups(jobs.names, chosen, hybrid_ns, rate, jobs.variants, batches)
     alone = jobs.best_alone()
     some = [jobs.of(names, considered) for names, considered in _sets(jobs, alone, chosen)]

@@ -17,7 +17,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.allocator.communication import Ways
-from qsync_planner.allocator.jobs import Jobs
+from qsync_planner.allocator.jobs import Jobs, samples_of, samples_per_second
 from qsync_planner.allocator.verdict import Means
 from qsync_planner.matching import under_base
 from qsync_planner.replayer.chains import Chosen
@@ -75,7 +75,7 @@ class WayToRun:
     @property
     def samples_per_second(self) -> float:
         """The samples that the whole job trains on in a second."""
-        return self.samples * 1e9 / self.iteration_ns if self.iteration_ns else 0.0
+        return samples_per_second(self.samples, self.iteration_ns)
 
 
 def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
@@ -88,7 +88,7 @@ def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
     if any(group.role is Role.INFER for group in job.cluster.groups):
         found += [*_baseline(job, "full", "full precision everywhere")]
         found += _baseline(job, "uniform", "uniform low precision")
-    samples = job.dag.accumulate * sum(group.count * job.batch(group.name) for group in job.cluster.groups)
+    samples = samples_of(job.dag, job.cluster, {group.name: job.batch(group.name) for group in job.cluster.groups})
     found.append(_planned(job, samples))
     found += _recommended(job)
     if measured is not None:
@@ -121,13 +121,13 @@ def _recommended(job: Job) -> list[WayToRun]:
     if best is None or best.options in ("", Means.PLAIN.options):
         return []
     parts = {name: StepParts(best.iteration_ns, 0, 0, 0, 0) for name in best.groups}
-    samples = job.dag.accumulate * sum(job.cluster.group(name).count * batch for name, batch in best.local_batches.items())
+    samples = samples_of(job.dag, job.cluster, best.local_batches)
     note = "predicted as a whole, so phases are not told apart"
     return [WayToRun(f"qsync prepare or plan … {best.options}", best.iteration_ns, samples, parts, note=note)]
 
 
 def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
-    samples = job.dag.accumulate * job.dag.batch_size * sum(group.count for group in job.cluster.groups)
+    samples = samples_of(job.dag, job.cluster, {group.name: job.dag.batch_size for group in job.cluster.groups})
     try:
         plan = allocate(job.dag, job.cluster, job.profiles, job.sensitivity, solver=solver, communication=job.costs)
     except InfeasibleError:
@@ -144,7 +144,7 @@ def _alone(job: Job) -> list[WayToRun]:
     if not jobs.training or len(jobs.names) < 2:
         return []
     best = jobs.best_alone()
-    samples = job.dag.accumulate * job.dag.batch_size * sum(cluster.group(name).count for name in best.groups)
+    samples = samples_of(job.dag, cluster, best.local_batches)
     return [_of(jobs.timeline(best), f"{' and '.join(best.groups)} alone", samples)]
 
 

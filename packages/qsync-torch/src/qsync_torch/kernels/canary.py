@@ -85,22 +85,11 @@ class Canary:
         Raises:
             BackendError: when a backend refuses a kernel.
         """
-        begin = time.perf_counter()
         call = smaller(call) if self.device.type == "cpu" else call
         requests = operator_requests(call, variant, *device_facts(self.device))
         if variant.compute.needs_scale:
-            found = [wrong for asked in requests if (wrong := self._eight_bit(asked, choice))]
-        else:
-            found = self._float(call, variant, requests, channels_last)
-        self.seconds += time.perf_counter() - begin
-        return found
-
-    def of_request(self, asked: OperatorRequest, choice: KernelChoice = ATEN) -> WrongKernel | None:
-        """One kernel of a backend; None where it is right."""
-        begin = time.perf_counter()
-        found = self._eight_bit(asked, choice)
-        self.seconds += time.perf_counter() - begin
-        return found
+            return [wrong for asked in requests for wrong in self._eight_bit(asked, choice)]
+        return self._float(call, variant, requests, channels_last)
 
     def of_function(self, key: tuple[object, ...], request: KernelRequest, find: Callable[[], str]) -> list[WrongKernel]:
         """What PyTorch runs beside the adjustable operators, without a backend: batched products, attention.
@@ -116,12 +105,9 @@ class Canary:
             if problem := find():
                 yield WrongKernel(request, request.op, FLOAT_BACKEND, problem)
 
-        begin = time.perf_counter()
-        found = self._once(key, run)
-        self.seconds += time.perf_counter() - begin
-        return found
+        return self._once(key, run)
 
-    def _eight_bit(self, asked: OperatorRequest, choice: KernelChoice) -> WrongKernel | None:
+    def _eight_bit(self, asked: OperatorRequest, choice: KernelChoice) -> list[WrongKernel]:
         chain, pinned = choice.asked_for(asked.role)
         own = KernelChoice(chain, () if pinned is None else ((asked.request.op, pinned),))
 
@@ -132,7 +118,7 @@ class Canary:
             if problem := problem_of_call(asked, arguments):
                 yield WrongKernel(asked.request, asked.role, "+".join(chain), problem)
 
-        return next(iter(self._once((asked, own), find)), None)
+        return self._once((asked, own), find)
 
     def _float(
         self, call: CallShapes, variant: Variant, requests: tuple[OperatorRequest, ...], channels_last: bool
@@ -149,7 +135,9 @@ class Canary:
 
     def _once(self, key: tuple[object, ...], find: Callable[[], Iterator[WrongKernel]]) -> list[WrongKernel]:
         if key not in self._known:
+            begin = time.perf_counter()
             self._known[key] = list(find())
+            self.seconds += time.perf_counter() - begin
             self.wrong += self._known[key]
         return self._known[key]
 
@@ -207,11 +195,8 @@ def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         for argument in (arguments[1], *arguments[6:7]):
             argument.view(torch.int8).fill_(-128)
         return arguments
-    for operand in arguments[:-1]:
-        if isinstance(operand, torch.Tensor) and operand.dtype is torch.float32 and operand.dim() == 1 and asked.request.op not in (
-            Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT
-        ) and arguments[0].dtype is torch.int8:  # fmt: skip
-            operand.mul_(_INT8_SCALE)
+    if arguments[0].dtype is torch.int8 and asked.request.op not in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
+        arguments[2].mul_(_INT8_SCALE)
     arguments[-1].fill_(math.nan)
     return arguments
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from qsync_torch.kernels.exact_products import STEPS
+from qsync_torch.kernels.exact_products import SIGMAS, STEPS, random_signs, said_of
 
-_SIGMAS = 4.0
 _ATTENTION_STEPS = 16.0
 """The bound of an attention's norm, in steps: probabilities and partial sums are rounded to 16 bits between its two products."""
 _CHUNK = 1 << 24
@@ -20,18 +19,14 @@ _ROWS = 16
 
 def batched_problem(a: torch.Tensor, b: torch.Tensor, found: torch.Tensor, seed: int = 0) -> str:
     """What is wrong with ``found`` (..., M, N) as the product of ``a`` (..., M, K) and ``b`` (..., K, N); else empty."""
-    generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, (found.shape[-1],), generator=generator) * 2 - 1).to(found.device, torch.float64)
+    signs, step = random_signs(found.shape[-1], found, torch.Generator().manual_seed(seed)), STEPS[found.dtype]
     wide_b = b.double()
     sums, squares = (wide_b * signs).sum(-1), (wide_b**2).sum(-1)
     wide_a, wide = a.double(), found.double()
     error = ((wide * signs).sum(-1) - (wide_a * sums[..., None, :]).sum(-1)).abs()
-    bound = _SIGMAS * STEPS[found.dtype] * (wide_a**2 * squares[..., None, :]).sum(-1).sqrt() + 1e-30
-    worst, infinite = torch.stack([(error / bound).nan_to_num(math.inf).max(), (~torch.isfinite(wide)).sum().double()]).tolist()
-    if infinite:
-        return f"{infinite:.0f} of its {found.numel()} elements are not finite"
-    step = STEPS[found.dtype]
-    return "" if worst <= 1 else f"its errors are {worst * _SIGMAS * step:.1e} of its numbers, where the formats explain {step:.0e}"
+    bound = SIGMAS * step * (wide_a**2 * squares[..., None, :]).sum(-1).sqrt() + 1e-30
+    ratio = (error / bound).nan_to_num(math.inf).max()
+    return said_of(ratio, (~torch.isfinite(wide)).sum().double(), found.numel(), step)
 
 
 def product64(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:

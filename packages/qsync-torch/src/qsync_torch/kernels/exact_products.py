@@ -24,7 +24,7 @@ from qsync_core.geometry import NEUTRAL, Geometry
 STEPS = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float8_e4m3fn: 2.0**-10}
 """Relative error of a result that a product in a format may have: of 16 bits, a few roundings to it; of float32, TF32's operands;
 of float8, which is multiplied exactly, sums of 14 bits."""
-_SIGMAS = 4.0
+SIGMAS = 4.0
 """The bound of an error, in steps, which are four times what rounding to nearest leaves: a right kernel never exceeds it."""
 _CHUNK = 1 << 22
 """Elements of an operand that are in float64 at a time."""
@@ -46,14 +46,10 @@ class Factor:
                 continue
             each = part.double()
             if each.numel() > 1:
-                each = (
-                    each.view(self.values.shape[0], *self.values.shape[1:-1], -1)
-                    if each.numel() != self.values.shape[0]
-                    else (each.view(-1, *(1,) * (self.values.dim() - 1)))
-                )
-                each = each[first:last]
+                by_row = each.numel() != self.count
+                each = each.view((*self.values.shape[:-1], 1) if by_row else (-1, *(1,) * (self.values.dim() - 1)))[first:last]
             x = join(x, each)
-        return x if x.dim() == 4 else x[:, :, None, None]
+        return _as_images(x)
 
     @property
     def count(self) -> int:
@@ -101,20 +97,28 @@ def problem_of(product: Product, seed: int = 0) -> str:
     if not product.found.numel() or not product.first.values.numel() or not product.second.values.numel():
         return ""
     generator = torch.Generator().manual_seed(seed)
-    # One number from the device: it is asked once for each result.
-    facts = torch.stack([value.double() for value in {
-        "output": _output, "grad_input": _grad_input, "grad_weight": _grad_weight
-    }[product.what](product, generator)]).tolist()  # fmt: skip
-    worst, infinite = facts
-    if infinite:
-        return f"{infinite:.0f} of its {product.found.numel()} elements are not finite"
+    worst = (_of_filters if product.what == "grad_weight" else _of_images)(product, generator)
+    return said_of(worst.ratio, worst.infinite, product.found.numel(), product.step)
+
+
+def said_of(ratio: torch.Tensor, infinite: torch.Tensor, elements: int, step: float) -> str:
+    """What is wrong, in half a sentence; empty where nothing is.
+
+    Args:
+        ratio: the largest error over its bound; infinite: how many of the elements are not finite.  Both are scalars in float64.
+        elements: of the result.
+        step: relative error of an element that the formats explain.
+    """
+    worst, count = torch.stack([ratio, infinite]).tolist()  # the device is asked once for each result
+    if count:
+        return f"{count:.0f} of its {elements} elements are not finite"
     if not worst <= 1:
-        error = worst * _SIGMAS * product.step
-        return f"its errors are {error:.1e} of its numbers, where the formats explain {product.step:.0e}"
+        return f"its errors are {worst * SIGMAS * step:.1e} of its numbers, where the formats explain {step:.0e}"
     return ""
 
 
-def _signs(count: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def random_signs(count: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """As many numbers 1 and -1, in float64, on the device of a tensor."""
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float64)
 
 
@@ -128,15 +132,12 @@ class _Worst:
 
     def see(self, found: torch.Tensor, expected: torch.Tensor, squares: torch.Tensor) -> None:
         """Sums of elements, what they should be, and the sums of the squares that elements are expected to have."""
-        ratio = (found - expected).abs() / (_SIGMAS * self._step * squares.sqrt() + 1e-30)
+        ratio = (found - expected).abs() / (SIGMAS * self._step * squares.sqrt() + 1e-30)
         self.ratio = torch.maximum(self.ratio, ratio.nan_to_num(torch.inf, torch.inf).max())
 
     def count(self, part: torch.Tensor) -> None:
         """Elements that are NaN or infinite."""
         self.infinite = self.infinite + (~torch.isfinite(part)).sum()
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self.ratio, self.infinite))
 
 
 def _windows(geometry: Geometry, kernel: tuple[int, int], image: tuple[int, int], out: tuple[int, int]) -> Iterator[Any]:
@@ -185,54 +186,36 @@ def _scaled(value: torch.Tensor, scale: torch.Tensor | None, power: int = 1) -> 
     return value if scale is None or not scale.numel() else value * scale.double().view(-1)[0] ** power
 
 
-def _output(product: Product, generator: torch.Generator) -> _Worst:
-    """Outputs are summed over channels, of which each pixel has one sum."""
-    g, kernel = product.geometry, _size(product.second.values)
-    signs = _signs(product.second.count, product.found, generator)
-    filters, squares = _over_outputs(product.second, signs, g.groups)
+def _of_images(product: Product, generator: torch.Generator) -> _Worst:
+    """Outputs, or gradients of the activation: summed over channels, so that each pixel has one sum."""
+    g, kernel, is_output = product.geometry, _size(product.second.values), product.what == "output"
+    signs = random_signs(product.found.shape[1], product.found, generator)
+    filters, squares = (_over_outputs if is_output else _over_inputs)(product.second, signs, g.groups)
     constant = torch.zeros(2, dtype=torch.float64, device=signs.device)
     if product.bias is not None:
         bias = product.bias.double()
         constant = torch.stack([(signs * bias).sum(), (bias**2).sum()])
     worst = _Worst(product)
     for first, last in product.first.chunks():
-        x, y = product.first.wide(first, last), _wide(product.found[first:last])
-        sums = torch.zeros((2, x.shape[0], 1, *y.shape[2:]), dtype=torch.float64, device=x.device)
-        for i, j, outputs, pixels in _windows(g, kernel, _size(x), _size(y)):
-            part = x[pixels]
-            sums[0][outputs] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
-            sums[1][outputs] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
-        found = (y * signs.view(1, -1, 1, 1)).sum(1, keepdim=True)
-        worst.count(y)
-        worst.see(found, _scaled(sums[0], product.scale) + constant[0], _scaled(sums[1], product.scale, 2) + constant[1])
-    return worst
-
-
-def _grad_input(product: Product, generator: torch.Generator) -> _Worst:
-    """Gradients of the activation are summed over channels, of which each pixel has one sum."""
-    g, kernel = product.geometry, _size(product.second.values)
-    signs = _signs(product.found.shape[1], product.found, generator)
-    filters, squares = _over_inputs(product.second, signs, g.groups)
-    worst = _Worst(product)
-    for first, last in product.first.chunks():
-        grad, found = product.first.wide(first, last), _wide(product.found[first:last])
-        sums = torch.zeros((2, grad.shape[0], 1, *found.shape[2:]), dtype=torch.float64, device=grad.device)
-        for i, j, outputs, pixels in _windows(g, kernel, _size(found), _size(grad)):
-            part = grad[outputs]
-            sums[0][pixels] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
-            sums[1][pixels] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
+        given, found = product.first.wide(first, last), _as_images(product.found[first:last])
+        sums = torch.zeros((2, given.shape[0], 1, *found.shape[2:]), dtype=torch.float64, device=given.device)
+        image, out = (given, found) if is_output else (found, given)
+        for i, j, outputs, pixels in _windows(g, kernel, _size(image), _size(out)):
+            read, written = (pixels, outputs) if is_output else (outputs, pixels)
+            part = given[read]
+            sums[0][written] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
+            sums[1][written] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
         worst.count(found)
         total = (found * signs.view(1, -1, 1, 1)).sum(1, keepdim=True)
-        worst.see(total, _scaled(sums[0], product.scale), _scaled(sums[1], product.scale, 2))
+        worst.see(total, _scaled(sums[0], product.scale) + constant[0], _scaled(sums[1], product.scale, 2) + constant[1])
     return worst
 
 
-def _grad_weight(product: Product, generator: torch.Generator) -> _Worst:
+def _of_filters(product: Product, generator: torch.Generator) -> _Worst:
     """Gradients of filters are summed over the outputs of a group, of which each of its weights has one sum."""
-    g, found = product.geometry, product.found.double()
-    found = found if found.dim() == 4 else found[:, :, None, None]
+    g, found = product.geometry, _as_images(product.found)
     out_channels, group_channels = found.shape[:2]
-    signs = _signs(out_channels, found, generator)
+    signs = random_signs(out_channels, found, generator)
     weights = signs
     if product.scale is not None and product.scale.numel():
         weights = signs * product.scale.double().expand(out_channels)
@@ -264,6 +247,7 @@ def _size(x: torch.Tensor) -> tuple[int, int]:
     return (int(x.shape[2]), int(x.shape[3])) if x.dim() == 4 else (1, 1)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _as_images(x: torch.Tensor) -> torch.Tensor:
+    """Images, or a matrix as images of one pixel, in float64."""
     x = x.double()
     return x if x.dim() == 4 else x[:, :, None, None]

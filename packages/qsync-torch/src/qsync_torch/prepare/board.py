@@ -16,7 +16,7 @@ import torch.distributed as dist
 from qsync_core.cli.output import open_console, progress_lines, say
 from qsync_core.progress import ProgressCallback
 from qsync_torch.distributed.bounded_store import BoundedStore
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.exchange import Members, beside
 
 _TELL_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
@@ -118,14 +118,11 @@ class Board:
             self.end()
             return
         ranks = list(self.members.ranks) if self.members else [0]
-        with _display(ranks) as (self._show, self._say):
-            reader = _Reader(self, ranks[1:])
-            try:
-                yield
-            finally:
-                self.end()
-                reader.end()
-                self._show = None
+        with _display(ranks) as (self._show, self._say), ExitStack() as ending:
+            ending.callback(setattr, self, "_show", None)
+            ending.enter_context(beside("qsync-board", _Reader(self, ranks[1:]).run))
+            ending.callback(self.end)
+            yield
 
     def _set(self, name: str, value: object) -> None:
         assert self.members is not None
@@ -134,28 +131,20 @@ class Board:
 
 
 class _Reader:
-    """Reads on rank 0 what the others say, in a thread."""
+    """Reads on rank 0 what the others say."""
 
     def __init__(self, board: Board, ranks: Sequence[int]) -> None:
         self._board, self._read = board, dict.fromkeys(ranks, 0)
         self._last: dict[int, bytes] = {}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="qsync-board", daemon=True)
-        if ranks:
-            self._thread.start()
 
-    def end(self) -> None:
-        """Read the rest."""
-        self._done.set()
-        if self._read:
-            self._thread.join()
-
-    def _run(self) -> None:
-        assert self._board.members is not None
+    def run(self, done: threading.Event) -> None:
+        """Show what the others say until ``done``, and then the rest."""
+        if self._board.members is None:
+            return
         store = self._board.members.store.under("qsync/prepare/board")
         with suppress(dist.DistError):
             while True:
-                last = self._done.wait(_LOOK_EVERY_S)
+                last = done.wait(_LOOK_EVERY_S)
                 for rank in self._read:
                     self._look(store, rank)
                 if last:

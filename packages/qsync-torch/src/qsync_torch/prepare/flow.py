@@ -23,7 +23,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant, ladder_under
-from qsync_core.run_folder import RunFolder
+from qsync_core.run_folder import RunFolder, key_of
 from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.bounded_store import rank_timeout_s
@@ -283,10 +283,9 @@ class _Flow:
         """Read a step in the base precision, in nanoseconds, of each group that has a profile of this job; for rank 0."""
         found = {}
         for group in cluster.groups if isinstance(cluster, Cluster) else cluster:
-            name = f"profile {group.name}"
-            part = self.folder.parts.get(name)
-            if part is not None and part.inputs.get(GRAPH) == digest(dag):
-                found[group.name] = from_bytes(self.folder.read(name), Profile, name=name).steps[0].iteration_ns
+            profile = self.folder.load(f"profile {group.name}", Profile, dag)
+            if profile is not None:
+                found[group.name] = profile.steps[0].iteration_ns
         return found
 
     def _trace(self, job: Job) -> PrecisionDag:
@@ -349,9 +348,8 @@ class _Flow:
         """The parts ``communication GROUPS`` of the whole job, and of each group alone."""
         for some in [tuple(groups), *((group,) for group in groups if len(groups) > 1)]:
             ranks = sorted(rank for group in some for rank in group.ranks)
-            names = [group.name for group in some]
-            inputs = collective_inputs(bench.dag, some)
-            if len(ranks) < 2 or self.folder.is_kept(name := f"communication {'+'.join(sorted(names))}", inputs):
+            name, inputs = f"communication {key_of(group.name for group in some)}", collective_inputs(bench.dag, some)
+            if len(ranks) < 2 or self.folder.is_kept(name, inputs):
                 continue
             if self.folder.rank == 0 and (why := self.folder.why_anew(name, inputs)):
                 self.board.note(why)
@@ -385,7 +383,7 @@ class _Flow:
             text = ""
             if self.folder.rank == 0:
                 formed = described_groups(groups, probes, self.request.wishes, self._profiled(bench.dag, groups))
-                links = with_links(formed, *self._hop(groups)) if len(groups) > 1 else ()
+                links = with_links(formed, *self._hop(bench.dag, groups)) if len(groups) > 1 else ()
                 text = cluster_text(bench.dag.model, formed, links)
             self._text = self.folder.told({"cluster": text})[0]["cluster"]
         made = Made({"by": "person" if described else "prepare"}, self._text.encode())
@@ -424,12 +422,12 @@ class _Flow:
                 found[group.name] = attrs.evolve(probe, again_ns=later.step_ns, again_spread_ns=later.spread_ns)
         return found
 
-    def _hop(self, groups: Sequence[Group]) -> tuple[float, float]:
+    def _hop(self, dag: PrecisionDag, groups: Sequence[Group]) -> tuple[float, float]:
         """Latency and inverse bandwidth of the joint job's hops, in nanoseconds and nanoseconds per byte."""
         from qsync_planner.replayer.communication import hop_of
 
-        name = f"communication {'+'.join(sorted(group.name for group in groups))}"
-        costs = from_bytes(self.folder.read(name), CollectiveCosts, name=name)
+        costs = self.folder.load(f"communication {key_of(group.name for group in groups)}", CollectiveCosts, dag)
+        assert costs is not None  # it is measured first
         model = costs.measured[0].all_reduce
         if model.beta_ns_per_byte <= 0:  # small buckets on a busy machine: the largest says what it can
             nbytes, duration_ns = model.measured[-1]
@@ -479,7 +477,7 @@ class _Flow:
 
     def planned(self, cluster: Cluster) -> tuple[PlannedGroups, ...]:
         """What the folder has for every set of groups."""
-        from qsync_torch.prepare.planning import key_of, survivors
+        from qsync_torch.prepare.planning import survivors
 
         found = []
         for names in survivors(cluster):

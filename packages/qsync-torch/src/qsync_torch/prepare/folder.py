@@ -21,9 +21,10 @@ import attrs
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import to_plain
-from qsync_core.artifacts.files import MAX_BYTES
+from qsync_core.artifacts.files import MAX_BYTES, digest, from_bytes
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError, QSyncError
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.run_folder import RunFolder
 from qsync_torch.distributed.bounded_store import BoundedStore
 from qsync_torch.distributed.exchange import Members
@@ -181,6 +182,17 @@ class Folder:
             return read_whole(path, MAX_BYTES, "files of a run folder")
         except OSError as error:
             raise ArtifactError(f"cannot read {path}: {error.strerror or error}") from None
+
+    def load(self, name: str, kind: type[T], dag: PrecisionDag) -> T | None:
+        """What the file of a part holds; None where there is no such part, or it was made of another graph.
+
+        Raises:
+            ArtifactError: when it cannot be read.
+        """
+        part = self.parts.get(name)
+        if part is None or part.inputs.get(GRAPH) != digest(dag):
+            return None
+        return from_bytes(self.read(name), kind, name=name)
 
     @property
     def _store(self) -> BoundedStore:

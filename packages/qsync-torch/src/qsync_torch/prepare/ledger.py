@@ -23,7 +23,7 @@ from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.files import MAX_BYTES
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import QSyncError
-from qsync_core.run_folder import RunFolder
+from qsync_core.run_folder import BETWEEN, RunFolder
 
 _FORMAT = 1
 _MAX_BYTES = 64 << 20
@@ -91,7 +91,7 @@ def file_of(name: str, run: RunFolder) -> Path | None:
     if kind == "profile":
         return run.profile(rest)
     if kind in _FILES_OF_GROUPS:
-        return _FILES_OF_GROUPS[kind](run, rest.split("+"))
+        return _FILES_OF_GROUPS[kind](run, rest.split(BETWEEN))
     if kind in _WITHOUT_FILE and run.profile(rest):
         return None
     raise QSyncError(f"a run folder has no part called {name[:80]!r}")

@@ -17,6 +17,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
+from qsync_core.run_folder import key_of
 from qsync_planner import __version__
 from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
@@ -36,11 +37,6 @@ def survivors(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     names = [group.name for group in cluster.groups]
     for size in range(len(names), 0, -1):
         yield from itertools.combinations(names, size)
-
-
-def key_of(groups: Iterable[str]) -> str:
-    """How parts call a set of groups."""
-    return "+".join(sorted(groups))
 
 
 def part_of(cluster: Cluster, names: Iterable[str], profiles: Mapping[str, Profile]) -> Cluster:
@@ -97,14 +93,13 @@ class Planning:
         """
         found = {}
         for group in self.cluster.groups:
-            name = f"profile {group.name}"
-            part = self.folder.parts.get(name)
-            if part is None or part.inputs.get("graph") != digest(self.dag):
+            profile = self.folder.load(f"profile {group.name}", Profile, self.dag)
+            if profile is None:
                 raise ClusterError(
                     f"group {group.name!r} of {self.folder.run.cluster} has no rank in this job, and no profile of this job from "
                     "before: start 'qsync prepare' with its machines too, or take it out of the file"
                 )
-            found[group.name] = from_bytes(self.folder.read(name), Profile, name=name)
+            found[group.name] = profile
         return found
 
     def join_profiles(self) -> dict[str, Made]:
@@ -240,11 +235,9 @@ class Planning:
 
     def _costs(self, names: Iterable[str]) -> CollectiveCosts | None:
         """What collectives among exactly these groups cost; None where that was not measured with as many ranks as described."""
-        name = f"communication {key_of(names)}"
-        part = self.folder.parts.get(name)
-        if part is None or part.inputs.get("graph") != digest(self.dag):
+        costs = self.folder.load(f"communication {key_of(names)}", CollectiveCosts, self.dag)
+        if costs is None:
             return None
-        costs = from_bytes(self.folder.read(name), CollectiveCosts, name=name)
         counts = {group: self.cluster.group(group).count for group in names}
         if dict(costs.ranks) == counts:
             return costs

@@ -55,7 +55,6 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceK
     inputs cost nothing and are left out.
     """
     formats = [Variant.plain(precision) for precision in activation_precisions(ladder)]
-    autocast = Autocast.of(dag.base, device)
     holders: dict[tuple[object, ...], list[Operator]] = {}
     for operator in dag.operators:
         if operator.is_adjustable or AtenCall.of(operator) is not None:
@@ -64,12 +63,12 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceK
     items: list[Item] = []
     for operators in holders.values():
         first = operators[0]
-        forced = None if autocast is None else autocast.format_of(first.kind)
+        forced = _under_autocast(dag.base, device, first)
         variants: Sequence[Variant] = [Variant.plain(dag.base if first.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32)]
         if first.is_adjustable:
             variants = ladder
         elif forced is not None:
-            variants = [Variant.plain(forced)]
+            variants = [forced]
         elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):
             variants = formats
         ids = tuple(operator.op_id for operator in operators)
@@ -109,12 +108,12 @@ def right_kernels(items: Sequence[Item], dag: PrecisionDag, chooser: KernelChoos
         if item.operator.is_adjustable:
             choice = _right_choice(item, chooser, canary, found)
         elif (check := _CHECKS.get(item.operator.kind)) is not None and canary.device.type != "cpu":
-            found = _of_function(item, dag.base, canary, check)
+            found = _of_function(item, canary, check)
             choice = None if found else choice
         if choice is not None:
             choices[item] = choice
         wrong += [WrongKernels(item.holders, item.variant, f"{one.role} of {one.backend}", one.problem) for one in found]
-        if choice is None and item.variant in (base, _as_without_plan(item, dag, canary)):
+        if choice is None and item.variant in (base, _under_autocast(dag.base, DeviceKind(canary.device.type), item.operator)):
             of_base += found
     # What other operators cannot compute in a format, none may hand to them.
     formats = {item.variant.compute for item in items if item not in choices and not item.operator.is_adjustable}
@@ -125,14 +124,14 @@ def right_kernels(items: Sequence[Item], dag: PrecisionDag, chooser: KernelChoos
     return RightKernels(choices, tuple(wrong), tuple(of_base))
 
 
-def _as_without_plan(item: Item, dag: PrecisionDag, canary: Canary) -> Variant | None:
+def _under_autocast(base: Precision, device: DeviceKind, operator: Operator) -> Variant | None:
     """The format in which autocast runs an operator, whatever the plan."""
-    autocast = Autocast.of(dag.base, DeviceKind(canary.device.type))
-    forced = None if autocast is None else autocast.format_of(item.operator.kind)
+    autocast = Autocast.of(base, device)
+    forced = None if autocast is None else autocast.format_of(operator.kind)
     return None if forced is None else Variant.plain(forced)
 
 
-def _of_function(item: Item, base: Precision, canary: Canary, check: _Check) -> list[WrongKernel]:
+def _of_function(item: Item, canary: Canary, check: _Check) -> list[WrongKernel]:
     """What is wrong with an operator that runs PyTorch's own products without being adjustable."""
     operator, compute, device = item.operator, item.variant.compute, canary.device
     call = AtenCall.of(operator)

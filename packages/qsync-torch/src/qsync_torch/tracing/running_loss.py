@@ -177,41 +177,42 @@ def _same_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _behind(loss: torch.Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph from a loss backwards, each once, nearer ones first."""
+def _behind(loss: torch.Tensor, ends: Callable[[Any], object] = lambda node: False) -> Iterator[Any]:
+    """The nodes of autograd's graph from a loss backwards, each once, nearer ones first; none behind one at which it ``ends``."""
     waiting: list[Any] = [loss.grad_fn]
     seen = set(waiting)
     for node in waiting:
         yield node
-        following = [source for source, _ in node.next_functions if source is not None and source not in seen]
-        seen.update(following)
-        waiting += dict.fromkeys(following)
+        if not ends(node):
+            fresh = [source for source in dict.fromkeys(_sources(node)) if source not in seen]
+            seen.update(fresh)
+            waiting += fresh
+
+
+def _sources(node: Any) -> list[Any]:
+    return [source for source, _ in node.next_functions if source is not None]
 
 
 def _leaves_behind(loss: torch.Tensor) -> set[torch.Tensor]:
     return {node.variable for node in _behind(loss) if hasattr(node, "variable")}
 
 
+def _kind_of_node(node: Any) -> str:
+    return _KIND_OF_NODE.get(node.name().rstrip("0123456789"), "")
+
+
 def _kind_of(loss: torch.Tensor) -> tuple[str, str]:
     """Kind and reduction of a loss, as :func:`~qsync_torch.tracing.classify.loss_kind` finds them in an exported one."""
     kinds: set[str] = set()
     reductions: list[str] = []
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set(waiting)
-    for node in waiting:
-        name = node.name().rstrip("0123456789")
-        following = [source for source, _ in node.next_functions if source is not None]
-        if (kind := _KIND_OF_NODE.get(name)) is not None:
-            is_log_softmax = any(source.name().startswith("LogSoftmaxBackward") for source in following)
+    for node in _behind(loss, _kind_of_node):
+        if kind := _kind_of_node(node):
+            is_log_softmax = any(source.name().startswith("LogSoftmaxBackward") for source in _sources(node))
             kinds.add("cross_entropy" if kind == "nll" and is_log_softmax else kind)
             reductions.append(_REDUCTIONS.get(getattr(node, "_saved_reduction", 0), "none"))
-            continue
-        if hasattr(node, "variable"):
+        elif hasattr(node, "variable"):
             kinds.add("custom")
-        if name in ("MeanBackward", "SumBackward"):
-            reductions.append(name.removesuffix("Backward").lower())
-        fresh = [source for source in dict.fromkeys(following) if source not in seen]
-        seen.update(fresh)
-        waiting += fresh
+        elif (how := node.name().partition("Backward")[0].lower()) in ("mean", "sum"):
+            reductions.append(how)
     known = [reduction for reduction in reductions if reduction != "none"]
     return (kinds.pop() if len(kinds) == 1 else "custom"), (known[0] if known else "none")

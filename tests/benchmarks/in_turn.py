@@ -1,0 +1,34 @@
+"""The scripts of several rows, run one after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+
+def run_in_turn(
+    parser: argparse.ArgumentParser, names: Iterable[str], command_of: Callable[[argparse.Namespace, str], Sequence[str]]
+) -> None:
+    """Run those that ``--only`` names, by default all; one that fails does not keep the others from running.
+
+    Args:
+        parser: of the other options.
+        names: of all scripts, in their order.
+        command_of: given the options and a name, the script's path and its arguments.
+    """
+    known = list(names)
+    parser.add_argument("--only", default=",".join(known), help="names of scripts, comma-separated")
+    options = parser.parse_args()
+    wanted = [name.strip() for name in options.only.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"no such script: {', '.join(unknown)}; known are {', '.join(known)}")
+    failed = []
+    for name in wanted:
+        command = command_of(options, name)
+        print("+", *command, flush=True)
+        if subprocess.run([sys.executable, *command], check=False).returncode:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
