@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from indicator.additivity import Row, exponent_row, mean_error, measured_omega, plan_rows, sensitivity_on, with_true_omega
+from indicator.additivity import Row, mean_error, plan_rows
 from indicator.equal_time import SETTINGS, Compared, equal_time_rows, planned
 from indicator.measuring import Effort, Kept, Measured, Task, measure
 from indicator.models import SUBJECTS
@@ -62,19 +62,12 @@ def main() -> None:
 
 
 def _rows(names: list[str], seeds: int, count: int, kept: Kept, effort: PlanEffort) -> Iterator[Row]:
-    with_flips = {}
     for name in names:
         for seed in range(seeds):
             measured = _measured(Task(name, seed), kept)
             plans = drawn_plans(measured.dag, count, seed=0)
             errors = plan_errors(measured.task, measured.dag, plans, kept, effort)
             yield from plan_rows(name, measured, plans, errors, seed)
-            sensitivity = sensitivity_on(measured, effort.steps)
-            if sensitivity.flips:
-                exact = with_true_omega(sensitivity, measured_omega(measured.truth, measured.dag, effort.steps))
-                with_flips[f"{name} seed {seed}"] = (exact, plans, [mean_error(measured, by_update) for by_update in errors])
-    if with_flips:
-        yield exponent_row(with_flips)
     for name in [name for name in names if name != HELD_OUT]:
         by_seed = [_at_equal_time(_measured(Task(name, seed), kept), kept, effort) for seed in range(seeds)]
         for setting in SETTINGS:

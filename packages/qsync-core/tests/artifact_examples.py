@@ -151,6 +151,7 @@ def examples(layers: int = 12) -> dict[type, Any]:
     flips = {op_id: {LADDER[0]: 5e-4 / (i + 1)} for i, op_id in enumerate(ids)}
     copies = {ids[0]: {LADDER[0]: 2e-4}}
     errors = {ids[0]: {LADDER[0]: 3e-4}}
+    masks = {ids[0]: 0.25}
     groups = (
         DeviceGroup("train", "V100", 2, Role.TRAIN, Precision.FLOAT32, LADDER[-1:]),
         DeviceGroup("infer", "T4", 2, Role.INFER, Precision.FLOAT32, LADDER, 15 << 30, 0.5),
@@ -165,7 +166,7 @@ def examples(layers: int = 12) -> dict[type, Any]:
         dag,
         _profile(dag),
         Observations(dag.model, digest(dag), iterations, 6, "settled: 10 of 50", tuple(series), {"seed": "0"}),
-        Sensitivity(dag.model, digest(dag), "", "lossvar", omega, ("geometric mean",), flips, copies, errors),
+        Sensitivity(dag.model, digest(dag), "", "lossvar", omega, ("geometric mean",), flips, copies, errors, masks),
         Cluster("night shift", groups, (Link(("train", "infer"), 20_000.0, 0.25),)),
         dfgs[0],
         GlobalDfg(dfgs, (2, 2)),

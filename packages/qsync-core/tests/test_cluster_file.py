@@ -254,3 +254,8 @@ def test_profiles_of_something_else() -> None:
     whole = attrs.evolve(PROFILE, device=attrs.evolve(PROFILE.device, share=1.0))
     with pytest.raises(ClusterError, match=r"gets share 0\.5 of each T4, but its profile was measured at share 1"):
         check_profiles(CLUSTER, PROFILES | {"infer": whole})
+
+
+def test_a_mark_of_the_order_of_bytes_at_the_beginning_is_left_out() -> None:
+    """Editors on Windows write one."""
+    assert parse_cluster("\ufeff" + GOOD) == parse_cluster(GOOD)

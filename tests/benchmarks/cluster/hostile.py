@@ -212,6 +212,8 @@ def link(rng: random.Random, run: Path) -> None:
 
 def cluster_file(rng: random.Random, run: Path) -> None:
     path = run / "cluster.toml"
+    if not path.is_file():  # another attack has put a pipe there, or /dev/zero
+        return
     text = path.read_text()
     lines = text.split("\n")
     at = rng.randrange(len(lines))

@@ -17,7 +17,7 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import verdict as product
+from qsync_planner.allocator.verdict import plan_error
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check.agreement import kendall_tau
 from qsync_planner.indicators.series import UpdateMean
@@ -105,35 +105,15 @@ def plan_rows(model: str, measured: Measured, plans: Sequence[Plan], errors: Seq
     parts = [sum(v for by in s.values() for v in by.values()) for s in (estimated.flips, estimated.omega)]
     what = f"{model}, predicted over true error of {len(plans)} whole plans, median"
     rows: tuple[tuple[str, str, Callable[[Sensitivity, Plan], float], Sensitivity], ...] = (
-        ("", "corrected for shared masks, Ω by hutchinson", product.plan_error, estimated),
+        ("", "corrected for shared masks, Ω by hutchinson", plan_error, estimated),
         ("-sum", "Σ Ω, Ω by hutchinson", total, estimated),
-        ("-measured", "corrected for shared masks, Ω measured operator by operator", product.plan_error, exact),
+        ("-measured", "corrected for shared masks, Ω measured operator by operator", plan_error, exact),
         ("-measured-sum", "Σ Ω, Ω measured operator by operator", total, exact),
     )
     for suffix, how, predict, sensitivity in rows:
         fit = Fit.of([predict(sensitivity, plan) for plan in plans], truth)
         spread = f"{fit}; flips are {parts[0] / parts[1]:.0%} of Σ Ω" if not suffix else str(fit)
         yield _row(f"{name}{suffix}", f"{what}: {how}", fit.median, "reported", spread, "ratio")
-
-
-def exponent_row(fits: Mapping[str, tuple[Sensitivity, Sequence[Plan], Sequence[float]]]) -> Row:
-    """The one number of the correction: how well others would do, over all models and seeds with flips."""
-    texts = {}
-    for exponent in (1.0, 1.25, 1.5, 1.75, 2.0):
-        found = []
-        for sensitivity, plans, truth in fits.values():
-            predicted = [plan_error(sensitivity, plan, exponent) for plan in plans]
-            found.append(Fit.of(predicted, truth))
-        texts[exponent] = ", ".join(f"{fit.median:.2f}±{fit.scatter:.2f}" for fit in found)
-    spread = "; ".join(f"p={exponent:g}: {text}" for exponent, text in texts.items())
-    what = f"exponent at which parts of flips add up; median and scatter of predicted over true for {', '.join(fits)}"
-    return _row("I-plans-exponent", f"{what}, Ω measured", product.FLIP_EXPONENT, "reported", spread, "exponent")
-
-
-def plan_error(sensitivity: Sensitivity, plan: Plan, exponent: float) -> float:
-    """The correction with another exponent."""
-    flips = [sensitivity.flips.get(op_id, {}).get(variant, 0.0) for op_id, variant in plan.items()]
-    return total(sensitivity, plan) - sum(flips) + sum(part**exponent for part in flips) ** (1 / exponent)
 
 
 def _row(name: str, what: str, value: float, target: str, spread: str, unit: str) -> Row:

@@ -10,6 +10,7 @@ less than arithmetic, as though widths were :data:`WIDER` times what they are.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
-from qsync_planner.allocator.verdict import FLIP_EXPONENT, plan_error
+from qsync_planner.allocator.verdict import noise_at_masks, plan_error
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.series import geometric_mean
@@ -151,15 +152,27 @@ def _omega(measured: Measured) -> Omega:
 
 
 def _linear_around(sensitivity: Sensitivity, plan: Plan) -> Sensitivity:
-    """Ω whose sum is least where the smooth rest and (Σ B^p)^(1/p) together are, near a plan."""
-    p = FLIP_EXPONENT
-    powers = sum(sensitivity.flips.get(op_id, {}).get(variant, 0.0) ** p for op_id, variant in plan.items())
-    slope = powers ** (1 / p - 1) / p if powers > 0 else 0.0
+    """Ω whose sum is least where the whole is, near a plan: made linear in the squares of the parts of flips."""
+    masks = sensitivity.masks
+    parts = {op_id: sensitivity.flips.get(op_id, {}).get(variant, 0.0) for op_id, variant in plan.items() if op_id in masks}
+    stretches = list(noise_at_masks((masks[op_id], part / masks[op_id]) for op_id, part in parts.items()))
     omega = {}
     for op_id, by_variant in sensitivity.omega.items():
-        part = sensitivity.flips.get(op_id, {})
-        omega[op_id] = {v: value - part.get(v, 0.0) + slope * part.get(v, 0.0) ** p for v, value in by_variant.items()}
-    return attrs.evolve(sensitivity, omega=omega, flips={})
+        part, slope = sensitivity.flips.get(op_id, {}), _slope(masks[op_id], stretches) if op_id in masks else 0.0
+        omega[op_id] = {v: value - part.get(v, 0.0) + slope * part.get(v, 0.0) ** 2 for v, value in by_variant.items()}
+    return attrs.evolve(sensitivity, omega=omega, flips={}, masks={})
+
+
+def _slope(masks: float, stretches: Sequence[tuple[float, float]]) -> float:
+    """By how much the whole rises with the square of an operator's part, given the masks behind it; masks that nothing reaches are
+    left out.
+    """
+    slope, left = 0.0, masks
+    for width, variance in reversed(stretches):
+        if variance > 0:
+            slope += min(width, left) / (2 * math.sqrt(variance) * masks**2)
+        left -= min(width, left)
+    return slope
 
 
 @attrs.frozen

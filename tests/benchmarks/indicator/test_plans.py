@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from indicator.additivity import Fit, exponent_row, plan_error
+from indicator.additivity import Fit
 from indicator.equal_time import _linear_around
 from indicator.measuring import BFLOAT16, FLOAT32, INT8
 from indicator.plans import PlanErrors, drawn_plans
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_planner.allocator import verdict as product
+from qsync_planner.allocator.verdict import plan_error
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
@@ -69,26 +69,17 @@ def test_fit() -> None:
     assert fit.scatter == pytest.approx(math.sqrt((math.log(0.5) ** 2 + math.log(3) ** 2) / 3 - (math.log(1.5) / 3) ** 2))
 
 
-def rated() -> Sensitivity:
+def rated(part: float = 9.0) -> Sensitivity:
     omega = {A: {INT8: 9.0, BFLOAT16: 1.0, FLOAT32: 0.0}, B: {INT8: 10.0, BFLOAT16: 2.0, FLOAT32: 0.0}}
-    return Sensitivity("m", "", "", "by hand", omega, flips={A: {INT8: 4.0}, B: {INT8: 9.0, BFLOAT16: 1.0}})
-
-
-def test_other_exponents_and_the_products() -> None:
-    plan = {A: INT8, B: BFLOAT16}
-    assert plan_error(rated(), plan, product.FLIP_EXPONENT) == pytest.approx(product.plan_error(rated(), plan))
-    assert plan_error(rated(), plan, 1.0) == pytest.approx(11.0)
-    assert plan_error(rated(), plan, 2.0) == pytest.approx(5 + 1 + math.sqrt(17))
-    truth = [plan_error(rated(), plan, 2.0), plan_error(rated(), {A: INT8}, 2.0)]
-    assert "p=2: 1.00±0.00" in exponent_row({"m": (rated(), [plan, {A: INT8}], truth)})["spread"]
+    flips = {A: {INT8: 4.0}, B: {INT8: part, BFLOAT16: 1.0}}
+    return Sensitivity("m", "", "", "by hand", omega, flips=flips, masks={A: 5.0, B: 3.0})
 
 
 def test_the_linear_objective_around_a_plan_has_the_slope_of_the_whole() -> None:
     """Moving B's flips by a little changes both alike."""
     plan, step = {A: INT8, B: INT8}, 1e-6
-    moved = Sensitivity("m", "", "", "x", rated().omega, flips={A: {INT8: 4.0}, B: {INT8: 9.0 - step}})
-    slope = (product.plan_error(moved, plan) - product.plan_error(rated(), plan)) / step  # B's smooth part rises by as much
+    slope = (plan_error(rated(9.0 - step), plan) - plan_error(rated(), plan)) / step  # B's smooth part rises by as much
     linear = _linear_around(rated(), plan)
-    weight = (linear.omega[B][INT8] - 1.0) / 9.0**1.5  # per unit of B^p
-    assert slope == pytest.approx(1 - weight * 1.5 * math.sqrt(9.0), rel=1e-4)
+    weight = (linear.omega[B][INT8] - 1.0) / 9.0**2  # per unit of B²
+    assert slope == pytest.approx(1 - weight * 2 * 9.0, rel=1e-4)
     assert linear.omega[A][FLOAT32] == 0.0

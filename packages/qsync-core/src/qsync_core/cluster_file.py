@@ -66,7 +66,7 @@ def parse_cluster(text: str, where: str = "the cluster description", *, default_
     import tomllib  # here and not above, as difflib below: only those who read a cluster file wait for it
 
     try:
-        table = tomllib.loads(text)
+        table = tomllib.loads(text.removeprefix("\ufeff"))  # which editors on Windows begin a file with
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ClusterError(f"{where} is not valid TOML: {error or type(error).__name__}") from None
     _check_keys(table, _TOP_KEYS, where)

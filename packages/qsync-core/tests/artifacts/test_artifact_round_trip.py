@@ -109,7 +109,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monke
 def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version 1 file, in which a field had another name, is read by a version 3 qsync-core in two steps."""
     monkeypatch.delitem(schema._MIGRATIONS, ("Sensitivity", 1))
-    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={}, copies={}, errors={})
+    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={}, copies={}, errors={}, masks={})
     data = artifact.to_bytes(sensitivity)
     plain = msgpack.unpackb(data[artifact.HEADER_BYTES :])
     old_plain = {
@@ -121,7 +121,7 @@ def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ArtifactError, match="schema version 1 can no longer be read; make the file again"):
         artifact.from_bytes(old)
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 1), lambda fields: {"model": fields.pop("model_name"), **fields})
-    added = {"notes": ["geometric mean"], "flips": {}, "copies": {}, "errors": {}}
+    added = {"notes": ["geometric mean"], "flips": {}, "copies": {}, "errors": {}, "masks": {}}
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, **added})
     assert artifact.from_bytes(old, Sensitivity) == sensitivity
     with pytest.raises(ArtifactError, match="the content does not fit schema version 1"):
@@ -313,13 +313,15 @@ def test_a_profile_of_version_1_is_read_and_keeps_its_bytes() -> None:
 
 
 def test_a_sensitivity_without_noise_of_copies_keeps_its_bytes() -> None:
-    newer = attrs.evolve(examples(layers=1)[Sensitivity], errors={})
+    newer = attrs.evolve(examples(layers=1)[Sensitivity], errors={}, masks={})
     data = artifact.to_bytes(newer)
     assert int.from_bytes(data[24:28], "big") == 3
     assert artifact.from_bytes(data, Sensitivity) == newer
-    with_errors = examples(layers=1)[Sensitivity]
-    assert version_of(with_errors) == 4
-    assert artifact.from_bytes(artifact.to_bytes(with_errors)) == with_errors
+    with_masks = examples(layers=1)[Sensitivity]
+    with_errors = attrs.evolve(with_masks, masks={})
+    assert (version_of(with_errors), version_of(with_masks)) == (4, 5)
+    for written in (with_errors, with_masks):
+        assert artifact.from_bytes(artifact.to_bytes(written)) == written
     older = attrs.evolve(newer, copies={})
     data = artifact.to_bytes(older)
     assert int.from_bytes(data[24:28], "big") == 2

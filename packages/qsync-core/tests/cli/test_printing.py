@@ -93,17 +93,22 @@ def test_no_standard_output_at_all(plan_file: Path) -> None:
     assert (told.returncode, told.stderr) == (0, b"")
 
 
-def test_a_full_disk_is_no_fault_of_the_command() -> None:
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "No space left on device; make room"),
+        (errno.EROFS, "Read-only file system; have it write to another folder"),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_no_fault_of_the_command(number: int, said: str) -> None:
     cli = QSyncGroup("cli")
 
     @cli.command()
     def fill() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/scratch")
+        raise OSError(number, os.strerror(number), "/somewhere/scratch")
 
     told = CliRunner().invoke(cli, ["fill"])
-    expected = (
-        "error: qsync fill cannot write what it needs (/somewhere/scratch): No space left on device; make room and start it again\n"
-    )
+    expected = f"error: qsync fill cannot write what it needs (/somewhere/scratch): {said} and start it again\n"
     assert (told.exit_code, told.stderr) == (1, expected)
     assert click.get_current_context(silent=True) is None
 

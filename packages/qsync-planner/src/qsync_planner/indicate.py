@@ -70,6 +70,7 @@ def indicate(
         _check_omega(chosen.name, omega, dag, rated)
         flips = chosen.flips(dag, rated, observations) if isinstance(chosen, RatesFlips) else {}
         flips = {op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()}
+        masks = chosen.masks(dag, rated, observations) if isinstance(chosen, RatesFlips) else {}
         kept = chosen.kept_inputs(observations) if isinstance(chosen, RatesKeptInputs) and observations is not None else {}
         _check_kept(chosen.name, kept, dag)
         copies = chosen.copies(dag, rated, observations) if isinstance(chosen, RatesCopies) and observations is not None else {}
@@ -88,6 +89,7 @@ def indicate(
         flips=flips,
         copies=copies,
         errors={op_id: by_variant for op_id, by_variant in errors.items() if by_variant and op_id not in blind},
+        masks={op_id: weight for op_id, weight in masks.items() if weight > 0},
     )
 
 

@@ -134,7 +134,7 @@ def test_a_plan_and_its_note_count_the_noise_of_copies() -> None:
     dag, cluster = model(), single_group()
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
     copies, flips = ({o.op_id: {BF16: value} for o in dag.adjustable} for value in (3.0, 0.5))
-    sensitivity = attrs.evolve(rated(dag), copies=copies, flips=flips)
+    sensitivity = attrs.evolve(rated(dag), copies=copies, flips=flips, masks=dict.fromkeys(flips, 1.0))
     found = allocate(dag, cluster, {"g": measured(dag)}, sensitivity, solver="greedy")
     lowered = sum(entry.variant == BF16 for entry in found.groups[0].assignments.values())
     assert lowered > 1
@@ -159,7 +159,7 @@ def test_with_memory_short_inputs_are_kept_in_8_bit_and_their_noise_counts() -> 
     operators = sum({I8: 4.0, BF16: 1.0, FP32: 0.0}[entry.variant] for entry in tightest.groups[0].assignments.values())
     assert tightest.objective == pytest.approx(operators + 0.5 * len(saved))
     flips = {o.op_id: {I8: 2.0, BF16: 0.5} for o in model().adjustable}
-    [note] = error_notes(attrs.evolve(rated(model()), flips=flips), tightest.groups)
+    [note] = error_notes(attrs.evolve(rated(model()), flips=flips, masks=dict.fromkeys(flips, 1.0)), tightest.groups)
     assert f"Σ Ω {tightest.objective:.3g}:" in note
     # Without chains no plan is that small.
     cluster = single_group(memory_bytes=min(peaks))

@@ -49,8 +49,8 @@ class Caller:
         script, *arguments = sys.argv
         if self.call in _WITHOUT_AMP or not script.endswith(".py"):
             script, arguments = "JOB", []
-        own = f" -- {shlex.join(arguments)}" if arguments else ""
-        return f"'{start} -m qsync prepare {script} -o {self.run.path}{own}'"
+        own = ["--", *arguments] if arguments else []
+        return f"'{start} -m qsync {shlex.join(['prepare', script, '-o', str(self.run.path), *own])}'"
 
     @property
     def trace_again(self) -> str:

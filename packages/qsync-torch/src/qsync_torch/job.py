@@ -134,6 +134,8 @@ class Job:
         amp: ``"bfloat16"`` where the script trains under ``torch.autocast`` in that format (model and loss inside, backward
             outside); None where it does not (docs/design/precision-semantics.md#jobs-under-amp).
         accumulate: micro-batches whose gradients the script adds up before its optimizer steps.  Measured steps have one.
+        compiles: the script trains its model compiled.  Measured steps are eager, and ``qsync prepare`` says by how much they
+            differ.
     """
 
     name: str
@@ -144,6 +146,7 @@ class Job:
     batch_size: int = attrs.field(default=DEFAULT_BATCH_SIZE, validator=attrs.validators.ge(1))
     amp: str | None = attrs.field(default=None, validator=_check_amp)
     accumulate: int = 1
+    compiles: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_accumulate(self.name, self.accumulate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ import qsync_torch
 from qsync_core.errors import PlanError
 from qsync_core.run_folder import RunFolder
 from qsync_torch.caller import BY_HAND, Caller
+from qsync_torch.capturing.hybrid import HYBRID
 
 from .run_folders import make_run_folder, model
 
@@ -59,6 +61,12 @@ def test_the_script_s_own_arguments_stand_behind_two_hyphens(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--batch-size", "16", "--data", "my data"])
     found = refusal_of_hybrid(run, TwoLinears(), torch.ones(2, 4))
     assert f"-m qsync prepare train.py -o {run.path} -- --batch-size 16 --data 'my data'' again" in found
+
+
+def test_paths_with_spaces_are_quoted_as_a_shell_wants_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["my jobs/train.py"])
+    caller = attrs.evolve(HYBRID, run=RunFolder(tmp_path / "a run"))
+    assert caller.prepare == f"'python -m qsync prepare 'my jobs/train.py' -o '{tmp_path}/a run''"
 
 
 def test_a_plan_for_a_job_without_autocast(run):

@@ -40,10 +40,15 @@ def gradients_of(model):
     return [parameter.grad for parameter in (model.a.weight, model.w) if parameter.grad is not None]
 
 
+ROWS = torch.arange(4096) % 2
 TAKEN = {
     "quantile": lambda h, _: torch.quantile(h, 0.5, dim=1),
     "nanquantile": lambda h, _: h.nanquantile(0.5, dim=1),
     "pdist": lambda h, _: F.pdist(h),
+    "cdist": lambda h, _: torch.cdist(h, h.roll(1, 0)),
+    "index_reduce": lambda h, w: w[:4].index_reduce(0, torch.arange(8) % 4, h, "mean"),
+    "index_reduce_": lambda h, _: torch.zeros(4, 16).index_reduce_(0, torch.arange(8) % 4, h, "amax", include_self=False),
+    "scatter_reduce_": lambda h, _: torch.zeros(4, 16).scatter_reduce_(0, ROWS[:8, None].expand(8, 16), h, "sum"),
     "linalg.matmul": lambda h, w: torch.linalg.matmul(h, w.sin()),
     "linalg.multi_dot": lambda h, w: torch.linalg.multi_dot([h, w, w]),
     "linalg.vecdot": lambda h, w: torch.linalg.vecdot(h, w[:8]),
@@ -63,7 +68,29 @@ def test_they_take_what_an_operator_delivers(function):
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-ROWS = torch.arange(4096) % 2
+EXPONENTIALS = {
+    "logsumexp": lambda h: torch.logsumexp(h, 1),
+    "a tensor's logsumexp": lambda h: h.logsumexp(1),
+    "special.logsumexp": lambda h: torch.special.logsumexp(h, 1),
+    "logcumsumexp": lambda h: torch.logcumsumexp(h, 1),
+}
+
+
+@pytest.mark.parametrize("function", EXPONENTIALS.values(), ids=EXPONENTIALS)
+def test_logarithms_of_sums_lose_no_digits_that_their_gradients_need(function):
+    """The gradient is ``exp(h - result)``, and bfloat16's steps are .125 at 30."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 16) * 20
+    delivered = []
+    planned = Calls(lambda h, _: h.retain_grad() or delivered.append(h) or function(h))
+    apply_(planned, named(a=BFLOAT16))
+    planned(x).sum().backward()
+    h = delivered[0].detach().float().requires_grad_()
+    function(h).sum().backward()
+    assert delivered[0].dtype is torch.bfloat16
+    assert (delivered[0].grad.float() - h.grad).norm() < 2**-8 * h.grad.norm()
+
+
 GATHERED = {
     "h[rows]": lambda h: h[ROWS],
     "h[list]": lambda h: h[ROWS.tolist()],

@@ -80,6 +80,14 @@ def test_a_job_of_the_groups_that_the_plan_recommends_needs_no_choice(monkeypatc
         batches_of({0: "infer", 1: "train"}, None, whole)
 
 
+def test_samples_of_a_step_are_those_of_all_its_micro_batches():
+    whole = attrs.evolve(WHOLE, recommended_groups=("train", "infer"), accumulate=4)
+    with pytest.warns(UserWarning, match="a step has 48 samples, and not the 76 of all groups; where the learning rate is for 76,"):
+        assert batches_of({0: "infer", 1: "train"}, None, whole).by_rank == (6, 6)
+    with pytest.raises(PlanError, match=r"would have 24 samples instead of 76: .* for 0\.316 of the batch"):
+        batches_of({0: "train"}, None, whole)
+
+
 def test_more_ranks_than_planned_are_refused_too_and_share_the_planned_batch():
     everyone = {0: "train", 1: "train", 2: "infer", 3: "spare"}
     with pytest.raises(PlanError, match=r"\(2 of 1 in 'train', .* a step would have 25 samples instead of 19"):

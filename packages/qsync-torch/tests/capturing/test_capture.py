@@ -400,6 +400,38 @@ class Unbuildable(torch.optim.SGD):
         self.lock = __import__("threading").Lock()
 
 
+class Centres(nn.Module):
+    """A loss with parameters of its own, as ArcFace's classes and a learned temperature are."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.scale = nn.Parameter(torch.eye(3)), nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return F.cross_entropy(self.scale * output @ self.rows, target)
+
+
+@pytest.mark.parametrize("way", ["one group", "two groups", "two optimizers", "a closure"])
+def test_parameters_of_the_loss_that_an_optimizer_steps_are_left_out(way):
+    model, centres = net(), Centres()
+    own = list(centres.parameters())
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": own, "lr": 9.0}], lr=0.5)
+    if way == "one group":
+        optimizer = torch.optim.SGD([*model.parameters(), *own], lr=0.5)
+    elif way == "two optimizers":
+        optimizer = [torch.optim.SGD(model.parameters(), lr=0.5), torch.optim.Adam(own)]
+    with pytest.warns(UserWarning, match="2 parameters of the optimizer of Sequential are the loss's: predicted steps"):
+        job = qsync.capture(model, optimizer, (lambda o, y: centres(o, y)) if way == "a closure" else centres, [(X, Y)])
+    before = [parameter.detach().clone() for parameter in own]
+    runner = StepRunner.start(job, torch.device("cpu"), batches=1)
+    runner.train_step(0)
+    assert all(map(torch.equal, own, before))
+    plain = copy.deepcopy(model)
+    F.cross_entropy(plain(X), Y).backward()
+    expected = [parameter - 0.5 * parameter.grad for parameter in plain.parameters()]
+    assert all(torch.allclose(a, b) for a, b in zip(runner.model.parameters(), expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -433,7 +465,7 @@ class Unbuildable(torch.optim.SGD):
         ({"loader": [(X, Y)], "optimizer": 0.1}, r"the optimizer of Sequential is a float; pass the torch\.optim\.Optimizer"),
         (
             {"loader": [(X, Y)], "optimizer": sgd(net())},
-            r"group 0 of the optimizer .* of shape \[6, 5\] that is not one of the model's",
+            r"group 0 of the optimizer .* of shape \[6, 5\] that is not one of the model's or the loss's",
         ),
         (
             {"loader": [(X, Y)], "optimizer": torch.optim.SGD([torch.zeros(2)], lr=0.1)},

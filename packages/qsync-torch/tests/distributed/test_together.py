@@ -48,7 +48,7 @@ def test_no_sentence_ends_with_a_colon(error, heard):
         (ValueError("no data"), "rank 0 fails with ValueError in the line of train.py: no data"),
     ],
 )
-def test_a_rank_that_hangs_in_a_block_that_the_others_have_left_ends_with_the_sentence(error, said, monkeypatch, capsys):
+def test_a_rank_that_hangs_in_a_block_that_the_others_have_left_ends_with_the_sentence(error, said, monkeypatch, capfd):
     monkeypatch.setattr(exchange, "_GRACE_S", 0.0)
     store, ended = dist.HashStore(), threading.Event()
     monkeypatch.setattr(os, "_exit", lambda status: ended.set())
@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_in_a_block_that_the_others_have_left_ends_with_the_se
         for future in (left, hung):
             with pytest.raises((RankError, ValueError)):
                 future.result()
-    assert re.match(f"error: {said}", capsys.readouterr().err)
+    assert re.match(f"error: {said}", capfd.readouterr().err)
 
 
 def test_who_is_interrupted_while_it_waits_says_so_to_the_one_that_it_waits_for(monkeypatch):

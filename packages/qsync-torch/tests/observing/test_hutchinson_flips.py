@@ -1,4 +1,4 @@
-"""Flips and the noise that masks read, by the collector, against Jacobians of ReLUs with a window written out in float64."""
+"""Flips and the masks behind an operator, by the collector, against Jacobians of ReLUs with a window written out in float64."""
 
 import copy
 from collections import Counter
@@ -20,34 +20,35 @@ from qsync_torch.observing.mask_flips import FLIP_FACTOR
 from qsync_torch.tracing.trace import trace
 
 INT8 = attrs.evolve(Variant.of(Precision.INT8), w_granularity=Granularity.PER_TENSOR)
+BFLOAT16 = Variant.of(Precision.BFLOAT16)
 WINDOW = 0.5
 
 
 class Step(torch.autograd.Function):
-    """1 above 0, with the derivative 1[|a| < t]/(2t)."""
+    """1 above 0, with the derivative 1/(2t) for one element."""
 
     @staticmethod
-    def forward(ctx, a, t):
-        ctx.save_for_backward(a)
-        ctx.t = t
+    def forward(ctx, a, t, element):
+        ctx.t, ctx.element = t, element
         return (a > 0).to(a.dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        (a,) = ctx.saved_tensors
-        return grad * (a.abs() < ctx.t) / (2 * ctx.t), None
+        one = torch.zeros_like(grad)
+        one.view(-1)[ctx.element] = 1 / (2 * ctx.t)
+        return grad * one, None, None
 
 
 class WindowedReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, t):
+    def forward(ctx, a, t, element):
         ctx.save_for_backward(a)
-        ctx.t = t
+        ctx.t, ctx.element = t, element
         return a.relu()
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * Step.apply(ctx.saved_tensors[0], ctx.t), None
+        return grad * Step.apply(ctx.saved_tensors[0], ctx.t, ctx.element), None, None
 
 
 class Net(nn.Module):
@@ -74,29 +75,29 @@ def step():
     return ObservedStep(job, copy.deepcopy(job.model).train(), trace(job), job.batch(0, 8), 0, seed=3)
 
 
-def _forward(step):
-    """(parameters, noise by operator and operand, tensors there, inputs of masks, loss with or without windows)."""
+def _forward(step, window):
+    """(parameters, noise by operator and operand and at masks, tensors there, loss); ``window`` is a mask and an element of it."""
     p = {name: value.detach().double().requires_grad_() for name, value in step.model.named_parameters()}
-    noise, values, read = {}, {}, []
+    noise, values = {}, {}
+
+    def noisy(key, tensor):
+        noise[key] = torch.zeros_like(tensor).requires_grad_()
+        values[key] = tensor.detach()
+        return tensor + noise[key]
 
     def call(name, x):
-        operands = []
-        for place, tensor in (("x", x), ("w", p[f"{name}.weight"])):
-            noise[name, place] = torch.zeros_like(tensor).requires_grad_()
-            values[name, place] = tensor.detach()
-            operands.append(tensor + noise[name, place])
-        return F.linear(*operands, p[f"{name}.bias"])
+        return F.linear(noisy((name, "x"), x), noisy((name, "w"), p[f"{name}.weight"]), p[f"{name}.bias"])
 
-    def relu(a, windowed):
-        read.append(a)
-        return WindowedReLU.apply(a, WINDOW * float(a.detach().std(correction=0))) if windowed else F.relu(a)
+    def relu(name, a):
+        a = noisy((name, "mask"), a)
+        return WindowedReLU.apply(a, _half_width(a), window[1]) if window and window[0] == name else F.relu(a)
 
-    def loss(windowed):
-        read.clear()
-        y = call("c", relu(call("b", relu(call("a", step.batch.args[0].double()), windowed)), windowed))
-        return step.job.loss(y, step.batch)
+    y = call("c", relu("b", call("b", relu("a", call("a", step.batch.args[0].double())))))
+    return p, noise, values, step.job.loss(y, step.batch)
 
-    return p, noise, values, read, loss
+
+def _half_width(a):
+    return WINDOW * float(a.detach().std(correction=0))
 
 
 def _variance(x):
@@ -105,9 +106,9 @@ def _variance(x):
     return s**2 * residual * (1 - residual)
 
 
-def _jacobian(step, windowed):
-    p, noise, values, _, loss = _forward(step)
-    gradients = torch.autograd.grad(loss(windowed), list(p.values()), create_graph=True)
+def _jacobian(step, window=None):
+    p, noise, values, loss = _forward(step, window)
+    gradients = torch.autograd.grad(loss, list(p.values()), create_graph=True)
     rows = [
         torch.autograd.grad(element, list(noise.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
         for element in torch.cat([g.flatten() for g in gradients])
@@ -115,73 +116,80 @@ def _jacobian(step, windowed):
     return values, dict(zip(noise, map(torch.stack, zip(*rows, strict=True)), strict=True))
 
 
-def test_flips_are_what_windows_add(step, monkeypatch):
-    """Squares of the response with windows less that without, the direction averaged out over all coordinates."""
+def _expected(step):
+    """By operator: the smooth part, what elements of masks add each by itself, and the weight of the masks behind."""
+    values, without = _jacobian(step)
+    smooth, flips, weights = Counter(), Counter(), Counter()
+    for name in "abc":
+        for place in "xw":
+            smooth[name] += float((_variance(values[name, place]) * without[name, place].square().sum(0)).sum())
+    for mask in "ab":
+        a = values[mask, "mask"]
+        for element in (a.abs() < _half_width(a)).flatten().nonzero().flatten().tolist():
+            _, found = _jacobian(step, (mask, element))
+            for name in "ab"[: "ab".index(mask) + 1]:
+                for place in "xw":
+                    added = (found[name, place] - without[name, place]).square().sum(0)
+                    flips[name] += float((_variance(values[name, place]) * added).sum())
+                added = (found[mask, "mask"] - without[mask, "mask"]).flatten(1)[:, element]
+                weights[name] += float(added.square().sum() * a.var(correction=0))
+    return smooth, flips, weights
+
+
+def test_flips_are_what_elements_of_masks_add_one_by_one(step, monkeypatch):
+    """The direction averaged out over all coordinates, signs at masks by drawing them."""
     monkeypatch.setattr(mask_flips, "WINDOW", WINDOW)
-    plain_signs = hutchinson.random_signs
     sizes = [parameter.numel() for parameter in step.model.parameters()]
-    totals = Counter()
-    for index in range(sum(sizes)):
+    totals, weights, draws = Counter(), Counter(), 6
+    for index in range(draws * sum(sizes)):
 
         def signs(tensors, seed, index=index):
-            tensors = list(tensors)
-            if [tensor.numel() for tensor in tensors] != sizes:  # at the masks
-                return plain_signs(tensors, seed)
             flat = torch.zeros(sum(sizes))
-            flat[index] = 1
+            flat[index % sum(sizes)] = 1
             return [part.view_as(t).clone() for part, t in zip(flat.split(sizes), tensors, strict=True)]
 
         monkeypatch.setattr(hutchinson, "random_signs", signs)
-        totals.update(HutchinsonCollector().collect_step(step, [INT8]))
-    values, with_windows = _jacobian(step, True)
-    _, without = _jacobian(step, False)
-    for operator in step.dag.adjustable:
-        smooth = by_flips = 0.0
-        for place in "xw":
-            key = str(operator.op_id).removesuffix("#0"), place
-            variance = _variance(values[key])
-            smooth += float((variance * without[key].square().sum(0)).sum())
-            by_flips += float((variance * (with_windows[key] - without[key]).square().sum(0)).sum())
-        assert totals[operator.op_id, INT8, terms.OPERANDS] == pytest.approx(smooth, rel=1e-3)
-        assert totals[operator.op_id, INT8, terms.OPERANDS_FLIPS] == pytest.approx(FLIP_FACTOR * by_flips, rel=0.02)
-        assert (by_flips > 0) == (key[0] != "c")
-
-
-def test_noise_that_masks_read(step):
-    """Σ σ²·‖∂a/∂e‖² over the elements of a and their variance, mean over the masks behind; signs average out."""
-    rounds = 300
-    mean = Counter()
-    for seed in range(rounds):
-        mean.update(HutchinsonCollector().collect_step(attrs.evolve(step, seed=seed), [INT8]))
-    _, noise, values, read, loss = _forward(step)
-    loss(False)
+        found = HutchinsonCollector().collect_step(attrs.evolve(step, seed=index), [INT8])
+        totals.update(found)
+        for operator in step.dag.adjustable:
+            noise = found[operator.op_id, INT8, terms.OPERANDS_NOISE]
+            weights[operator.op_id] += found[operator.op_id, INT8, terms.OPERANDS_FLIPS] / noise if noise else 0.0
+    smooth, flips, behind = _expected(step)
     for operator in step.dag.adjustable:
         name = str(operator.op_id).removesuffix("#0")
-        shares = []
-        for a in read:
-            total = 0.0
-            for element in a.flatten():
-                keys = [(name, "x"), (name, "w")]
-                found = torch.autograd.grad(
-                    element, [noise[key] for key in keys], retain_graph=True, allow_unused=True, materialize_grads=True
-                )
-                total += sum(float((_variance(values[key]) * g.square()).sum()) for key, g in zip(keys, found, strict=True))
-            shares.append(total / a.numel() / float(a.detach().var(correction=0)))
-        behind = [share for share in shares if share > 0]
-        expected = sum(behind) / len(behind) if behind else 0.0
-        assert len(behind) == {"a": 2, "b": 1, "c": 0}[name]
-        assert mean[operator.op_id, INT8, terms.OPERANDS_NOISE] / rounds == pytest.approx(expected, rel=0.1)
+        assert totals[operator.op_id, INT8, terms.OPERANDS] / draws == pytest.approx(smooth[name], rel=1e-3)
+        assert totals[operator.op_id, INT8, terms.OPERANDS_FLIPS] / draws == pytest.approx(FLIP_FACTOR * flips[name], rel=0.1)
+        assert weights[operator.op_id] / draws == pytest.approx(FLIP_FACTOR * behind[name], rel=0.02)
+    assert behind["a"] > behind["b"] > behind["c"] == 0
 
 
-def test_noise_that_masks_read_in_parts(step):
+def test_the_weight_of_masks_is_that_of_every_variant(step, monkeypatch):
+    monkeypatch.setattr(mask_flips, "WINDOW", WINDOW)
+    found = HutchinsonCollector().collect_step(step, [INT8, BFLOAT16])
+    for operator in step.dag.adjustable[:2]:
+        flips = [
+            found[operator.op_id, variant, term]
+            for variant, term in ((INT8, terms.OPERANDS_FLIPS), (BFLOAT16, terms.OPERANDS_FLIPS), (BFLOAT16, terms.OUTPUT_FLIPS))
+        ]
+        noise = [
+            found[operator.op_id, variant, term]
+            for variant, term in ((INT8, terms.OPERANDS_NOISE), (BFLOAT16, terms.OPERANDS_NOISE), (BFLOAT16, terms.OUTPUT_NOISE))
+        ]
+        weights = [flip / part for flip, part in zip(flips, noise, strict=True)]
+        assert weights == pytest.approx([weights[0]] * 3)
+
+
+def test_flips_in_parts(step, monkeypatch):
     """Smaller parts have scales and standard deviations of their own: about the same."""
+    monkeypatch.setattr(mask_flips, "WINDOW", WINDOW)
     rounds = 100
     means = []
     for parts in (1, 2):
         mean = Counter()
         for seed in range(rounds):
-            mean.update(HutchinsonCollector(parts).collect_step(attrs.evolve(step, seed=seed), [Variant.of(Precision.BFLOAT16)]))
+            mean.update(HutchinsonCollector(parts).collect_step(attrs.evolve(step, seed=seed), [BFLOAT16]))
         means.append(mean)
-    for (op_id, variant, term), value in means[0].items():
-        if term in (terms.OPERANDS_NOISE, terms.OUTPUT_NOISE):
-            assert means[1][op_id, variant, term] == pytest.approx(value, rel=0.5)
+    for operator in step.dag.adjustable[:2]:
+        for term in (terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE):
+            whole, split = (mean[operator.op_id, BFLOAT16, term] for mean in means)
+            assert 0.5 * whole < split < 2 * whole, term

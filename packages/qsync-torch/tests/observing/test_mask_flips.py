@@ -113,11 +113,11 @@ def test_what_is_not_differentiated_is_no_mask():
     assert masks.seen == []
 
 
-def _flips(function, a, grad, v):
+def _flips(function, a, grad, v, seed=None):
     """What the derivative of the gradient that ``function`` hands to ``a``, in the direction v, adds by flips."""
     a = a.clone().requires_grad_()
     grad = grad.clone().requires_grad_()
-    with Masks() as masks:
+    with Masks(seed) as masks:
         output = function(a)
     (first,) = torch.autograd.grad(output, a, grad, create_graph=True)
     (first * v).sum().backward()
@@ -214,6 +214,24 @@ def test_flips_of_relu_against_noise(mean, sigma):
     found = _flips(F.relu, a, grad, torch.ones_like(a))
     windowed = ((2 * sigma) ** 2 * found.flips.double().square()).sum()
     assert float(FLIP_FACTOR * windowed / sigma) == pytest.approx(float(true), rel=0.04)
+
+
+@pytest.mark.parametrize("function", [F.relu, lambda a: F.max_pool2d(a, 2)], ids=["relu", "max_pool2d"])
+def test_a_flip_has_a_sign_of_its_own(function, monkeypatch):
+    """Both elements that a pooling exchanges have the same, so that noise which they share does not count."""
+    monkeypatch.setattr(mask_flips, "WINDOW", 0.5)
+    torch.manual_seed(0)
+    a, v = torch.randn(4, 8, 16, 16), torch.randn(4, 8, 16, 16)
+    grad = torch.randn_like(function(a))
+    plain = _flips(function, a, grad, v).flips.double()
+    signed, again, other = (_flips(function, a, grad, v, seed).flips.double() for seed in (3, 3, 4))
+    assert torch.equal(signed.abs(), plain.abs())
+    assert torch.equal(signed, again)
+    assert not torch.equal(signed, other)
+    changed = (signed != plain)[plain != 0].double()
+    assert float(changed.mean()) == pytest.approx(0.5, abs=0.05)
+    if function is not F.relu:
+        torch.testing.assert_close(F.avg_pool2d(signed, 2), torch.zeros_like(F.avg_pool2d(signed, 2)))
 
 
 @pytest.mark.parametrize("options", [{"kernel_size": 2}, {"kernel_size": 3, "stride": 3}], ids=["2", "3"])

@@ -77,7 +77,7 @@ def test_predictions_of_a_compiled_script_are_off_by_the_measured_factor(monkeyp
 
     monkeypatch.setattr(torch, "compile", Compiled)
     monkeypatch.setattr(whole_step, "measure_step", measure_step)
-    bench = Bench(job, dag, torch.device("cpu"), SimpleNamespace(rank=0), None, Board(), compiles=True)
+    bench = Bench(job, dag, torch.device("cpu"), SimpleNamespace(rank=0), None, Board())
     for eager_ns, said in ((4_000_000, "they are 60% more"), (2_000_000, "they are 20% less")):
         told = bench._compiled("infer", StepMeasurement(Variant.plain(Precision.FLOAT32), eager_ns, 0, 0, 0, 0, 0, 0, 0))
         assert "a step of infer in float32 takes 2.50 ms here" in told
@@ -92,6 +92,6 @@ def test_a_model_that_does_not_compile_says_why_predictions_are_unchecked(monkey
 
     job = plain_job()
     monkeypatch.setattr(torch, "compile", refuse)
-    bench = Bench(job, trace(job), torch.device("cpu"), SimpleNamespace(rank=0), None, Board(), compiles=True)
+    bench = Bench(job, trace(job), torch.device("cpu"), SimpleNamespace(rank=0), None, Board())
     told = bench._compiled("infer", None)
     assert "its step fails once compiled (RuntimeError: no C++ compiler was found), and they are of the eager step" in told

@@ -16,7 +16,16 @@ from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Participant, Wish
-from qsync_torch.prepare.roles import compared, contradiction, described_groups, otherwise, renamed, roles_said, to_repeat
+from qsync_torch.prepare.roles import (
+    all_alike,
+    compared,
+    contradiction,
+    described_groups,
+    otherwise,
+    renamed,
+    roles_said,
+    to_repeat,
+)
 
 FLOAT32, BFLOAT16 = Variant.of(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
 GIB = 1 << 30
@@ -233,3 +242,13 @@ def test_roles_of_equal_devices_are_no_contradiction_by_noise():
     assert contradiction(cluster, {"a": 110, "b": 90}, Precision.FLOAT32) == ""
     warning = contradiction(cluster, {"a": 200, "b": 90}, Precision.FLOAT32)
     assert warning.startswith("a trains and b infers, as was said, but by the profiles a is the slower one")
+
+
+def test_groups_are_alike_where_all_were_compared_and_none_differs():
+    steps, spreads = {"a": 2_000_000, "b": 2_200_000}, {"a": 90_000, "b": 90_000}
+    assert all_alike(CPUS, probed(steps, spreads))
+    unlike = {"a": 2_000_000, "b": 9_000_000}
+    assert all_alike(CPUS, probed(unlike, spreads))  # of equal devices one moment says nothing
+    assert not all_alike(CPUS, probed(unlike, spreads, unlike))
+    assert not all_alike(CPUS, probed({"a": 2_000_000}, spreads))
+    assert not all_alike(CPUS[:1], probed(steps, spreads))

@@ -31,22 +31,36 @@ def group(name: str, device: DeviceType, *places: tuple[str, str]) -> Group:
     )
 
 
-def plan_of(groups: list[Group], recommended: tuple[str, ...] = ()) -> PrecisionPlan:
+def plan_of(groups: list[Group], recommended: tuple[str, ...] = (), accumulate: int = 1) -> PrecisionPlan:
     entries = tuple(
         GroupPlan(group.name, Role.INFER if number else Role.TRAIN, len(group.ranks), group.first.device, Precision.FLOAT32, {})
         for number, group in enumerate(groups)
     )
     batches = {group.name: 16 for group in groups}
     return PrecisionPlan(
-        "m", "", (), {}, "", "", 1, 1, 0.0, None, entries, "", local_batches=batches, recommended_groups=recommended
+        "m",
+        "",
+        (),
+        {},
+        "",
+        "",
+        1,
+        1,
+        0.0,
+        None,
+        entries,
+        "",
+        local_batches=batches,
+        recommended_groups=recommended,
+        accumulate=accumulate,
     )
 
 
-def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str, **options: Any) -> Start:
+def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str, accumulate: int = 1, **options: Any) -> Start:
     run = RunFolder(folder)
     (folder / "plans").mkdir()
-    save(plan_of([group for group in groups if group.name in kept]), run.plan(kept))
-    start = how_to_start(run, plan_of(groups, kept), groups, script or ("train.py",), **options)
+    save(plan_of([group for group in groups if group.name in kept], accumulate=accumulate), run.plan(kept))
+    start = how_to_start(run, plan_of(groups, kept, accumulate), groups, script or ("train.py",), **options)
     assert start is not None
     return start
 
@@ -64,6 +78,14 @@ def test_on_one_machine_it_is_one_line(tmp_path):
         "(docs/coming-and-going.md)",
         "the line of the script is qsync.hybrid(..., run='run')",
     ]
+
+
+def test_a_step_of_several_micro_batches_has_the_samples_of_all(tmp_path):
+    groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""))]
+    said = found(tmp_path, groups, ("b",), caller=HYBRID, accumulate=3).sentences(Path("run"))[2]
+    assert said.startswith(
+        "a step then has 48 samples, each rank its own 3 batches, and not the 96 of all groups; where the learning rate is for 96, "
+    )
 
 
 def test_a_trainers_script_has_its_adapters_line_and_no_loop_of_its_own(tmp_path):

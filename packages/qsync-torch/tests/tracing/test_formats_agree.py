@@ -125,6 +125,41 @@ def test_formats_under_autocast_do_not_depend_on_the_plan(text: str, lowered: bo
     assert found == {name: expected[name] for name in found}
 
 
+class Sums(nn.Module):
+    """Logarithms of sums of exponentials, each a module of its own so that its output is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.sums, self.running = nn.Linear(8, 8), nn.Linear(8, 8), Of(torch.logsumexp), Of(torch.logcumsumexp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.running(self.b(self.a(x) - self.sums(self.a(x)).unsqueeze(-1)))
+
+
+class Of(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, -1)
+
+
+@pytest.mark.parametrize(("amp", "expected"), [(None, "float32"), ("bfloat16", "bfloat16")])
+def test_logarithms_of_sums_are_in_float32_for_a_plan_and_as_they_arrive_under_autocast(amp: str | None, expected: str) -> None:
+    kinds, job = ("logsumexp", "logcumsumexp"), attrs.evolve(mixed_job(), model=Sums(), amp=amp)
+    dag = trace(job)
+    variants = dict.fromkeys((o.op_id for o in dag.adjustable), Variant.of(Precision.INT8, output=Precision.BFLOAT16))
+    formats = predicted(dag, variants, Autocast.of(dag.base, DeviceKind.CPU))
+    assert {o.kind: formats[str(o.op_id)] for o in dag.operators if "sumexp" in o.kind} == dict.fromkeys(kinds, expected)
+    seen = []
+    for module in (job.model.sums, job.model.running):
+        module.register_forward_hook(lambda _, __, output: seen.append(str(output.dtype).removeprefix("torch.")))
+    apply_(job.model, variants, base=dag.base)
+    job.compute_loss(job.batch(0, job.batch_size))
+    assert seen == [expected] * 2
+
+
 def test_autocast_lists_are_those_of_pytorch() -> None:
     """PyTorch's header names every function that autocast runs in its format, and in float32 on CUDA."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"

@@ -137,6 +137,15 @@ def test_other_jobs_that_can_not_be_traced(broken: Job, kind: type[QSyncError], 
         trace(broken)
 
 
+@pytest.mark.parametrize("key", ["C#", "red\x1b[31m", "two\nlines", "x" * 1100])
+def test_a_module_whose_name_no_operator_can_have_is_named(key: str) -> None:
+    model = nn.Sequential()
+    model.add_module(key, nn.Linear(4, 4))
+    shown = re.escape(repr(key[:80]))
+    with pytest.raises(TraceError, match=rf"an operator's FQN is .* got {shown}; give that module of the model another name"):
+        trace(job(model))
+
+
 def test_a_job_needs_shapes() -> None:
     with pytest.raises(JobError, match=r"weight of broken has no shape yet.*: run the model on one first"):
         job(nn.LazyLinear(4))

@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import TraceError
@@ -283,3 +286,27 @@ def test_sparse_inputs() -> None:
     assert next(o.not_applicable for o in dag.operators if str(o.op_id) == "0#0") == "its input is sparse_coo, not dense"
     with pytest.raises(TraceError, match=r"sparse cannot be traced with input in sparse_csr: give it dense, or as to_sparse\(\)"):
         trace(of_layout(torch.Tensor.to_sparse_csr))
+
+
+class Gathered(nn.Module):
+    """Features of all ranks, as contrastive losses compare them."""
+
+    def __init__(self, gather) -> None:
+        super().__init__()
+        self.encoder, self.head, self.gather = nn.Linear(4, 4), nn.Linear(4, 4), gather
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat(tuple(self.gather(self.encoder(x)))))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@pytest.mark.parametrize("gather", [collectives.all_gather, lambda h: [collectives.all_reduce(h)] * 3], ids=["gather", "reduce"])
+def test_differentiable_collectives_are_traced_as_if_all_ranks_did_as_this_one(gather) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        dag = trace(job(Gathered(gather)))
+    finally:
+        dist.destroy_process_group()
+    alone = trace(job(Gathered(lambda h: [h] * 3)))
+    assert [str(operator.op_id) for operator in dag.adjustable] == ["encoder#0", "head#0"]
+    assert [operator.flops for operator in dag.adjustable] == [operator.flops for operator in alone.adjustable]

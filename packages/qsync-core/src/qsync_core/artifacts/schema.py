@@ -36,7 +36,7 @@ KINDS: dict[str, type] = {
 
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
-    "Sensitivity": 4,
+    "Sensitivity": 5,
     "PrecisionDag": 4,
     "PrecisionPlan": 6,
     "Profile": 7,
@@ -70,6 +70,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 7): {"check": None},
     ("Sensitivity", 3): {"copies": {}},
     ("Sensitivity", 4): {"errors": {}},
+    ("Sensitivity", 5): {"masks": {}},
     ("Timeline", 2): {"software": {}},
 }
 """Fields that a version of a kind adds at its end, with what they hold in plain content of the version before.

@@ -68,10 +68,10 @@ class QSyncGroup(click.Group):
 
         def failed(sentence: str, error: BaseException) -> NoReturn:
             name = ctx.invoked_subcommand
-            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            if isinstance(error, OSError) and (remedy := _NOTHING_WRITTEN.get(error.errno or 0)):
                 where = f" ({error.filename})" if error.filename else ""
                 raise QSyncError(
-                    f"qsync {name or ''} cannot write what it needs{where}: {error.strerror}; make room and start it again"
+                    f"qsync {name or ''} cannot write what it needs{where}: {error.strerror}; {remedy} and start it again"
                 )
             if name is None or name in self.commands:
                 raise error
@@ -108,8 +108,11 @@ def _tell_torchrun(sentence: str) -> None:
             Path(path).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
 
 
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-"""Errors of the system when any file that a command, or a library under it, writes finds no room: no fault of the command."""
+_NOTHING_WRITTEN = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
+    errno.EROFS: "have it write to another folder",
+}
+"""What to do where the system lets a command, or a library under it, write no file: no fault of the command."""
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),

@@ -54,12 +54,13 @@ Calls of one module read one rounded weight; each is written an equal part of wh
 ``output``            over the output where ``variant.output`` is a 16-bit format; absent means 0
 ``gradient``          over the copies of the incoming gradient and over the gradient of the input, in their formats, and the
                       squared rounding error of the weight's gradient where the product writes 16 bits
-``operands_flips``    what flipping masks add to ``operands``: the same sum of the response through masks' windowed derivatives,
-                      times 2√(2/π)·t over the standard deviation that t, the half width of the window, was taken from; absent
-                      without ReLU and max pooling
+``operands_flips``    what flips of masks' elements, each by itself, add to ``operands``: the same sum of the response through
+                      masks' windowed derivatives with a random sign for every element, times 2√(2/π)·t over the standard
+                      deviation that t, the half width of the window, was taken from; absent without ReLU and max pooling
 ``output_flips``      the same for ``output``
 ``operands_noise``    squared error that the operands' rounding causes in what masks read, over its variance; mean over the masks
-                      behind the operator
+                      behind the operator, by what their flips do to the gradient: flips / √noise over √noise is Σ of these
+                      weights, which does not depend on the variant
 ``output_noise``      the same for rounding the output
 ====================  ================================================================================================
 

@@ -75,6 +75,9 @@ AUTOCAST_IN_FLOAT32_ON_CUDA = frozenset(
 )  # fmt: skip
 """Kinds that autocast runs in float32 on CUDA: PyTorch's own list without the losses, which are float32 in any case."""
 
+FIXED_FOR_PLANS_ALONE = frozenset(["logsumexp", "logcumsumexp"])
+"""Kinds whose inputs a plan brings to float32, and autocast leaves as they arrive (but for those that it lists)."""
+
 
 @attrs.frozen
 class Autocast:
@@ -117,9 +120,8 @@ def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Aut
     """The format that an operator without a variant runs in, given the formats of its inputs and the job's autocast."""
     if autocast is not None and (forced := autocast.format_of(operator.kind)) is not None:
         return forced
-    if operator.op_class is OpClass.FIXED or not inputs:
-        return Precision.FLOAT32
-    return promote(*inputs)
+    follows = operator.op_class is not OpClass.FIXED or (autocast is not None and operator.kind in FIXED_FOR_PLANS_ALONE)
+    return promote(*inputs) if follows and inputs else Precision.FLOAT32
 
 
 def output_precision(

@@ -29,6 +29,8 @@ class Sensitivity:
         copies: what Ω gains where an operator reads the copy that a fused chain with a residual writes, likewise; absent is 0
             (docs/design/indicator.md#copies-behind-a-shortcut).
         errors: the standard error of Ω, likewise, of how updates differ; absent where it is not known.
+        masks: what flips of all masks behind an operator would do to the gradients under noise as large as what they read; absent
+            where it shares no masks.  An operator with more reaches all masks that one with less does.
     """
 
     model: str
@@ -40,6 +42,7 @@ class Sensitivity:
     flips: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
     copies: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
     errors: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
+    masks: Mapping[OpId, float] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in itertools.chain(self.omega.items(), self.copies.items(), self.errors.items()):
@@ -49,6 +52,9 @@ class Sensitivity:
                         f"Ω of {op_id} at {variant.label} must be a finite number ≥ 0, got {value!r}; "
                         "the statistics behind it contain NaN, infinite or negative values"
                     )
+        for op_id, weight in self.masks.items():
+            if not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight <= 0:
+                raise ValueError(f"the weight of the masks behind {op_id} must be a finite number above 0, got {weight!r}")
         for op_id, by_variant in self.flips.items():
             for variant, part in by_variant.items():
                 whole = self.omega.get(op_id, {}).get(variant, 0.0)

@@ -3,15 +3,14 @@
 See docs/design/allocator.md#the-verdict.
 
 The smooth parts of Ω add up over operators.  Masks that flip are shared: noise flips a mask with a probability that goes with the
-noise's standard deviation, and the noises of several operators at one mask add in squares.  If all operators reached the same
-masks, their parts would add in squares too; if no two reached the same one, they would add up.  The exponent of
-:func:`plan_error` is between the two.
+noise's standard deviation, and the noises of several operators at one mask add in squares (:func:`plan_error`).
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
@@ -27,8 +26,6 @@ from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_of, samples_
 
 MAX_SUBSET_GROUPS = 5
 """Groups up to which every subset is tried, under every way to communicate; beyond, only single groups and leaving out one."""
-FLIP_EXPONENT = 1.5
-"""Exponent from 1, no shared masks, to 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
 
 
 class Means(enum.IntEnum):
@@ -213,19 +210,40 @@ def _sentence(best: Way, told: str, groups: tuple[str, ...], hybrid: JobOfGroups
 
 
 def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> float:
-    """E‖Δ∂L/∂θ‖² of one device on which operators run in these variants together: Σ (Ω − B) + (Σ B^p)^(1/p), B the part of flips.
+    """E‖Δ∂L/∂θ‖² of one device on which operators run in these variants together: Σ (Ω − B), and the parts B of flips by the masks
+    that operators share (docs/design/indicator.md#whole-plans).
 
     Args:
-        sensitivity: Ω and B.
+        sensitivity: Ω, B, and the masks behind operators.
         variants: by operator; what the sensitivity does not rate counts 0, as the base precision does.
     """
-    smooth, powers = 0.0, 0.0
+    error, shared = 0.0, []
     for op_id, variant in variants.items():
         whole = sensitivity.omega.get(op_id, {}).get(variant, 0.0)
         part = sensitivity.flips.get(op_id, {}).get(variant, 0.0)
-        smooth += whole - part
-        powers += part**FLIP_EXPONENT
-    return smooth + float(powers ** (1 / FLIP_EXPONENT))
+        masks = sensitivity.masks.get(op_id)
+        if masks is None:
+            error += whole
+        else:
+            error += whole - part
+            shared.append((masks, part / masks))
+    return error + sum(width * math.sqrt(noise) for width, noise in noise_at_masks(shared))
+
+
+def noise_at_masks(operators: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Add up noise from mask to mask, from the first to the last.
+
+    Args:
+        operators: the weight of the masks behind each, and the relative standard deviation of its noise there.
+
+    Yields:
+        The weight of masks that the same operators reach, and the variance of the noise of all of these there.
+    """
+    first_to_last = sorted(operators, reverse=True)
+    variance = 0.0
+    for (masks, deviation), (behind, _) in itertools.pairwise([*first_to_last, (0.0, 0.0)]):
+        variance += deviation**2
+        yield masks - behind, variance
 
 
 def error_notes(sensitivity: Sensitivity | None, groups: Iterable[GroupPlan]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ See docs/design/indicator.md#hutchinson.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import attrs
@@ -31,7 +31,7 @@ _Sources = dict[tuple[OpId, Noise], Variant]
 
 
 class Hutchinson:
-    """Ω = mean over updates of A + B/√(relative output noise).
+    """Ω = mean over updates of A + B/√(relative noise at masks).
 
     A = Σ σ²·h² + (Σ μ·h)² is the smooth part: forward operands, output and gradients.  B is what masks that flip add: it goes with
     the noise, not its square, hence the root (:mod:`qsync_core.ir.observations`).
@@ -44,9 +44,9 @@ class Hutchinson:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        averaged = UpdateMean.of(observations)
+        mean = UpdateMean.of(observations).mean
         return {
-            op_id: {variant: averaged.mean(parts.whole) for variant, parts in by_variant.items()}
+            op_id: {variant: mean(parts.whole) for variant, parts in by_variant.items()}
             for op_id, by_variant in _parts(dag, variants, observations).items()
         }
 
@@ -70,11 +70,20 @@ class Hutchinson:
         assert observations is not None
         if not _has_flips(observations):
             return {}
-        averaged = UpdateMean.of(observations)
+        mean = UpdateMean.of(observations).mean
         return {
-            op_id: {
-                variant: max(0.0, averaged.mean(parts.whole) - averaged.mean(parts.smooth)) for variant, parts in by_variant.items()
-            }
+            op_id: {variant: max(0.0, mean(parts.whole) - mean(parts.smooth)) for variant, parts in by_variant.items()}
+            for op_id, by_variant in _parts(dag, variants, observations).items()
+        }
+
+    def masks(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Mapping[OpId, float]:
+        """B/√noise over √noise, which is the same for all variants that make noise; see :class:`RatesFlips`."""
+        assert observations is not None
+        if not _has_flips(observations):
+            return {}
+        mean = UpdateMean.of(observations).mean
+        return {
+            op_id: mean([max(weights) for weights in zip(*(parts.masks for parts in by_variant.values()), strict=True)])
             for op_id, by_variant in _parts(dag, variants, observations).items()
         }
 
@@ -128,10 +137,11 @@ def _has_flips(observations: Observations) -> bool:
 
 @attrs.frozen
 class _Parts:
-    """A, and B over the root of the noise, of every update."""
+    """A, B over the root of the noise, and that over the root once more, of every update."""
 
     smooth: Sequence[float]
     flips: Sequence[float]
+    masks: Sequence[float]
 
     @property
     def whole(self) -> list[float]:
@@ -187,6 +197,7 @@ def _per_update(
         if flips and flip_term:
             flipping = [a + b for a, b in zip(flipping, read(flip_term), strict=True)]
             noise = [a + b for a, b in zip(noise, read(noise_term), strict=True)]
-    # The windowed estimate may come out below the plain one by chance.
+    # Where it is negative, an older version wrote it, as a difference.
     roots = [math.sqrt(relative) if relative > 0 else math.inf for relative in noise]
-    return _Parts(smooth, [max(0.0, b) / root for b, root in zip(flipping, roots, strict=True)])
+    flips_by_update = [max(0.0, b) / root for b, root in zip(flipping, roots, strict=True)]
+    return _Parts(smooth, flips_by_update, [b / root for b, root in zip(flips_by_update, roots, strict=True)])

@@ -57,6 +57,14 @@ class RatesFlips(Protocol):
         """
         ...
 
+    def masks(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Mapping[OpId, float]:
+        """What flips of all masks behind an operator would do to the gradients under noise as large as what they read.
+
+        An operator whose number is larger reaches all masks of one whose number is smaller, and some before them.  One that is
+        absent shares no masks.  Arguments as in :meth:`Indicator.omega`.
+        """
+        ...
+
 
 @runtime_checkable
 class RatesErrors(Protocol):

@@ -40,19 +40,21 @@ PROMOTED: frozenset[Function] = frozenset(
     [
         *_named(torch, "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
         *_named(torch, "addmm", "addmv", "addbmm", "baddbmm", "chain_matmul"),
-        *_named(torch, "einsum", "tensordot", "bilinear", "cdist", "cross", "lerp", "addcmul", "addcdiv", "grid_sampler"),
+        *_named(torch, "einsum", "tensordot", "bilinear", "cross", "lerp", "addcmul", "addcdiv", "grid_sampler"),
         *_named(torch, "heaviside", "vecdot"),
         *_named(torch.linalg, "matmul", "multi_dot", "vecdot", "cross"),
         *_named(torch.sparse, "mm", "addmm"),
         *_named(F, "embedding_bag"),
         *_named(torch, "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *_named(torch, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
+        *_named(torch, "index_reduce"),
         *_named(torch, "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        *_named(torch._VF, "lstm", "gru", "rnn_tanh", "rnn_relu", "einsum", "tensordot", "cdist"),
+        *_named(torch._VF, "lstm", "gru", "rnn_tanh", "rnn_relu", "einsum", "tensordot"),
         *_named(F, "linear", "bilinear", "grouped_mm", "grid_sample", "scaled_dot_product_attention", "cosine_similarity", "prelu"),
         *_named(torch.Tensor, "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
         *_named(torch.Tensor, "addmm", "addmv", "addbmm", "baddbmm", "lerp", "addcmul", "addcdiv", "cross"),
         *_named(torch.Tensor, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
+        *_named(torch.Tensor, "index_reduce"),
     ]
 )  # fmt: skip
 """Functions that take several tensors and refuse mixed floating-point dtypes."""
@@ -83,7 +85,10 @@ FORMAT_READS: frozenset[Function] = frozenset(_named(torch.Tensor.dtype, "__get_
 """``h.dtype``, into which a model may cast something else."""
 
 WRITES: frozenset[Function] = frozenset(
-    _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
+    [
+        *_named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "scatter_reduce_", "index_add_"),
+        *_named(torch.Tensor, "index_copy_", "index_reduce_", "masked_scatter_"),
+    ]
 )
 """Writes into an existing tensor: what is written takes the format of what is written to."""
 

@@ -80,7 +80,7 @@ def job_of(
             f"the loss_fn of {name} is a {type(loss_fn).__name__}; pass the function of output and target, or None where the model "
             "returns its own loss"
         )
-    make_optimizer = maker_of(name, model, optimizer)
+    make_optimizer = maker_of(name, model, optimizer, loss_fn)
     batches = [as_batch(name, model, loss_fn, given) for given in first_batches(name, loader)]
     check_samples_first(name, batches[0])
     if amp is None:

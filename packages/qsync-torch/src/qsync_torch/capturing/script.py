@@ -29,10 +29,8 @@ LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
 _TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
 _AUTOCAST = re.compile(r"\bautocast\(")
-_COMPILE = re.compile(
-    r"^[^#\n]*\b(?:(?!re\b|regex\b)\w+\.compile\b|torch_compile\s*=\s*True|dynamo_(?:backend|plugin)\s*=)", re.MULTILINE
-)
-"""PyTorch's ways and QSync's, that of the Trainer's arguments, and those of Accelerate."""
+_COMPILE = re.compile(r"^[^#\n]*\b(?!re\b|regex\b)\w+\.compile\b", re.MULTILINE)
+"""PyTorch's ways and QSync's.  Adapters read their trainer's settings (:attr:`~qsync_torch.job.Job.compiles`)."""
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
 
@@ -123,7 +121,8 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job,
         raise JobError(
             f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
         )
-    return handover.job, handover.caller
+    job = handover.job
+    return attrs.evolve(job, compiles=job.compiles or _compiles(path)), handover.caller
 
 
 def unsaid_autocast(path: str | Path, job: Job) -> str:
@@ -136,9 +135,9 @@ def unsaid_autocast(path: str | Path, job: Job) -> str:
     )
 
 
-def compiles(path: str | Path) -> bool:
-    """Whether a script compiles its model, by PyTorch's, QSync's or a trainer's own words for that."""
-    return _COMPILE.search(Path(path).read_text(encoding="utf-8", errors="replace")) is not None
+def _compiles(path: Path) -> bool:
+    """Whether a script's text compiles its model; of a trainer that does, its adapter knows."""
+    return _COMPILE.search(path.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def _run(path: Path, handover: _Handover) -> None:

@@ -7,16 +7,20 @@ that has said nothing, and not a hang or a garbled answer.  Keys of a round go w
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NoReturn
 
 import attrs
 import torch.distributed as dist
 
 from qsync_core.errors import RankError
+from qsync_core.printable import printable
 from qsync_torch.distributed.bounded_store import TIMEOUT_VARIABLE, BoundedStore, StoreSilent, bounded
 from qsync_torch.distributed.process_group import rank_count
 
@@ -230,6 +234,16 @@ def beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]
 def grace_s(timeout_s: float) -> float:
     """How long a rank stays that gives up after a time of waiting."""
     return min(_GRACE_S, _GRACE * timeout_s)
+
+
+def end_process(error: str) -> NoReturn:
+    """End this process with a sentence from a thread beside one that waits without end.
+
+    On the standard error that the process was started with: a bar of progress may have put a writer of its own in its place, which
+    writes when the next line of the main thread comes.
+    """
+    print(printable(f"error: {error}"), file=sys.__stderr__ or sys.stderr, flush=True)
+    os._exit(1)
 
 
 def late(silent: Sequence[int], what: str, limit_s: float, rank: int) -> str:

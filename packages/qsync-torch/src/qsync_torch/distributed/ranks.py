@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,9 +19,18 @@ from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSync
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
-from qsync_core.printable import printable
 from qsync_torch.distributed.bounded_store import StoreSilent, collective_timeout, rank_timeout_s
-from qsync_torch.distributed.exchange import Exchange, Members, Report, beside, by_value, grace_s, rank_list, store_has_gone
+from qsync_torch.distributed.exchange import (
+    Exchange,
+    Members,
+    Report,
+    beside,
+    by_value,
+    end_process,
+    grace_s,
+    rank_list,
+    store_has_gone,
+)
 from qsync_torch.distributed.meeting import store_of_environment
 from qsync_torch.distributed.process_group import in_process_group
 
@@ -264,10 +272,7 @@ def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> It
             found = None if done.wait(grace_s(rank_timeout_s())) else (store_has_gone(what, error), {})
         if found is not None:
             missing, reports = found
-            print(
-                printable(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}"), file=sys.stderr, flush=True
-            )
-            os._exit(1)
+            end_process(missing or str(_disagreement(reports, members.rank, as_well=False)))
 
     with beside("qsync-watch", watch):
         yield

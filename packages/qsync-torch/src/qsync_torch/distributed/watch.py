@@ -7,8 +7,6 @@ of each rank shows that its process lives, and looks whether the others do.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +15,17 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from qsync_core.errors import RankError
-from qsync_core.printable import printable
 from qsync_torch.distributed.bounded_store import BoundedStore, rank_timeout_s
-from qsync_torch.distributed.exchange import BEATS_PER_TIMEOUT, Members, beside, grace_s, late, no_sign_of_life, store_has_gone
+from qsync_torch.distributed.exchange import (
+    BEATS_PER_TIMEOUT,
+    Members,
+    beside,
+    end_process,
+    grace_s,
+    late,
+    no_sign_of_life,
+    store_has_gone,
+)
 
 _LEFT = "left"
 
@@ -29,7 +35,8 @@ def watched(what: str, members: Members | None) -> Iterator[None]:
     """Run a block on every rank, which ends with the process where another rank gives no sign of life or fails.
 
     The others' silence is noticed after ``QSYNC_RANK_TIMEOUT_S`` seconds.  This rank then has a moment to end by itself, where it
-    has noticed too; else the sentence goes to standard error, and the process ends with status 1.
+    has noticed too (and as many seconds where another one has failed, and not fallen silent); else the sentence goes to standard
+    error, and the process ends with status 1.
 
     Args:
         what: the call, as its user knows it; equal on all ranks.
@@ -72,33 +79,40 @@ class _Watch:
         """Show that this rank lives, and look after the others until one is missing."""
         heard, since = dict.fromkeys(self._others, b""), dict.fromkeys(self._others, time.monotonic())
         while True:
+            moment_s = grace_s(self._timeout_s)
             try:
                 self._beats += 1
                 self._say({"beats": self._beats})
-                found = self._look(heard, since)
+                if found := self._failed(heard, since):
+                    moment_s = self._timeout_s  # this rank may only be busy, and hear the reason in the other's own words
+                else:
+                    found = self._missing(heard, since)
             except dist.DistError as error:
                 found = store_has_gone(self._what, error)
-            if found and not done.wait(grace_s(self._timeout_s)):
-                print(printable(f"error: {found}"), file=sys.stderr, flush=True)
-                os._exit(1)
+            if found and not done.wait(moment_s):
+                end_process(found)
             if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
                 return
 
     def _say(self, state: dict[str, object]) -> None:
         self._store.set(str(self._rank), json.dumps(state))
 
-    def _look(self, heard: dict[int, bytes], since: dict[int, float]) -> str:
-        """What is wrong with the other ranks, as a sentence that may be empty."""
+    def _failed(self, heard: dict[int, bytes], since: dict[int, float]) -> str:
+        """Hear the other ranks; which one has failed, as a sentence that may be empty."""
         came = [rank for rank in since if heard[rank] or self._store.check([str(rank)])]
         said = dict(zip(came, self._store.multi_get(list(map(str, came))) if came else [], strict=True))
-        now = time.monotonic()
         for rank, state in said.items():
             if state != heard[rank]:
-                heard[rank], since[rank] = state, now
+                heard[rank], since[rank] = state, time.monotonic()
             if (error := json.loads(state).get(_LEFT)) is not None:
                 del since[rank]
                 if error:
                     return f"rank {rank} has failed in {self._what} ({error}): see what it printed last"
+        return ""
+
+    def _missing(self, heard: dict[int, bytes], since: dict[int, float]) -> str:
+        """Which rank has not come, or gives no sign of life any more, as a sentence that may be empty."""
+        now = time.monotonic()
         silent = [rank for rank, last in since.items() if now - last >= self._timeout_s]
         absent = [rank for rank in silent if not heard[rank]]
         if absent:

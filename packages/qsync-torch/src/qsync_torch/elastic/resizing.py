@@ -123,6 +123,7 @@ def _tell(text: str) -> None:
 
 def _recommended(whole: PrecisionPlan, groups: Mapping[int, str], now: int, planned: int, caller: Caller) -> str:
     left_out = " and ".join(repr(entry.group) for entry in whole.groups if entry.group not in groups.values())
+    now, planned = now * whole.accumulate, planned * whole.accumulate
     return (
         f"this job trains without {left_out}, as the plan recommends: a step has {now} samples, and not the {planned} of all "
         f"groups; where the learning rate is for {planned}, {caller.keep_samples}"
@@ -131,6 +132,7 @@ def _recommended(whole: PrecisionPlan, groups: Mapping[int, str], now: int, plan
 
 def _unchosen(whole: PrecisionPlan, groups: Mapping[int, str], now: int, planned: int, caller: Caller) -> str:
     here = Counter(groups.values())
+    now, planned = now * whole.accumulate, planned * whole.accumulate
     ranks = ", ".join(f"{here[entry.group]} of {entry.count} in {entry.group!r}" for entry in whole.groups)
     keep_global, keep_local = (caller.with_option(f"resize={choice!r}") for choice in ("keep-global", "keep-local"))
     looped = f"{keep_global} and the loop over applied.micro_batches(ddp), or with " if caller.own_loop else ""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch import nn
 
 from qsync_core.errors import PlanError
@@ -71,7 +71,8 @@ def hybrid(
     check_accelerator(accelerator, model)
     steps = accelerator.gradient_accumulation_steps
     if is_wanted():
-        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=settings.amp, accumulate=steps), _CALLER)
+        job = job_of(model, optimizer, loss_fn, loader, name=name, amp=settings.amp, accumulate=steps)
+        hand_over(attrs.evolve(job, compiles=compiles(accelerator)), _CALLER)
     planned = plan_accelerator(accelerator, model, run, settings, options, _CALLER)
     applied = planned.applied
     applied.meet_accumulation(steps)
@@ -92,6 +93,12 @@ def accelerator_settings(accelerator: Accelerator) -> TrainerSettings:
         raise PlanError(f"a plan chooses each operator's precision itself, and mixed_precision={mode!r} would as well: set 'no'")
     wanted = {base: f"mixed_precision={name!r}" for name, base in _AUTOCAST.items()}
     return TrainerSettings("Accelerate", f"mixed_precision={mode!r}", _AUTOCAST[mode], wanted)
+
+
+def compiles(accelerator: Accelerator) -> bool:
+    """Whether an accelerator compiles its model, whoever told it so: a Trainer's arguments, ``accelerate launch``."""
+    plugin = accelerator.state.dynamo_plugin
+    return plugin is not None and plugin.backend != DynamoBackend.NO
 
 
 def check_accelerator(accelerator: Accelerator, model: nn.Module) -> None:

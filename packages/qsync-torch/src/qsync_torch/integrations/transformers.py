@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -18,7 +19,7 @@ from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.script import hand_over, is_wanted
-from qsync_torch.integrations.accelerate import accelerator_settings, check_accelerator, plan_accelerator
+from qsync_torch.integrations.accelerate import accelerator_settings, check_accelerator, compiles, plan_accelerator
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings
 from qsync_torch.job import Job
 
@@ -63,7 +64,7 @@ def hybrid(trainer: Trainer, *, run: Run = "run", name: str | None = None, **opt
     settings = _settings(trainer)
     check_accelerator(trainer.accelerator, trainer.model)
     if is_wanted():
-        hand_over(_job(trainer, name, settings.amp), _CALLER)
+        hand_over(attrs.evolve(_job(trainer, name, settings.amp), compiles=compiles(trainer.accelerator)), _CALLER)
     planned = plan_accelerator(trainer.accelerator, trainer.model, run, settings, options, _CALLER)
     planned.applied.meet_accumulation(trainer.args.gradient_accumulation_steps)
     trainer.add_callback(PlanCallback(planned, trainer.log))

@@ -27,7 +27,7 @@ from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
 from qsync_torch.observing.kept_inputs import CopyScales, KeptInputs
-from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
+from qsync_torch.observing.mask_flips import FLIP_FACTOR, Mask, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
 from qsync_torch.observing.normalization import LeanNorms
 from qsync_torch.observing.replaced_functions import LeanAttention, PairedDropout
@@ -41,7 +41,7 @@ from qsync_torch.observing.rounding_noise import (
 )
 from qsync_torch.observing.second_derivatives import second_derivatives
 
-_DIRECTION_SEED, _MASK_SEED = 0x5EED, 0xF11B
+_DIRECTION_SEED, _FLIP_SEED = 0x5EED, 0xF11B
 """Keep the signs apart from what the model itself draws."""
 _PASSES, _PASSES_WITH_MASKS = 7.0, 21.0
 """BERT-base with 12 and ResNet50 with 128 samples."""
@@ -161,7 +161,8 @@ class _Pass:
             self._calls[operator.op_id] = calls
         self._parameter_responses: dict[tuple[Phase, OpId, Place, tuple[int, bool] | OpId], _ParameterResponse] = {}
         self._parameter_gradients: dict[tuple[OpId, Place], torch.Tensor] = {}
-        self._masks_behind: dict[OpId, int] = {}
+        self._mask_weights: defaultdict[OpId, float] = defaultdict(float)
+        """Flips in the masks behind an operator that noise of their inputs' standard deviation would bring about."""
         self._reached: set[OpId] = set()
         self._has_masks = False
         self._whole = True
@@ -186,10 +187,12 @@ class _Pass:
                 for cast in self._grad_weights:
                     into = self._sums[Phase.GRADIENT][op_id, Place.WEIGHT, cast].squares
                     add_response(cast, gradient, torch.ones_like(gradient), into)
-        return self._terms(parts)
+        return self._terms()
 
     def _one(self, number: int, part: Batch, share: float, parameters: Sequence[torch.Tensor]) -> None:
-        step, masks = self._step, Masks()
+        step = self._step
+        # Elements flip one by one, so what each does is to be squared by itself.
+        masks = Masks(step.seed + _FLIP_SEED + number)
         response = NoiseResponse(self._respond, masks)
         kept = KeptInputs(step.dag, response, self._direction, self._add_kept)
         copies = CopyScales(step.dag)
@@ -205,12 +208,6 @@ class _Pass:
                     loss = share * step.job.compute_loss(part, step.model)
                 self._copy_scales |= copies.by_reader()
                 self._has_masks = bool(masks.seen)
-                self._masks_behind = {site.operator.op_id: len(masks.seen) - site.masks_before for site in response.sites}
-                if masks.seen:
-                    response.carry_back(
-                        Phase.MASK_NOISE, [mask.edge for mask in masks.seen], self._mask_seeds(masks, number), again=True
-                    )
-                    _forget_gradients(parameters)
                 norm = float(response.differentiate(loss, parameters))
                 # The gradient does not pass by an operator before which nothing is trained; a response does, unless there is none.
                 self._reached |= {site.operator.op_id for site in response.sites if site.grad_output is not None}
@@ -220,22 +217,23 @@ class _Pass:
                 response.respond(self._direction, again=bool(masks.seen))
                 kept.finish()
                 _forget_gradients(parameters)
-                flips = [(mask.edge, mask.flips.float()) for mask in masks.seen if mask.flips is not None]
-                if flips:
-                    response.carry_back(Phase.FLIPS, *zip(*flips, strict=True), again=False)
+                self._carry_flips_back(response, masks.seen)
         finally:
             masks.seen.clear()
             kept.release()
             response.release()
 
-    def _mask_seeds(self, masks: Masks, number: int) -> list[torch.Tensor]:
-        """Random signs, by which responses are those of what each mask reads relative to its standard deviation."""
-        stds = torch.stack(masks.spreads.stds)
-        places = (torch.empty_like(mask.like, device=stds.device) for mask in masks.seen)
-        signs = random_signs(places, self._step.seed + _MASK_SEED + number)
-        lengths = stds * torch.tensor([math.sqrt(mask.like.numel()) for mask in masks.seen]).to(stds)
-        factors = 1 / lengths.clamp(min=torch.finfo(torch.float32).tiny)
-        return [sign.mul_(factor) for sign, factor in zip(signs, factors.unbind(), strict=True)]
+    def _carry_flips_back(self, response: NoiseResponse, masks: Sequence[Mask]) -> None:
+        """The last pass, and the weights of the masks behind each operator."""
+        flipped = [mask for mask in masks if mask.flips is not None]
+        if not flipped:
+            return
+        flips = [mask.flips.float() for mask in flipped if mask.flips is not None]
+        weights = dict(zip((mask.index for mask in flipped), _weights(flipped, flips), strict=True))
+        for site in response.sites:
+            behind = math.fsum(weights.get(index, 0.0) for index in range(site.masks_before, len(masks)))
+            self._mask_weights[site.operator.op_id] += behind
+        response.carry_back([mask.edge for mask in flipped], flips)
 
     def _set_scale(self, norm: float) -> None:
         """Make directions so long that responses are numbers whose squares float32 holds, whatever the gradient's size."""
@@ -329,7 +327,7 @@ class _Pass:
         for saved in self._kept:
             add_response(kept_input(saved), tensor, h, self._kept_sums[chain, saved], scales)
 
-    def _terms(self, parts: int) -> dict[StepTerm, float]:
+    def _terms(self) -> dict[StepTerm, float]:
         found: dict[StepTerm, float] = {}
         sums_of_operators = (sums for by_key in self._sums.values() for sums in by_key.values())
         fetched = Fetched([*(one for sums in sums_of_operators for one in (sums.squares, sums.bias)), *self._kept_sums.values()])
@@ -339,7 +337,7 @@ class _Pass:
             if source is None:
                 return 0.0
             sums = self._sums[phase]
-            scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
+            scale = 1.0 if phase is Phase.GRADIENT else self._scale
             calls = [call for call in self._calls[op_id] if (call, place, source) in sums]
             shift = math.fsum(fetched.value(sums[call, place, source].bias) for call in calls)
             return (fetched.value(sums[op_id, place, source].squares) + shift**2 / max(1, len(calls))) / scale**2
@@ -348,7 +346,7 @@ class _Pass:
             op_id = operator.op_id
             if op_id not in self._reached:
                 continue  # nothing is known of it, and zeros would say that it is harmless
-            masks = self._masks_behind.get(op_id, 0)
+            weight = self._mask_weights[op_id] / self._scale**2
             for v, rounded in self._noise.items():
                 sources: tuple[tuple[Place, Source | None, str, str, str], ...] = (
                     (Place.X, rounded.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
@@ -360,8 +358,9 @@ class _Pass:
                         continue
                     found[op_id, v, smooth] = total(Phase.RESPONSE, op_id, place, source)
                     if self._has_masks:
-                        found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, op_id, place, source)
-                        found[op_id, v, noise] = total(Phase.MASK_NOISE, op_id, place, source) / (max(masks, 1) * parts)
+                        response = total(Phase.FLIPS, op_id, place, source)
+                        found[op_id, v, flips] = FLIP_FACTOR * response
+                        found[op_id, v, noise] = response / weight if weight > 0 else 0.0
                 if (casts := rounded.gradients) is not None:
                     found[op_id, v, terms.GRADIENT] = (
                         total(Phase.RESPONSE, op_id, Place.GRAD_OUTPUT, casts.copies)
@@ -371,6 +370,13 @@ class _Pass:
         for (chain, saved), kept in self._kept_sums.items():
             found[chain, ChainVariant(saved=saved).rated_as, terms.KEPT_INPUT] = fetched.value(kept) / self._scale**2
         return found
+
+
+def _weights(masks: Sequence[Mask], flips: list[torch.Tensor]) -> list[float]:
+    """Σ flips² times the variance of what the mask reads, of each: the expected square of what noise of that size does."""
+    norms, stds = torch.stack(list(torch._foreach_norm(flips))), torch.stack([mask.std for mask in masks])
+    weights: list[float] = (norms * stds).square().tolist()
+    return weights
 
 
 def _split(batch: Batch, parts: int, *, mean: bool) -> Iterator[tuple[Batch, float]]:

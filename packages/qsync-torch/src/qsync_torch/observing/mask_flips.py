@@ -49,6 +49,27 @@ class Spreads:
 
 
 @attrs.define(eq=False)
+class Signs:
+    """Random signs, drawn in the order in which a backward pass comes by.
+
+    Attributes:
+        seed: of what is drawn; None leaves everything as it is.
+    """
+
+    seed: int | None
+    _generators: dict[torch.device, torch.Generator] = attrs.field(factory=dict, init=False)
+
+    def change(self, flips: torch.Tensor) -> torch.Tensor:
+        """Multiply every element with a sign of its own, in place."""
+        if self.seed is None:
+            return flips
+        if flips.device not in self._generators:
+            self._generators[flips.device] = torch.Generator(flips.device).manual_seed(self.seed)
+        signs = torch.empty_like(flips, dtype=torch.int8).random_(0, 2, generator=self._generators[flips.device])
+        return flips.mul_(signs.mul_(2).sub_(1))
+
+
+@attrs.define(eq=False)
 class Mask:
     """One ReLU or max pooling of a forward pass.
 
@@ -56,6 +77,7 @@ class Mask:
         edge: where the graph of what it read, ``a``, begins; ``a`` itself is not kept.
         like: shape and layout of ``a``, without memory.
         spreads, index: where the standard deviation of ``a`` is.
+        signs: what every flip is multiplied with; the two elements that a max pooling exchanges have the same.
         flips: the gradient with respect to ``a`` that windows bring about; None until a double backward pass came by.
     """
 
@@ -63,6 +85,7 @@ class Mask:
     like: torch.Tensor
     spreads: Spreads
     index: int
+    signs: Signs
     flips: torch.Tensor | None = None
 
     @property
@@ -72,10 +95,15 @@ class Mask:
 
 
 class Masks(TorchFunctionMode):
-    """While active, collects the masks that run, in order, as functions that can be differentiated twice."""
+    """While active, collects the masks that run, in order, as functions that can be differentiated twice.
 
-    def __init__(self) -> None:
+    Args:
+        seed: of a random sign for every flip; None gives them none.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
         super().__init__()
+        self.signs = Signs(seed)
         self.seen: list[Mask] = []
         self.spreads = Spreads()
 
@@ -91,7 +119,8 @@ class Masks(TorchFunctionMode):
     def add(self, a: torch.Tensor) -> Mask:
         """A mask that reads ``a``."""
         self.spreads.stds.append(a.detach().std(correction=0))
-        self.seen.append(Mask(get_gradient_edge(a), torch.empty_like(a, device="meta"), self.spreads, len(self.spreads.stds) - 1))
+        index, like = len(self.seen), torch.empty_like(a, device="meta")
+        self.seen.append(Mask(get_gradient_edge(a), like, self.spreads, index, self.signs))
         return self.seen[-1]
 
 
@@ -176,7 +205,7 @@ class _Gate(torch.autograd.Function):
         grad, code = ctx.saved_tensors
         # Few elements are near; two bytes hold them well enough.
         mask: Mask = ctx.mask
-        mask.flips = ((code > 1) * grad).mul_(v).mul_(mask.spreads.density(mask.index)).bfloat16()
+        mask.flips = mask.signs.change(((code > 1) * grad).mul_(v).mul_(mask.spreads.density(mask.index))).bfloat16()
         return v * (code & 1), None, None
 
 
@@ -214,6 +243,7 @@ class _Route(torch.autograd.Function):
         runner_up, distance = _runners_up(a, grad.shape[2:], ctx.geometry)
         half_width = math.sqrt(2) * WINDOW * ctx.mask.std
         moved = (by_grad - v.flatten(2).gather(2, runner_up)) * grad.flatten(2) * (distance < half_width) * _density(half_width)
+        moved = ctx.mask.signs.change(moved)
         flips = torch.zeros_like(a).flatten(2).scatter_add_(2, first, moved).scatter_add_(2, runner_up, -moved)
         ctx.mask.flips = _laid_out_like(flips, a)
         return _laid_out_like(by_grad, grad), None, None, None, None

@@ -96,14 +96,12 @@ class Phase(enum.Enum):
 
     FORWARD = enum.auto()
     """None has begun."""
-    MASK_NOISE = enum.auto()
-    """Random signs at the inputs of masks: Σ σ²·q² is the noise there."""
     GRADIENT = enum.auto()
     """The gradient of the loss, with its graph."""
     RESPONSE = enum.auto()
     """The gradient of ⟨g, u⟩: Σ σ²·h² is the smooth part."""
     FLIPS = enum.auto()
-    """What masks' windows add to it."""
+    """What masks' windows add to it, with a random sign for every element of a mask."""
 
 
 Respond = Callable[[Phase, Site, Place, torch.Tensor], None]
@@ -157,16 +155,14 @@ class NoiseResponse:
                 tensor.register_hook(functools.partial(self._passed, site, place))
         return output
 
-    def carry_back(self, phase: Phase, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], *, again: bool) -> None:
-        """A backward pass of ⟨tensors, seeds⟩ through the forward pass; hands on every response.
+    def carry_back(self, edges: Sequence[GradientEdge], flips: Sequence[torch.Tensor]) -> None:
+        """Last backward pass, of ⟨tensors, flips⟩ through the forward pass; hands on every response.
 
         Args:
-            phase: MASK_NOISE or FLIPS.
-            edges: where the graphs of the tensors begin; seeds: of the tensors' shapes.
-            again: whether the graph is needed once more.
+            edges: where the graphs of what masks read begin; flips: of the tensors' shapes.
         """
-        self.phase = phase
-        torch.autograd.backward(list(edges), list(seeds), retain_graph=again)
+        self.phase = Phase.FLIPS
+        torch.autograd.backward(list(edges), list(flips))
 
     def differentiate(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Backward pass of the gradient; the norm of that of all parameters, 0-d."""

@@ -6,7 +6,8 @@ See docs/design/precision-semantics.md#operator-classes.
   float32 weight beside a 16-bit activation (CUDA's layer and RMS norm): weight and bias are then cast to the activation's format,
   as a model in that format has them, and get float32 gradients back.  CUDA's group norm rounds its
   statistics: it receives float32, and its result is cast back.
-* Losses, Fourier transforms and decompositions of matrices are fixed operators: their floating-point inputs are cast to float32.
+* Losses, Fourier transforms, decompositions of matrices, distances of all pairs and logarithms of sums of exponentials are fixed
+  operators: their floating-point inputs are cast to float32.
 """
 
 from __future__ import annotations
@@ -98,17 +99,34 @@ _LINALG = (
 )
 _FFT = tuple(name for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn")) and not name.startswith("_"))
 _OLDER = (
-    *("cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "inverse", "istft", "logdet", "lu_solve", "matrix_exp"),
+    *("cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "inverse", "istft", "logdet", "lu_solve"),
+    "matrix_exp",
     *("nanquantile", "ormqr", "pdist", "pinverse", "polar", "qr", "quantile", "slogdet", "stft", "svd", "triangular_solve"),
     "view_as_complex",
 )
+_SUMS_OF_EXPONENTIALS = ("logsumexp", "logcumsumexp")
+"""Their gradient is ``exp(x - result)``: rounded to bfloat16, a result of 30 scales it by up to 6%."""
 
-FLOAT32_ONLY = frozenset((*(f"fft_{name}" for name in _FFT), *(f"linalg_{name}" for name in _LINALG), *_OLDER))
-"""ATen operators that PyTorch has in float32 and float64 only (on most devices), by their plain names."""
+FLOAT32_ONLY = frozenset(
+    [
+        *(f"fft_{name}" for name in _FFT),
+        *(f"linalg_{name}" for name in _LINALG),
+        *_OLDER,
+        *_SUMS_OF_EXPONENTIALS,
+        "special_logsumexp",
+    ]
+)
+"""ATen operators that PyTorch has in float32 and float64 only (on most devices) or that are wrong in 16 bits, by their plain
+names."""
 
 FLOAT32_FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(
     getattr(owner, name)
-    for owner, names in ((torch.fft, _FFT), (torch.linalg, _LINALG), (torch, _OLDER), (torch.Tensor, _OLDER))
+    for owner, names in (
+        (torch.fft, _FFT),
+        (torch.linalg, _LINALG),
+        (torch.special, _SUMS_OF_EXPONENTIALS),
+        *((owner, _OLDER + _SUMS_OF_EXPONENTIALS) for owner in (torch, torch.Tensor)),
+    )
     for name in names
     if hasattr(owner, name)
 )

@@ -21,7 +21,7 @@ from qsync_torch.distributed.exchange import Members, beside
 _TELL_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
 _SHORTEST_PART_S = 0.1
-"""Seconds below which a part of a stage is not told."""
+"""Parts of a stage that are shorter than this are not told."""
 
 Show = Callable[[int, int, int, str], None]
 """Shows one rank's state: rank, done, total, what."""

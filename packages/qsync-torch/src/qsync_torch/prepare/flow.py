@@ -48,7 +48,16 @@ from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge
 from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
-from qsync_torch.prepare.roles import compared, contradiction, described_groups, otherwise, renamed, roles_said, to_repeat
+from qsync_torch.prepare.roles import (
+    all_alike,
+    compared,
+    contradiction,
+    described_groups,
+    otherwise,
+    renamed,
+    roles_said,
+    to_repeat,
+)
 from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import ProcessGroups, measure_communication
 from qsync_torch.tracing.trace import trace
@@ -215,6 +224,12 @@ class _Flow:
 
             if note := unsaid_autocast(request.job, job):
                 self.board.note(note, of_job=True)
+        if folder.rank == 0 and job.compiles:
+            self.board.note(
+                f"{request.job} compiles its model, and predictions are of the eager step: how far they are off is measured with "
+                "each profile; applied.log_scalars writes what was predicted beside what is",
+                of_job=True,
+            )
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)
         with folder.together():
@@ -234,7 +249,7 @@ class _Flow:
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
-        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s, self._compiles())
+        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):
@@ -246,7 +261,8 @@ class _Flow:
                 self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base), of_job=True)
             cluster = settled
             self._measure(bench, groups, cluster)
-        of_person = described is not None or roles_said(groups, request.wishes)
+        # Of groups that are alike the profiles may say either.
+        of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, self._probes_of(groups)))
         if folder.rank == 0 and of_person and (warning := contradiction(cluster, self._profiled(dag, cluster), dag.base)):
             self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
@@ -262,21 +278,6 @@ class _Flow:
 
         asked = self.request.asked
         check_wishes(asked.solver, asked.objective, asked.omega_limit, asked.tolerance, asked.batch)
-
-    def _compiles(self) -> bool:
-        """Whether the script compiles its model; where it does, rank 0 says of what steps the predictions are."""
-        if not is_script(self.request.job):
-            return False
-        from qsync_torch.capturing.script import compiles
-
-        found = compiles(self.request.job)
-        if found and self.folder.rank == 0:
-            self.board.note(
-                f"{self.request.job} compiles its model, and predictions are of the eager step: how far they are off is measured "
-                "with each profile; applied.log_scalars writes what was predicted beside what is",
-                of_job=True,
-            )
-        return found
 
     def _profiled(self, dag: PrecisionDag, cluster: Cluster | Sequence[Group]) -> dict[str, int]:
         """Read a step in the base precision, in nanoseconds, of each group that has a profile of this job; for rank 0."""

@@ -93,7 +93,6 @@ class Bench:
         folder: where finished parts are; board: who is told how far it is.
         chains: whether profiles measure fused chains.
         tune_s: for how long kernels are tuned, in seconds.
-        compiles: whether the script trains its model compiled.
     """
 
     job: Job
@@ -104,7 +103,6 @@ class Bench:
     board: Board
     chains: bool = False
     tune_s: float = TUNING_S
-    compiles: bool = False
     _checked: list[bool] = attrs.field(factory=list)
 
     def probe(self, group: Group) -> dict[str, Made]:
@@ -149,7 +147,7 @@ class Bench:
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
-            if self.compiles:
+            if self.job.compiles:
                 self.board.note(self._compiled(group.name, found.steps[0]))
             return Made(inputs, to_bytes(found))
 

@@ -137,13 +137,18 @@ def compared(groups: Sequence[Group], probes: Mapping[str, Probe], base: Precisi
         return ""
     told = ", ".join(f"{format_ns(round(step.value))} ± {format_ns(round(step.spread))} on {name}" for name, step in steps.items())
     said = f"a step in {_named(base)} takes {told}"
-    pairs = [(one, other) for one in groups for other in groups if one is not other]
-    if not all(alike(one, other, probes) for one, other in pairs):
+    if not all_alike(groups, probes):
         return said
     return (
         f"{said}: these groups are alike, none has to keep up with another, and where all have the memory there is nothing for "
         "QSync to do; train without it"
     )
+
+
+def all_alike(groups: Sequence[Group], probes: Mapping[str, Probe]) -> bool:
+    """Whether there are several groups, and the first steps of no two differ by more than they are uncertain."""
+    pairs = [(one, other) for one in groups for other in groups if one is not other]
+    return bool(pairs) and {group.name for group in groups} <= set(probes) and all(alike(*pair, probes) for pair in pairs)
 
 
 def _named(base: Precision) -> str:

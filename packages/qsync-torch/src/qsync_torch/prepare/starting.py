@@ -29,6 +29,7 @@ class Start:
         groups: that train; left_out: the others.
         commands: a shell's lines, by host.
         samples: of its step; of_all: of a step of all groups.
+        accumulate: batches of a rank in a step.
         local_batches: by group, where they differ.
         caller: what the script calls, for the line and for messages.
     """
@@ -38,6 +39,7 @@ class Start:
     commands: tuple[tuple[str, str], ...]
     samples: int
     of_all: int
+    accumulate: int = 1
     local_batches: Mapping[str, int] = {}
     caller: Caller = FUNCTIONS_JOB
 
@@ -46,11 +48,12 @@ class Start:
         several = len({host for host, _ in self.commands}) > 1
         told = [f"  {host}: {line}" if several else f"  {line}" for host, line in self.commands]
         if self.left_out:
+            batches = "batch" if self.accumulate == 1 else f"{self.accumulate} batches"
             told = [
                 f"{' and '.join(self.left_out)} {'is' if len(self.left_out) == 1 else 'are'} better left out; train without, by:",
                 *told,
-                f"a step then has {self.samples} samples, each rank its own batch, and not the {self.of_all} of all groups; where "
-                f"the learning rate is for {self.of_all}, {self.caller.keep_samples}",
+                f"a step then has {self.samples} samples, each rank its own {batches}, and not the {self.of_all} of all groups; "
+                f"where the learning rate is for {self.of_all}, {self.caller.keep_samples}",
             ]
         else:
             told = ["train by:", *told]
@@ -92,6 +95,7 @@ def how_to_start(
         commands=tuple(_commands(chosen, here, script)) if torchrun else ((here[0].first.host, shlex.join(("python", *script))),),
         samples=_samples(chosen),
         of_all=_samples(plan),
+        accumulate=plan.accumulate,
         local_batches=chosen.local_batches if len(set(chosen.local_batches.values())) > 1 else {},
         caller=caller or (_FUSING if _fuses(chosen) else FUNCTIONS_JOB),
     )
@@ -103,7 +107,7 @@ def _fuses(plan: PrecisionPlan) -> bool:
 
 
 def _samples(plan: PrecisionPlan) -> int:
-    return sum(entry.count * plan.local_batches[entry.group] for entry in plan.groups)
+    return plan.accumulate * sum(entry.count * plan.local_batches[entry.group] for entry in plan.groups)
 
 
 def _commands(plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str]) -> list[tuple[str, str]]:

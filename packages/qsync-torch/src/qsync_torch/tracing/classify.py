@@ -47,7 +47,6 @@ GUARDED = frozenset(
         "softmax",
         "log_softmax",
         "safe_softmax",
-        "logsumexp",
         "batch_norm",
         "native_batch_norm",
         "layer_norm",

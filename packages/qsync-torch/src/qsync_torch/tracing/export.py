@@ -11,6 +11,7 @@ import io
 import itertools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -192,7 +193,8 @@ def _as_in_training() -> Iterator[None]:
 
     Parts that reentrant checkpointing runs are exported with their gradients.  The forward of an ``autograd.Function`` runs without
     autograd in any case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  A module's conversion to the
-    formats that it has is none.  Distributions do not look at their arguments' values.
+    formats that it has is none.  Distributions do not look at their arguments' values.  Differentiable collectives
+    (``torch.distributed.nn``) are not compiled here, so that they need no refusal.
     """
     inside = 0
     apply = vars(torch.autograd.Function)["apply"]
@@ -225,6 +227,9 @@ def _as_in_training() -> Iterator[None]:
         (torch.distributions.Distribution, "_validate_args", False),
         (torch.autograd, "_engine_run_backward", _no_derivative),  # torch.autograd.grad and backward, however they were imported
     ]
+    collectives = sys.modules.get("torch.distributed.nn.functional")
+    if hasattr(collectives, "_not_supported_under_compile"):  # from PyTorch 2.13 on
+        replaced.append((collectives, "_not_supported_under_compile", lambda name, **suggestion: None))
     with ExitStack() as ending:
         for owner, name, stand_in in replaced:
             ending.enter_context(patch.object(owner, name, stand_in))

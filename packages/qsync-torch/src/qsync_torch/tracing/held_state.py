@@ -34,23 +34,32 @@ def held_state(*holders: Any, fakes: Iterable[torch.Tensor] = ()) -> Iterator[No
         fakes: tensors whose values need no copy, because an export has fake ones instead.
     """
     undo: list[Callable[[], None]] = []
-    waiting = list(holders)
-    seen: dict[int, Any] = {id(fake): fake for fake in fakes}
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value  # which keeps it alive, and its id its own
-        if isinstance(value, torch.Tensor):
-            if _has_values(value):
-                undo.append(functools.partial(_put_values_back, value, value.detach().clone(), value._version))
-        elif not isinstance(value, _CLOSED):
-            waiting += _parts(value, undo)
+    for value in _held(holders, undo, seen={id(fake): fake for fake in fakes}):
+        if isinstance(value, torch.Tensor) and _has_values(value):
+            undo.append(functools.partial(_put_values_back, value, value.detach().clone(), value._version))
     try:
         yield
     finally:
         for back in undo:
             back()
+
+
+def held_parameters(holder: Any) -> list[torch.nn.Parameter]:
+    """Finds the parameters that a function or object reaches, by the ways that :func:`held_state` follows."""
+    return [value for value in _held([holder], [], seen={}) if isinstance(value, torch.nn.Parameter)]
+
+
+def _held(holders: Iterable[Any], undo: list[Callable[[], None]], seen: dict[int, Any]) -> Iterator[Any]:
+    """What is reached from ``holders``, each once; how to put back what holds it is added to ``undo``."""
+    waiting = list(holders)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # which keeps it alive, and its id its own
+        yield value
+        if not isinstance(value, (torch.Tensor, *_CLOSED)):
+            waiting += _parts(value, undo)
 
 
 def _parts(value: Any, undo: list[Callable[[], None]]) -> list[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from qsync_core.errors import TraceError
 from qsync_core.ir.op_id import OpId
 from qsync_torch.tracing.export import MODEL_PREFIX
 from qsync_torch.tracing.graph_values import Draft
@@ -41,7 +42,11 @@ class Scopes:
 
 
 def name_operators(drafts: Sequence[Draft]) -> list[OpId]:
-    """The drafts' names, in the order of execution; calls of one FQN are counted from 0."""
+    """Names the drafts, in the order of execution; calls of one FQN are counted from 0.
+
+    Raises:
+        TraceError: when a module has a name that no operator can have, such as ``C#`` in a ModuleDict.
+    """
     operators_of: dict[str, set[str]] = defaultdict(set)
     for draft in drafts:
         operators_of[draft.scope].add(draft.name)
@@ -52,7 +57,12 @@ def name_operators(drafts: Sequence[Draft]) -> list[OpId]:
         is_module_work = draft.kind == "input" or (is_only_operator and not draft.weight_shape)
         name = "" if is_module_work and draft.scope else draft.name
         fqn = draft.address or ".".join(filter(None, (draft.scope, name)))
-        op_ids.append(OpId(fqn, calls[fqn]))
+        try:
+            op_ids.append(OpId(fqn, calls[fqn]))
+        except ValueError as error:
+            raise TraceError(
+                f"{error}; give that module of the model another name (the key, where it is in a ModuleDict)"
+            ) from error
         calls[fqn] += 1
     return op_ids
 
