@@ -118,7 +118,7 @@ def said_of(ratio: torch.Tensor, infinite: torch.Tensor, elements: int, step: fl
 
 
 def random_signs(count: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """As many numbers 1 and -1, in float64, on the device of a tensor."""
+    """Draw as many numbers 1 and -1, in float64, on the device of a tensor."""
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float64)
 
 
