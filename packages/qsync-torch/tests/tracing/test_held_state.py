@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import deque
 from types import SimpleNamespace
 
 import attrs
@@ -34,6 +35,7 @@ class Centred(nn.Module):
         super().__init__()
         self.register_buffer("center", torch.zeros(8))
         self.plain, self.parts, self.history, self.steps = torch.zeros(8), {"mean": torch.zeros(8)}, [], 0
+        self.recent, self.met = deque([-1], maxlen=1), {-1}
         self.reads_values = reads_values
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -43,6 +45,8 @@ class Centred(nn.Module):
         self.plain.add_(1)
         self.parts["mean"] = mean
         self.history.append(mean)
+        self.recent.append(self.steps)
+        self.met.add(self.steps)
         self.steps += 1
         return loss[target > -9].mean() if self.reads_values else loss.mean()
 
@@ -83,7 +87,7 @@ def assert_untouched(loss: Centred) -> None:
     for tensor in (loss.center, loss.plain, loss.parts["mean"]):
         assert not isinstance(tensor, FakeTensor)
         assert torch.equal(tensor, torch.zeros(8))
-    assert (loss.history, loss.steps) == ([], 0)
+    assert (loss.history, loss.steps, list(loss.recent), loss.met) == ([], 0, [-1], {-1})
 
 
 @pytest.mark.parametrize("reads_values", [False, True])

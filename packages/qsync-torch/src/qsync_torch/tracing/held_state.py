@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import types
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from qsync_torch.failures import is_users
 
 _MOST_ELEMENTS = 1000
-"""Lists, tuples and dictionaries of more are data: the samples that a trainer's object holds."""
+"""Lists, tuples, deques, sets and dictionaries of more are data: the samples that a trainer's object holds."""
 _CLOSED = (types.ModuleType, torch.optim.Optimizer, Dataset, DataLoader, str, bytes, int, float, complex, type(None))
 """What no loss keeps its state in."""
 
@@ -26,8 +27,8 @@ def held_state(*holders: Any, fakes: Iterable[torch.Tensor] = ()) -> Iterator[No
     """Puts back what is reached from functions and objects: attributes, elements, closures, globals and the tensors' values.
 
     A loss may keep a running mean, by assignment (DINO's centre) or in place.  Followed are modules, objects with attributes, their
-    classes' functions, lists, dictionaries, closures, ``functools.partial`` and the globals that a user's functions name.  Not
-    followed are optimizers and data.  Parameters are neither copied nor put back.
+    classes' functions, lists, deques, sets, dictionaries, closures, ``functools.partial`` and the globals that a user's functions
+    name.  Not followed are optimizers and data.  Parameters are neither copied nor put back.
 
     Args:
         holders: where to begin.
@@ -76,10 +77,10 @@ def _parts(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
         return [*held.values(), *(part for part in vars(value).values() if isinstance(part, types.FunctionType))]
     if isinstance(value, tuple):
         return list(value) if len(value) <= _MOST_ELEMENTS else []
-    if isinstance(value, list):
+    if isinstance(value, (list, set, collections.deque)):
         if len(value) > _MOST_ELEMENTS:
             return []
-        undo.append(functools.partial(value.__setitem__, slice(None), list(value)))
+        undo.append(functools.partial(_put_elements_back, value, list(value)))
         return list(value)
     if isinstance(value, dict):
         return _parts_of_dict(value, undo)
@@ -97,6 +98,14 @@ def _slots_of(kind: type) -> Iterator[str]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if isinstance(vars(owner).get(name), types.MemberDescriptorType):
                 yield name
+
+
+def _put_elements_back(value: list[Any] | set[Any] | collections.deque[Any], elements: list[Any]) -> None:
+    value.clear()
+    if isinstance(value, set):
+        value.update(elements)
+    else:
+        value.extend(elements)
 
 
 def _parts_of_dict(value: dict[Any, Any], undo: list[Callable[[], None]]) -> list[Any]:
