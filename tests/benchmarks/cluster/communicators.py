@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -101,8 +102,50 @@ def on_gpus(in_a_row: int) -> None:
     dist.destroy_process_group()
 
 
+def gpu_row(in_a_row: int, limit_s: float) -> dict[str, Any]:
+    """C1: two ranks on two GPUs."""
+    if torch.cuda.device_count() < 2:
+        raise SystemExit("C1 is skipped: it needs two GPUs")
+    command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--in-a-row", str(in_a_row)]
+    try:
+        outputs = [one.output for one in ranks_of([command] * 2, ["a", "a"], limit_s)]
+    except AssertionError as error:  # says what each printed
+        outputs = str(error).split("-- process")[1:]
+    done = min(output.count("communicators done") for output in outputs)
+    print(*(output[-1500:] for output in outputs), sep="\n")
+    return {
+        "id": "C1",
+        "what": f"measurements of communication among a set of two GPUs over NCCL that succeed, of {in_a_row} in a row",
+        "value": done / in_a_row,
+        "unit": "share",
+        "spread": f"{done} of {in_a_row}",
+        "target": "1 (all)",
+        "device": torch.cuda.get_device_name(),
+    }
+
+
+def gloo_row(jobs_each: int) -> dict[str, Any]:
+    """C1b: four ranks on this machine, so many jobs of each set of groups."""
+    failed = []
+    for groups in SETS:
+        for number in range(jobs_each):
+            with tempfile.TemporaryDirectory(prefix="qsync-communicators-") as folder:
+                why = job_succeeds(groups, Path(folder) / "run")
+            print(f"{'+'.join(groups)} {number + 1}: {why or 'ok'}", flush=True)
+            failed += [f"{'+'.join(groups)}: {why}"] if why else []
+    jobs = len(SETS) * jobs_each
+    return {
+        "id": "C1b",
+        "what": "jobs of four gloo ranks (2+2 and 1+1+2) that are prepared, train under their plan and have a report",
+        "value": (jobs - len(failed)) / jobs,
+        "unit": "share",
+        "spread": f"{jobs - len(failed)} of {jobs}" + "".join(f"; {why[:120]}" for why in failed[:3]),
+        "target": "1 (all)",
+    }
+
+
 def main() -> None:
-    """Run the jobs, one after the other, and write the rows."""
+    """Run the jobs, one after the other, and write the row."""
     parser = parser_of(__doc__)
     parser.add_argument("--gpu", action="store_true", help="C1 alone, on two GPUs")
     parser.add_argument("--jobs", type=int, default=10, help="gloo jobs of each set of groups")
@@ -115,45 +158,10 @@ def main() -> None:
         train(options.train)
     elif options.rank:
         on_gpus(options.in_a_row)
-    elif options.gpu:
-        if torch.cuda.device_count() < 2:
-            raise SystemExit("C1 is skipped: it needs two GPUs")
-        command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--in-a-row", str(options.in_a_row)]
-        try:
-            ended = ranks_of([command] * 2, ["a", "a"], options.limit)
-            outputs = [one.output for one in ended]
-        except AssertionError as error:  # says what each printed
-            outputs = str(error).split("-- process")[1:]
-        done = min(output.count("communicators done") for output in outputs)
-        print(*(output[-1500:] for output in outputs), sep="\n")
-        row = {
-            "id": "C1",
-            "what": f"measurements of communication among a set of two GPUs over NCCL that succeed, of {options.in_a_row} in a row",
-            "value": done / options.in_a_row,
-            "unit": "share",
-            "spread": f"{done} of {options.in_a_row}",
-            "target": "1 (all)",
-            "device": torch.cuda.get_device_name(),
-        }
-        print(f"wrote {write_rows('cluster', [row], ' '.join(sys.argv), directory=options.out)}")
     else:
-        failed = []
-        for groups in SETS:
-            for number in range(options.jobs):
-                with tempfile.TemporaryDirectory(prefix="qsync-communicators-") as folder:
-                    why = job_succeeds(groups, Path(folder) / "run")
-                print(f"{'+'.join(groups)} {number + 1}: {why or 'ok'}", flush=True)
-                failed += [f"{'+'.join(groups)}: {why}"] if why else []
-        jobs = len(SETS) * options.jobs
-        row = {
-            "id": "C1b",
-            "what": "jobs of four gloo ranks (2+2 and 1+1+2) that are prepared, train under their plan and have a report",
-            "value": (jobs - len(failed)) / jobs,
-            "unit": "share",
-            "spread": f"{jobs - len(failed)} of {jobs}" + "".join(f"; {why[:120]}" for why in failed[:3]),
-            "target": "1 (all)",
-        }
-        command = f"python tests/benchmarks/cluster/communicators.py --jobs {options.jobs}"
+        row = gpu_row(options.in_a_row, options.limit) if options.gpu else gloo_row(options.jobs)
+        how = f"--gpu --in-a-row {options.in_a_row}" if options.gpu else f"--jobs {options.jobs}"
+        command = f"python tests/benchmarks/cluster/communicators.py {how}"
         print(f"wrote {write_rows('cluster', [row], command, directory=options.out)}")
 
 

@@ -110,5 +110,5 @@ def test_balanced_batches_know_how_often_forward_and_backward_run() -> None:
     profiles = {"g": profile(dag, {"a": OpCost(0, 5, 0, 10)}, optimizer_ns=80)}
     problem = build_problem(dag, single_group(), profiles, None)
     busy_ns = Replayer(dag, single_group(), profiles).replay({}).groups["g"].busy_ns
-    scaling = BatchScaling(problem, problem.cluster.groups[0], busy_ns, None)
-    assert [scaling.busy_ns(batch) for batch in (1, 2, 10)] == [3 * 15 + 80, 3 * 30 + 80, 3 * 150 + 80]
+    scaling = BatchScaling(problem, problem.cluster.groups[0], None)
+    assert [scaling.busy_ns(busy_ns, batch) for batch in (1, 2, 10)] == [3 * 15 + 80, 3 * 30 + 80, 3 * 150 + 80]

@@ -87,20 +87,20 @@ def test_two_profiles_give_the_line_through_both(seed: int, batch: int) -> None:
     profile, group = case.profiles["infer0"], case.cluster.group("infer0")
     fixed = 100
     assume(min(min(c.forward_compute_ns, c.backward_compute_ns) for c in profile.costs) > fixed)
-    scaling = BatchScaling(problem, group, 1_000_000, BatchProfile(8, doubled(profile, fixed)))
+    scaling = BatchScaling(problem, group, BatchProfile(8, doubled(profile, fixed)))
     scaled = scaling.profile_at(batch)
     for before, after in zip(profile.costs, scaled.costs, strict=True):
         assert after.forward_compute_ns == pytest.approx(fixed + (before.forward_compute_ns - fixed) * batch / 4, abs=1)
         assert after.forward_dispatch_ns == before.forward_dispatch_ns
-    assert scaling.busy_ns(4) == 1_000_000
-    assert scaling.busy_ns(batch) <= scaling.busy_ns(batch + 1)
+    assert scaling.busy_ns(1_000_000, 4) == 1_000_000
+    assert scaling.busy_ns(1_000_000, batch) <= scaling.busy_ns(1_000_000, batch + 1)
 
 
 def test_one_profile_scales_compute_and_leaves_dispatch_and_the_optimizer() -> None:
     case = random_case(1, kind=DeviceKind.CPU)
     problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
     profile = case.profiles["infer0"]
-    scaled = BatchScaling(problem, case.cluster.group("infer0"), 10**6, None).profile_at(8)
+    scaled = BatchScaling(problem, case.cluster.group("infer0"), None).profile_at(8)
     for before, after in zip(profile.costs, scaled.costs, strict=True):
         assert after.forward_compute_ns == 2 * before.forward_compute_ns
         assert after.backward_dispatch_ns == before.backward_dispatch_ns

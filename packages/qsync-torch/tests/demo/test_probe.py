@@ -10,7 +10,7 @@ from qsync_torch.demo import probe
 from qsync_torch.demo.probe import LADDER, Probe, fitting_batch, sample_seconds
 from qsync_torch.demo.workloads import load_workload
 from qsync_torch.profiling import paying
-from qsync_torch.profiling.paying import largest_operator, rung_ratios
+from qsync_torch.profiling.paying import compared_rungs, largest_operator
 from qsync_torch.tracing.trace import trace
 
 INT8, BFLOAT16, FLOAT32 = LADDER
@@ -53,9 +53,9 @@ def test_the_largest_operator_is_tried_at_every_rung():
     dag = trace(workload.job())
     assert dag.batch_size == 4
     assert largest_operator(dag).flops == max(operator.flops for operator in dag.adjustable)
-    ratios = rung_ratios(dag, dict(workload.model.named_parameters()))
+    ratios = compared_rungs(dag, dict(workload.model.named_parameters()))
     assert list(ratios) == [INT8, BFLOAT16]
-    assert all(ratio > 0 for ratio in ratios.values())
+    assert all(ratio.value > 0 for ratio in ratios.values())
     assert sample_seconds(workload.job()) > 0
 
 
@@ -73,7 +73,7 @@ def test_a_hopelessly_slow_rung_runs_once(monkeypatch):
     monkeypatch.setattr(paying, "_runner", runner)
     monkeypatch.setattr(paying, "seconds_of", lambda run: run())
     dag = trace(load_workload("resnet", tiny=True).job())
-    assert rung_ratios(dag, {}) == {INT8: 100.0, BFLOAT16: 0.5}
+    assert {rung: ratio.value for rung, ratio in compared_rungs(dag, {}).items()} == {INT8: 100.0, BFLOAT16: 0.5}
     assert counted[INT8] == 1
     assert counted[BFLOAT16] == counted[FLOAT32] > 1
 

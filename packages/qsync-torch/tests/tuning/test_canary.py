@@ -11,14 +11,15 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.choice import KernelChoice
-from qsync_core.kernels.requests import CallShapes
+from qsync_core.kernels.choice import ATEN, KernelChoice
+from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_torch.apply.kernel_check import check_numbers
 from qsync_torch.apply.plan_fit import Planned, locate
 from qsync_torch.aten import float_products
-from qsync_torch.doctor.products import share_lines, whole_lines
+from qsync_torch.doctor.products import CALLS, formats_of, share_lines, whole_lines
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.canary import Canary, smaller
+from qsync_torch.kernels.selection import reasons_against
 from qsync_torch.profiling.items import distinct_items, right_kernels
 from qsync_torch.profiling.profile import profile
 from qsync_torch.sharing.right_shares import nearest_right, wrong_base_error
@@ -223,3 +224,12 @@ def test_the_doctor_names_shares_that_are_right_and_wrong():
     assert [line.finding for line in share_lines("cuda:0", {10: "", 20: ""})] == ["products are right at 10, 20%"]
     (whole,) = whole_lines("cuda:0", ["one", "two"])
     assert (str(whole.status), whole.finding) == ("error", "wrong: one (and 1 more)")
+
+
+@pytest.mark.parametrize("capability", ["7.0", "7.5", "8.0", "9.0"])
+def test_the_doctor_tries_no_format_that_backends_refuse(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(map(int, capability.split("."))))
+    tried = [Variant.of(precision) for precision in formats_of(torch.device("cuda", 0))]
+    requests = [asked for call in CALLS for variant in tried for asked in operator_requests(call, variant, "cuda", capability)]
+    assert {reason for asked in requests for reason in reasons_against(asked.request, ATEN)} == set()
+    assert FLOAT32 in tried

@@ -28,16 +28,25 @@ H = TypeVar("H", bound=Hashable)
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
-def non_negative_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """An integer in 0..2**62 (nanoseconds, bytes, counts)."""
-    if type(value) is not int or not 0 <= value <= MAX_INT:
-        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**62, got {value!r}")
+def _integer(least: int, most: int) -> Validator:
+    """An integer from ``least`` to ``most``, a power of two."""
+
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if type(value) is not int or not least <= value <= most:
+            where = f"{least}..2**{most.bit_length() - 1}"
+            raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in {where}, got {value!r}")
+
+    return check
 
 
-def measured_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """An integer in 0..2**48 (nanoseconds or bytes of one operator, cast, bucket or step)."""
-    if type(value) is not int or not 0 <= value <= MAX_MEASURED:
-        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**48, got {value!r}")
+non_negative_int = _integer(0, MAX_INT)
+"""An integer in 0..2**62 (nanoseconds, bytes, counts)."""
+measured_int = _integer(0, MAX_MEASURED)
+"""An integer in 0..2**48 (nanoseconds or bytes of one operator, cast, bucket or step)."""
+batch_int = _integer(0, MAX_BATCH)
+"""An integer in 0..2**20 (samples of a rank's batch)."""
+micro_batches = _integer(1, MOST_MICRO_BATCHES)
+"""An integer in 1..2**16 (micro-batches of an optimizer step)."""
 
 
 def measured_rate(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -45,18 +54,6 @@ def measured_rate(instance: Any, attribute: attrs.Attribute[Any], value: Any) ->
     finite(instance, attribute, value)
     if abs(value) > MAX_MEASURED:
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be a number of at most 2**48, got {value!r}")
-
-
-def batch_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """An integer in 0..2**20 (samples of a rank's batch)."""
-    if type(value) is not int or not 0 <= value <= MAX_BATCH:
-        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**20, got {value!r}")
-
-
-def micro_batches(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """An integer in 1..2**16 (micro-batches of an optimizer step)."""
-    if type(value) is not int or not 1 <= value <= MOST_MICRO_BATCHES:
-        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 1..2**16, got {value!r}")
 
 
 def positive_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import attrs
 
@@ -59,7 +60,7 @@ def balance_batches(
         PlanError: when a second profile does not go with the first.
     """
     dag, groups, replayer = problem.dag, problem.cluster.groups, ways.at(ways.settings[0])
-    scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
+    scalings = {group.name: BatchScaling(problem, group, further.get(group.name)) for group in groups}
     traced, does_not_fit = max(1, dag.batch_size), ""
     local = None if batches is None else dict(batches)
     if local is None:
@@ -70,7 +71,8 @@ def balance_batches(
         limits = [largest_batch(own, g.memory_bytes, most) for own, g, most in zip(memory, groups, unlimited, strict=True)]
         most = ", ".join(f"{group.name} takes at most {limit}" for group, limit in zip(groups, limits, strict=True))
         does_not_fit = f"the global batch of {total} does not fit the groups' memory ({most} per rank)"
-        found = balance(counts, total, unlimited, [scalings[group.name].busy_ns for group in groups], traced)
+        busy = [partial(scalings[g.name].busy_ns, full.prediction.groups[g.name].busy_ns) for g in groups]
+        found = balance(counts, total, unlimited, busy, traced)
         assert found is not None, "equal batches always add up to the global batch"
         local = {group.name: batch for group, batch in zip(groups, found, strict=True)}
     ways = ways.with_profiles(scaled_profiles(problem, scalings, local, further))
@@ -122,7 +124,7 @@ def replay_batches(
     profiles: dict[str, Profile] = {}
     local = {group.name: local_batches.get(group.name, dag.batch_size) for group in cluster.groups}
     for group in cluster.groups:
-        profiles[group.name] = BatchScaling(problem, group, 0, further.get(group.name)).profile_at(local[group.name])
+        profiles[group.name] = BatchScaling(problem, group, further.get(group.name)).profile_at(local[group.name])
     scaled = Replayer(
         dag, cluster, profiles, communication=replayer.communication, settings=replayer.settings, without=replayer.without
     )
@@ -244,18 +246,16 @@ class BatchScaling:
 
     Args:
         problem, group: what is scaled.
-        busy_ns: predicted busy time of a rank at the traced batch size; the scaling is relative to it.
         further: the profile at a second batch size.
 
     Raises:
         PlanError: when the second profile is of the same batch size or of other operators.
     """
 
-    def __init__(self, problem: Problem, group: DeviceGroup, busy_ns: int, further: BatchProfile | None) -> None:
+    def __init__(self, problem: Problem, group: DeviceGroup, further: BatchProfile | None) -> None:
         self.profile = problem.profiles[group.name]
         self.batch_size = max(1, problem.dag.batch_size)
         self._accumulate = problem.dag.accumulate
-        self.measured_busy_ns = busy_ns
         self._lines = self._fit(group.name, further)
         base = Variant.plain(group.base)
         chosen = [
@@ -269,9 +269,9 @@ class BatchScaling:
         self._forward = _Line(sum(line.traced_ns for line in forward), sum(line.slope for line in forward))
         self._backward = _Line(sum(line.traced_ns for line in backward), sum(line.slope for line in backward))
 
-    def busy_ns(self, batch: int) -> int:
-        """Busy time of a rank at a local batch: exact at the traced batch size, and never falling with the batch."""
-        return self.measured_busy_ns * self._model_ns(batch) // max(1, self._model_ns(self.batch_size))
+    def busy_ns(self, traced_ns: int, batch: int) -> int:
+        """Busy time of a rank at a local batch, never falling with it; ``traced_ns`` is that at the traced batch size."""
+        return traced_ns * self._model_ns(batch) // max(1, self._model_ns(self.batch_size))
 
     def profile_at(self, batch: int) -> Profile:
         """The group's profile with its kernels, and the whole steps it is calibrated with, scaled to a local batch."""

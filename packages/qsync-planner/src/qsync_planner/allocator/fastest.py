@@ -71,7 +71,7 @@ class GroupChoices:
         self.problem, self.jobs = problem, jobs
         self.traced = max(1, problem.dag.batch_size)
         groups = problem.cluster.groups
-        self.scalings = {group.name: BatchScaling(problem, group, 0, further.get(group.name)) for group in groups}
+        self.scalings = {group.name: BatchScaling(problem, group, further.get(group.name)) for group in groups}
         self._made: dict[tuple[object, ...], Choice] = {}
         self._base = {group.name: self._choice(group.name, ()) for group in groups}
         self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}

@@ -9,6 +9,7 @@ sample to sample averages out over them and leaves r; rounding that all samples 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import attrs
 
@@ -99,10 +100,7 @@ def free_batches(
     """
     omega = problem.objective(equal.rungs)
     margin_ns = limit_ns - int(limit_ns * PREDICTION_ERROR)
-
-    def kept(why: str) -> Freed:
-        return Freed(problem, attrs.evolve(equal, notes=(*equal.notes, f"local batches stay equal: {why}")))
-
+    splits, kept = _Splits(problem, ways, equal, further), partial(_kept, problem, equal)
     lowers = equal.rungs != balanced.solution.rungs
     full_ns = balanced.solution.prediction.iteration_ns
     faster = full_ns < equal.prediction.iteration_ns * (1 - PREDICTION_ERROR)
@@ -113,12 +111,10 @@ def free_batches(
             f"local batches differ: nothing is lowered, and a step takes {format_ns(full_ns)} instead of {before} with equal "
             f"batches; {HONOUR}"
         )
-        splits = _Splits(problem, ways, equal, further)
         weighted = splits.problem(solution.local_batches, splits.ways(solution.local_batches))
         return Freed(weighted, attrs.evolve(solution, notes=(note, *solution.notes), bound=0.0))
     if not lowers:
         return kept("nothing is lowered")
-    splits = _Splits(problem, ways, equal, further)
     variants = problem.variants(uniform)
     keeping = [split for split in splits.all() if min(splits.ways(split).periods_ns(variants).values()) <= margin_ns]
     if not keeping:
@@ -209,10 +205,13 @@ def fastest_batches(
             break
     after, split = best.solution.prediction.iteration_ns, dict(best.solution.local_batches)
     if after * WORTH_IT >= before or not split:
-        why = f"no other split is faster than {format_ns(before)} by more than half a percent"
-        return Freed(problem, attrs.evolve(equal, notes=(*equal.notes, f"local batches stay equal: {why}")))
+        return _kept(problem, equal, f"no other split is faster than {format_ns(before)} by more than half a percent")
     note = f"local batches differ: {format_ns(after)} a step instead of {format_ns(before)} with equal batches; {HONOUR}"
     return Freed(best.problem, splits.applied(split, best.solution, note))
+
+
+def _kept(problem: Problem, equal: Solution, why: str) -> Freed:
+    return Freed(problem, attrs.evolve(equal, notes=(*equal.notes, f"local batches stay equal: {why}")))
 
 
 class _Splits:
@@ -222,8 +221,8 @@ class _Splits:
         self._problem, self._equal_ways, self._further = problem, ways, further
         self._traced = max(1, problem.dag.batch_size)
         groups = problem.cluster.groups
-        busy = {name: entry.busy_ns for name, entry in equal.prediction.groups.items()}
-        self._scalings = {g.name: BatchScaling(problem, g, busy[g.name], further.get(g.name)) for g in groups}
+        self._busy = {name: entry.busy_ns for name, entry in equal.prediction.groups.items()}
+        self._scalings = {g.name: BatchScaling(problem, g, further.get(g.name)) for g in groups}
         replayer = ways.at(ways.settings[0])
         self._memory = {g.name: replayer.memory(g.name, replayer.base_variants(g.name)) for g in groups}
 
@@ -248,7 +247,7 @@ class _Splits:
         return found
 
     def _share(self, groups: Sequence[DeviceGroup], samples: int, most: Sequence[int]) -> dict[str, int] | None:
-        times = [self._scalings[group.name].busy_ns for group in groups]
+        times = [partial(self._scalings[group.name].busy_ns, self._busy[group.name]) for group in groups]
         found = balance([group.count for group in groups], samples, most, times, self._traced)
         return None if found is None else {group.name: batch for group, batch in zip(groups, found, strict=True)}
 

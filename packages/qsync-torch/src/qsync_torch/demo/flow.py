@@ -27,7 +27,7 @@ from qsync_torch.demo.probe import IMPORTS, LADDER, Probe, fitting_batch, sample
 from qsync_torch.demo.stored_profiles import replay_stored
 from qsync_torch.demo.workers import run_workers
 from qsync_torch.demo.workloads import Workload, load_workload
-from qsync_torch.profiling.paying import largest_operator, rung_ratios
+from qsync_torch.profiling.paying import compared_rungs, largest_operator
 from qsync_torch.tracing.trace import trace
 
 MOST_STEPS, LEAST_STEPS = 40, 30
@@ -164,7 +164,8 @@ def _prepare(options: Options, progress: ProgressCallback) -> tuple[Workload, Pr
     ratios = dict.fromkeys(LADDER[:-1], 0.0)
     if options.seconds is not None:
         progress(0, 1, "trying each lower precision")
-        ratios = rung_ratios(dag, dict(workload.model.named_parameters()))
+        compared = compared_rungs(dag, dict(workload.model.named_parameters()))
+        ratios = {rung: ratio.value for rung, ratio in compared.items()}
     return workload, dag, Probe(workload.batch_size, whole, str(largest_operator(dag).op_id), ratios, in_haste)
 
 

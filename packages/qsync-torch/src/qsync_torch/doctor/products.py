@@ -10,6 +10,7 @@ import torch
 
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.requests import CallShapes
+from qsync_core.kernels.support import FIRST_TENSOR_CORES
 from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_torch.distributed.ranks import SHARE_VARIABLE
 from qsync_torch.sharing.mps import Daemon
@@ -32,21 +33,21 @@ def product_lines(daemon: Daemon) -> list[DoctorLine]:
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         try:
-            here = wrong_sentences(CALLS, _formats(device), device)
+            here = wrong_sentences(CALLS, formats_of(device), device)
         except RuntimeError:  # the device's own line says what is wrong with it
             continue
         lines += whole_lines(f"cuda:{index}", here)
         name = torch.cuda.get_device_name(device)
         if not daemon.problem and not os.environ.get(SHARE_VARIABLE) and name not in tried:
             tried.add(name)
-            lines += share_lines(f"cuda:{index}", under_shares(probe_by_process(CALLS, _formats(device), device)))
+            lines += share_lines(f"cuda:{index}", under_shares(probe_by_process(CALLS, formats_of(device), device)))
     return lines
 
 
-def _formats(device: torch.device) -> tuple[Precision, ...]:
-    """List the formats that the device has in hardware."""
+def formats_of(device: torch.device) -> tuple[Precision, ...]:
+    """List the formats that the device has in hardware; backends refuse others."""
     capability = torch.cuda.get_device_capability(device)
-    return tuple(p for p in PRECISIONS if not (p is Precision.BFLOAT16 and capability < (8, 0)))
+    return tuple(p for p in PRECISIONS if p is Precision.FLOAT32 or capability >= FIRST_TENSOR_CORES[p])
 
 
 def under_shares(probe: Probe) -> dict[int, str | None]:

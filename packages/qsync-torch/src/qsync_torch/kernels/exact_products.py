@@ -118,7 +118,7 @@ def said_of(ratio: torch.Tensor, infinite: torch.Tensor, elements: int, step: fl
 
 
 def random_signs(count: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw as many numbers 1 and -1, in float64, on the device of a tensor."""
+    """Draw numbers 1 and -1, in float64, on the device of a tensor."""
     return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float64)
 
 
@@ -162,14 +162,14 @@ def _meet(geometry: Geometry, axis: int, place: int, size: int, out: int) -> tup
 def _over_outputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Filters (O, C / groups, KH, KW), each times a factor of its output, and their squares, summed over the outputs of each group:
     two of (C, KH, KW)."""
-    sums: list[torch.Tensor] = []
+    pairs = []
     # A group's outputs are summed together; weights with many groups are small.
     for first, last in weight.chunks() if groups == 1 else [(0, weight.count)]:
         part = weight.wide(first, last)
-        for place, each in enumerate((part * factors[first:last].view(-1, 1, 1, 1), part**2)):
-            total = each.view(groups, -1, *part.shape[1:]).sum(1).reshape(-1, *part.shape[2:])
-            sums[place : place + 1] = [sums[place] + total if place < len(sums) else total]
-    return sums[0], sums[1]
+        each = (part * factors[first:last].view(-1, 1, 1, 1), part**2)
+        pairs.append([x.view(groups, -1, *part.shape[1:]).sum(1).reshape(-1, *part.shape[2:]) for x in each])
+    weighted, squares = zip(*pairs, strict=True)
+    return torch.stack(weighted).sum(0), torch.stack(squares).sum(0)
 
 
 def _over_inputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +179,8 @@ def _over_inputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[to
     for first, last in weight.chunks():
         part = weight.wide(first, last)
         pairs.append(((part * own[first:last]).sum(1), (part**2).sum(1)))
-    return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+    weighted, squares = zip(*pairs, strict=True)
+    return torch.cat(weighted), torch.cat(squares)
 
 
 def _scaled(value: torch.Tensor, scale: torch.Tensor | None, power: int = 1) -> torch.Tensor:

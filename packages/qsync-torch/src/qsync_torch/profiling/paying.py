@@ -77,19 +77,13 @@ def repeated(sample: Callable[[], float], seconds: float = 2 * PROBING_S) -> Unc
         samples.append(sample())
 
 
-def rung_ratios(
-    dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = CPU_LADDER[:-1]
-) -> dict[Variant, float]:
-    """Time of the largest operator at each rung below the job's base over the base's, forward and backward with their casts."""
-    return {rung: ratio.value for rung, ratio in compared_rungs(dag, layouts, rungs).items()}
+def compared_rungs(dag: PrecisionDag, layouts: Mapping[str, Tensor]) -> dict[Variant, Uncertain]:
+    """Time of the largest operator at each rung below the job's base over the base's, forward and backward with their casts.
 
-
-def compared_rungs(
-    dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = CPU_LADDER[:-1]
-) -> dict[Variant, Uncertain]:
-    """Return :func:`rung_ratios` with the uncertainty of each; one that may be on either side of 1 is measured longer."""
+    What may be on either side of 1 is measured longer.
+    """
     operator, base = largest_operator(dag), Variant.plain(dag.base)
-    below = {rung: under for rung in rungs if (under := rung.under(dag.base)) not in (None, base)}
+    below = {rung: under for rung in CPU_LADDER[:-1] if (under := rung.under(dag.base)) not in (None, base)}
     runs = {rung: _runner(operator, variant, layouts) for rung, variant in {base: base, **below}.items()}
     first = {variant: seconds_of(run) for variant, run in runs.items()}
     for variant, seconds in first.items():  # what a first run loads and compiles takes longest on a busy machine
