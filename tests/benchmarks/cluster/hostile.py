@@ -132,12 +132,23 @@ _NOTHING_LEFT = (OSError, ValueError, KeyError, TypeError, AttributeError, Recur
 # Attacks: each changes the folder; the names are counted
 
 
+def _file(path: Path) -> Path:
+    """A path at which an earlier attack has left a file, and no pipe or device, which would be read without end.
+
+    Raises:
+        FileNotFoundError: otherwise.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return path
+
+
 def _ledger(run: Path) -> dict[str, Any]:
-    return json.loads((run / ".prepare" / "ledger.json").read_text())
+    return json.loads(_file(run / ".prepare" / "ledger.json").read_text())
 
 
 def _write_ledger(run: Path, ledger: Any) -> None:
-    (run / ".prepare" / "ledger.json").write_text(json.dumps(ledger))
+    _file(run / ".prepare" / "ledger.json").write_text(json.dumps(ledger))
 
 
 def _targets(run: Path) -> list[str]:
@@ -177,7 +188,7 @@ def ledger_types(rng: random.Random, run: Path) -> None:
 
 
 def ledger_text(rng: random.Random, run: Path) -> None:
-    data = bytearray((run / ".prepare" / "ledger.json").read_bytes())
+    data = bytearray(_file(run / ".prepare" / "ledger.json").read_bytes())
     for _ in range(rng.choice((1, 1, 4, 32))):
         data[rng.randrange(len(data))] = rng.randrange(256)
     hostile = rng.choice(
@@ -211,9 +222,7 @@ def link(rng: random.Random, run: Path) -> None:
 
 
 def cluster_file(rng: random.Random, run: Path) -> None:
-    path = run / "cluster.toml"
-    if not path.is_file():  # another attack has put a pipe there, or /dev/zero
-        return
+    path = _file(run / "cluster.toml")
     text = path.read_text()
     lines = text.split("\n")
     at = rng.randrange(len(lines))
@@ -247,14 +256,14 @@ def damaged_artifact(rng: random.Random, run: Path) -> None:
     if found := _artifacts(run):
         path = rng.choice(found)
         mutation, resealed = rng.choice(MUTATIONS)
-        _put(rng, run, path, mutate(rng, path.read_bytes(), mutation, resealed))
+        _put(rng, run, path, mutate(rng, _file(path).read_bytes(), mutation, resealed))
 
 
 def changed_values(rng: random.Random, run: Path) -> None:
     if found := _artifacts(run):
         path = rng.choice(found)
         with contextlib.suppress(ValueError, msgpack.UnpackException):
-            _put(rng, run, path, change_values(rng, path.read_bytes()))
+            _put(rng, run, path, change_values(rng, _file(path).read_bytes()))
 
 
 def no_times(rng: random.Random, run: Path) -> None:
@@ -268,7 +277,7 @@ def no_times(rng: random.Random, run: Path) -> None:
     for path in _artifacts(run):
         if rng.random() < 0.5:
             with contextlib.suppress(ValueError, msgpack.UnpackException):
-                _put(rng, run, path, sealed(path.read_bytes(), without(content(path.read_bytes()))))
+                _put(rng, run, path, sealed(_file(path).read_bytes(), without(content(path.read_bytes()))))
 
 
 def obeyed_text(rng: random.Random, run: Path) -> None:
@@ -284,7 +293,7 @@ def obeyed_text(rng: random.Random, run: Path) -> None:
     if found := _artifacts(run):
         path = rng.choice(found)
         with contextlib.suppress(ValueError, msgpack.UnpackException):
-            _put(rng, run, path, sealed(path.read_bytes(), hostile(content(path.read_bytes()))))
+            _put(rng, run, path, sealed(_file(path).read_bytes(), hostile(content(path.read_bytes()))))
 
 
 def text_files(rng: random.Random, run: Path) -> None:
