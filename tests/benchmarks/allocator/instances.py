@@ -24,7 +24,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_planner.allocator.exact.group_program import Programs
+from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.problem import build_problem
 from qsync_planner.replayer.replay import Replayer
 

@@ -10,7 +10,7 @@ from allocator.bench import PROVEN, Bench, by_seed, quartiles, row
 from allocator.instances import REGIMES, Instance, instance
 from allocator.solving import Row
 from qsync_planner.allocator.baselines import UniformStart, move_to_uniform, time_limit_ns
-from qsync_planner.allocator.exact.group_program import Programs
+from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.greedy import move_to_fastest, recover_by_density, solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import SearchState, build_problem

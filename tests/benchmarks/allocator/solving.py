@@ -42,20 +42,22 @@ class Solved:
         return 1.0 if self.bound is None else max(0.0, self.objective - self.bound) / self.objective
 
 
-def solve(found: Instance, solver: str, *, seconds: float | None = None) -> Solved:
+def solve(found: Instance, solver: str, *, seconds: float | None = None, objective: str = "omega") -> Solved:
     """Plan with ``solver``, ``seconds`` of wall-clock time at most if given, and check the plan.
 
     Raises:
         AssertionError: a plan that, replayed from scratch, breaks a limit, or is better than its own bound allows.
     """
     options: dict[str, Any] = {} if seconds is None or solver not in LIMITED else {"seconds": seconds}
+    if objective != "omega":
+        options["objective"] = objective
     start = time.process_time()
     plan = allocate(
         found.dag, found.cluster, found.profiles, found.sensitivity, solver=solver, tolerance=found.tolerance, **options
     )
     took = time.process_time() - start
     check(found, plan)
-    return Solved(found.label, plan.objective, plan.bound, took)
+    return Solved(found.label if objective == "omega" else f"{found.label} {objective}", plan.objective, plan.bound, took)
 
 
 def check(found: Instance, plan: PrecisionPlan) -> None:

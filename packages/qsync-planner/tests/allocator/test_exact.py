@@ -12,7 +12,7 @@ from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.plan import Role
 from qsync_planner.allocator import allocate
-from qsync_planner.allocator.exact import choices, program
+from qsync_planner.allocator.exact import choices, program, stages
 from qsync_planner.allocator.exact.group_program import GroupProgram
 from qsync_planner.allocator.exact.program import Limits, Program
 from qsync_planner.allocator.exact.solve import NoDeadlineForm, check_deadline_form
@@ -79,7 +79,6 @@ def test_what_is_refused() -> None:
         ({"objective": "memory", "solver": "greedy"}, "only the solvers auto and exact can minimise memory, not greedy"),
         ({"omega_limit": 1.0}, "a limit of Σ Ω goes with the objective time, not with omega"),
         ({"objective": "time", "omega_limit": -1.0}, "the limit of Σ Ω must be a finite number ≥ 0, got -1.0"),
-        ({"objective": "memory", "seconds": 1.0}, "a time for solving goes with the objective omega, not with memory"),
         ({"seconds": 0.0}, "the time for solving must be a finite number of seconds above 0, got 0.0"),
         ({"seconds": 1.0, "solver": "greedy"}, "only the solvers auto and exact can be given a time, not greedy"),
     ):
@@ -141,6 +140,7 @@ def test_a_solver_that_gives_up_leaves_auto_to_greedy(monkeypatch: pytest.Monkey
     case = random_case(4)
     greedy = allocate(*case.arguments, solver="greedy")
     monkeypatch.setattr(program.Program, "solve", fail)
+    monkeypatch.setattr(stages, "MAX_ARCS", 1)  # else no solver is asked
     plan = allocate(*case.arguments)
     assert plan.objective == greedy.objective
     assert plan.notes[1].startswith("without a proof: the solver HiGHS stopped")

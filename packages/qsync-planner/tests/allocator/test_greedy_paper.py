@@ -29,7 +29,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import UniformStart, move_to_uniform, time_limit_ns
 from qsync_planner.allocator.blocks import classes, find_blocks
-from qsync_planner.allocator.exact.group_program import Programs
+from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.greedy_paper import STARTS, initial_plan, memory_budgets, solve_greedy_paper
 from qsync_planner.allocator.problem import GroupProblem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution

@@ -15,9 +15,10 @@ from planning_cases import Case, random_case, random_costs
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator.baselines import move_to_uniform
-from qsync_planner.allocator.exact.group_program import GroupProgram, Programs, Quantity, least
+from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, Segment, relaxed
 from qsync_planner.allocator.exact.program import Limits, Program
+from qsync_planner.allocator.exact.programs import Programs, least
 from qsync_planner.allocator.exact.solve import EXACT, answer, solve_exactly, solve_jointly
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.replayer.contention import PARTS, RankStep, joint_step

@@ -27,8 +27,9 @@ from qsync_planner.allocator.baselines import (
 from qsync_planner.allocator.communication import NEEDS_COSTS, Fixed, Ways, fastest_by_ctas
 from qsync_planner.allocator.communication import fastest as fastest_way
 from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
 from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.exact.search import Progress
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
 from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
@@ -160,11 +161,11 @@ def allocate(
     wanted = fastest_by_ctas(uniform.periods_ns, ANY_TIME_NS if objective == "time" else limit_ns)
 
     def solve(state: SearchState, starts: Mapping[str, UniformStart], programs: Programs) -> tuple[Solution, int]:
-        if objective == "memory":
-            return least_memory_plan(state, starts, limit_ns, effort, programs), limit_ns
-        if objective == "time":
-            return least_time_plan(state, starts, omega_limit, effort, programs)
         each = seconds if seconds is None or len(ways.settings) == 1 else seconds / (len(wanted) + 1)
+        if objective == "memory":
+            return least_memory_plan(state, starts, limit_ns, effort, programs, seconds=each), limit_ns
+        if objective == "time":
+            return least_time_plan(state, starts, omega_limit, effort, programs, seconds=each)
         return _planned(state, starts, limit_ns, solver, programs, each, progress), limit_ns
 
     def solve_at(problem: Problem, ways: Ways, margin_ns: int) -> Solution:
@@ -346,7 +347,7 @@ def check_wishes(
         raise PlanError(f"the time for solving must be a finite number of seconds above 0, got {seconds!r}")
     if seconds is not None and solver not in ("auto", "exact"):
         raise PlanError(f"only the solvers auto and exact can be given a time, not {solver}")
-    _check_objective(objective, omega_limit, solver, seconds)
+    _check_objective(objective, omega_limit, solver)
     _check_batch(batch, objective, solver, seconds)
 
 
@@ -361,13 +362,11 @@ def _check_arguments(
             raise PlanError(f"a second profile was given for group {name!r}, but the cluster has {', '.join(names)}")
 
 
-def _check_objective(objective: str, omega_limit: float | None, solver: str, seconds: float | None) -> None:
+def _check_objective(objective: str, omega_limit: float | None, solver: str) -> None:
     if objective not in OBJECTIVES:
         raise PlanError(f"there is no objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
     if objective != "omega" and solver not in ("auto", "exact"):
         raise PlanError(f"only the solvers auto and exact can minimise {objective}, not {solver}")
-    if objective != "omega" and seconds is not None:
-        raise PlanError(f"a time for solving goes with the objective omega, not with {objective}")
     if omega_limit is not None and objective != "time":
         raise PlanError(f"a limit of Σ Ω goes with the objective time, not with {objective}")
     if omega_limit is not None and not 0 <= omega_limit < float("inf"):

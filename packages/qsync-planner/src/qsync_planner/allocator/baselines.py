@@ -11,8 +11,8 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.group_program import Programs
 from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution

@@ -278,10 +278,11 @@ class BatchScaling:
         if batch == self.batch_size:
             return self.profile
         more = batch - self.batch_size
-        costs = tuple(
-            attrs.evolve(cost, forward_compute_ns=forward.at(more), backward_compute_ns=backward.at(more))
-            for cost, (forward, backward) in zip(self.profile.costs, self._lines, strict=True)
-        )
+        with attrs.validators.disabled():  # of thousands of costs no attribute but two is new
+            costs = tuple(
+                cost.computing(forward.at(more), backward.at(more))
+                for cost, (forward, backward) in zip(self.profile.costs, self._lines, strict=True)
+            )
         return attrs.evolve(self.profile, costs=costs, steps=tuple(self._scaled_step(step, more) for step in self.profile.steps))
 
     def _model_ns(self, batch: int) -> int:

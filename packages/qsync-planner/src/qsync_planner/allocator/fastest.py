@@ -18,12 +18,14 @@ from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_planner.allocator.dynamic_batch import BatchProfile, BatchScaling, balance, largest_batch
-from qsync_planner.allocator.exact.group_program import Programs, Quantity, least
+from qsync_planner.allocator.exact.group_program import Quantity
 from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.programs import Programs, least
 from qsync_planner.allocator.exact.solve import NO_PROGRAM
 from qsync_planner.allocator.jobs import JobOfGroups, Jobs
 from qsync_planner.allocator.problem import Problem
 from qsync_planner.replayer.chains import Variants
+from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.replay import Replayer, base_rung
 from qsync_planner.replayer.step_timing import Condensed, StepTiming
@@ -32,6 +34,9 @@ WORTH_IT = 1.005
 """A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
 _FIRST_MOVE = 16
 """Where ranks slow each other down, samples are moved from group to group, first this part of a batch, in the end single ones."""
+
+_NEAR = 1e-4
+"""Part of the shortest period that the fastest rungs may take more."""
 
 Rungs = tuple[int, ...]
 
@@ -76,6 +81,7 @@ class GroupChoices:
         self._base = {group.name: self._choice(group.name, ()) for group in groups}
         self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}
         self._work: dict[tuple[int, int], Condensed] = {}
+        self._mappers: dict[int, CostMapper] = {}
         self._scaled: dict[tuple[object, ...], tuple[str, Replayer]] = {}
         shapes = [jobs.ways.at(way).shape(groups[0].name) for way in jobs.ways.settings]
         self._cuts = {cut for shape in shapes for cut in shape.cuts}
@@ -125,11 +131,14 @@ class GroupChoices:
         """What a rank has to do in a step."""
         key = (id(choice), batch)
         if key not in self._work:
-            whole = self.jobs.whole
-            entry = whole.cluster.group(group)
-            lowers = choice is not self._base[group]
-            name, replayer = (group, whole) if batch == self.traced else self._at(entry, batch, lowers=lowers)
-            self._work[key] = Condensed.of(replayer.mapper(name, choice.variants), self._cuts)
+            if id(choice) not in self._mappers:
+                self._mappers[id(choice)] = self.jobs.whole.mapper(group, choice.variants)
+            model = None
+            if batch != self.traced:
+                lowers = choice is not self._base[group]
+                name, replayer = self._at(self.jobs.whole.cluster.group(group), batch, lowers=lowers)
+                model = replayer.model_of(name, choice.variants)
+            self._work[key] = Condensed.of(self._mappers[id(choice)], self._cuts, model)
         return self._work[key]
 
     def _at(self, group: DeviceGroup, batch: int, *, lowers: bool) -> tuple[str, Replayer]:
@@ -328,7 +337,8 @@ def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Run
     found: dict[str, Rungs] = {}
     for group in problem.groups if is_installed() else ():
         try:
-            best = least(programs.of(group), Quantity.TIME, budget_bytes=group.group.memory_bytes, start=starts[group.name])
+            program, budget = programs.of(group), group.group.memory_bytes
+            best = least(program, Quantity.TIME, budget_bytes=budget, start=starts[group.name], gap=_NEAR)
         except NO_PROGRAM:
             continue
         if best is not None:

@@ -28,7 +28,7 @@ from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.cost_model import CostModel, Evaluation, PricedCast
-from qsync_planner.replayer.max_plus import Work, sequence
+from qsync_planner.replayer.max_plus import Work, kernel, sequence
 
 BEFORE_FORWARD = (CastSite.INPUT, CastSite.WEIGHT)
 BEFORE_BACKWARD = (CastSite.GRAD_OUTPUT,)
@@ -108,14 +108,22 @@ class OpState:
                 charged.append(priced)
                 done |= bit
 
-        def work(sites: tuple[CastSite, ...]) -> list[Work]:
-            return [priced.work for priced in charged if priced.cast.site in sites]
+        return _with_casts(tuple(charged), self.evaluation.forward, self.evaluation.backward)
 
-        forward, backward = self.evaluation.forward, self.evaluation.backward
-        if charged:
-            forward = sequence([*work(BEFORE_FORWARD), forward])
-            backward = sequence([*work(BEFORE_BACKWARD), backward, *work(AFTER_BACKWARD)])
-        return ChargedCost(tuple(charged), forward, backward)
+
+def _with_casts(charged: tuple[PricedCast, ...], forward: Work, backward: Work) -> ChargedCost:
+    """An operator's kernels with the casts around them."""
+    if not charged:
+        return ChargedCost(charged, forward, backward)
+
+    def work(sites: tuple[CastSite, ...]) -> list[Work]:
+        return [priced.work for priced in charged if priced.cast.site in sites]
+
+    return ChargedCost(
+        charged,
+        sequence([*work(BEFORE_FORWARD), forward]),
+        sequence([*work(BEFORE_BACKWARD), backward, *work(AFTER_BACKWARD)]),
+    )
 
 
 class Change(NamedTuple):
@@ -170,6 +178,19 @@ class CostMapper:
     def is_synchronous(self) -> bool:
         """Whether the CPU runs the kernels."""
         return self.model.synchronous
+
+    def work_under(self, model: CostModel) -> tuple[list[Work], list[Work]]:
+        """Forward and backward of every operator by a model that differs from this one's in what kernels take, and in nothing else.
+
+        Formats and casts are the same then.  No chain may be fused.
+        """
+        forward, backward = [], []
+        for position, (state, casts) in enumerate(zip(self.states, self.charged, strict=True)):
+            times = model.kernels(position, state.evaluation.run)
+            cost = _with_casts(casts, kernel(*times[:2]), kernel(*times[2:]))
+            forward.append(cost.forward)
+            backward.append(cost.backward)
+        return forward, backward
 
     def serves(self, producer: int, reader: int) -> bool:
         """Whether an operator reads the whole result of the chain that ends with a producer, so that its copy serves it."""

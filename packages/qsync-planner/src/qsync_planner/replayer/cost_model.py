@@ -271,6 +271,7 @@ class CostModel:
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
         self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
+        self._kernels: dict[tuple[int, Variant], PhaseTimes] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._shape_of: dict[int, int] = {}
         self._equal: dict[tuple[object, ...], Evaluation] = {}
@@ -307,6 +308,17 @@ class CostModel:
             else:
                 found = self._evaluate_fused(position, run, inputs)
             self._evaluated[key] = found
+        return found
+
+    def kernels(self, position: int, run: Variant) -> PhaseTimes:
+        """Calibrated times of an operator's kernels, without casts.
+
+        Raises:
+            PlanError: when the profile lacks the operator in that variant.
+        """
+        found = self._kernels.get((position, run))
+        if found is None:
+            found = self._kernels[position, run] = self._calibrate(position, run, self._measured(self.dag.operators[position], run))
         return found
 
     def variant(self, number: int) -> Variant:

@@ -25,9 +25,10 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 
 from qsync_core.ir.chain import chains_of
 from qsync_core.ir.dag import OpClass, PrecisionDag
@@ -46,6 +47,7 @@ OwnBytes = tuple[int, int, int, int]
 """Own saved bytes, workspace forward, workspace and gradient copies backward, calibration."""
 Replaced = tuple[list[tuple[int, Intervals]], list[tuple[int, OwnBytes]], Intervals, list[tuple[int, int]]]
 _EMPTY = (0, 0, 0)
+_MOST_INT64 = 2**62
 Moment = tuple[int, int, int]
 """Bytes at a moment: gradients of parameters outside buckets, workspace, and both with activations."""
 _BESIDE = "measured beside these"
@@ -89,12 +91,26 @@ class MemoryEstimate:
             "parameters": self.parts["parameters"],
             "optimizer state": self.parts["optimizer state"],
             "batch": ceil(share * self.parts["batch"]),
-            **max((self._alive(moment, share) for moment in self.moments), key=lambda alive: sum(alive.values())),
+            **self._alive(self._highest(share), share),
             _BESIDE: max(beside, ceil(share * beside)),
         }
         static, saved = self.static_bytes - self.parts["batch"] + parts["batch"], ceil(share * self.saved_bytes)
         peak = sum(parts.values())
         return MemoryEstimate(static, saved, peak - static - saved, peak, parts, self.process, batch_size=batch_size)
+
+    def _highest(self, share: Fraction) -> Moment:
+        """The first moment at which most is alive, with this share of the samples."""
+        gradients, activations, workspace = self._by_moment
+        up, down = share.numerator, share.denominator
+        if max(int(activations.max()), int(workspace.max())) * up >= _MOST_INT64:
+            activations, workspace = activations.astype(object), workspace.astype(object)
+        return self.moments[int(np.argmax(gradients - (-activations * up // down) - (-workspace * up // down)))]
+
+    @cached_property
+    def _by_moment(self) -> tuple[np.ndarray[Any, Any], ...]:
+        """Bytes of gradients, activations and workspace."""
+        gradients, workspace, whole = np.asarray(self.moments, dtype=np.int64).T
+        return gradients, whole - gradients - workspace, workspace
 
     def _alive(self, moment: Moment, share: Fraction) -> dict[str, int]:
         gradients, workspace, whole = moment
@@ -426,12 +442,16 @@ class MemoryLedger:
         _, _, added, forward_peak, _, backward_peak = self._tree.root
         calibration = self._mapper.model.calibration
         highest: int = max(forward_peak, added + backward_peak)
-        modelled = self.static_bytes + highest + self._correction + calibration.memory_bytes
-        return max(modelled, calibration.memory_floor_bytes + self._layout.bucket_bytes)
+        return max(highest + self.constant_bytes, calibration.memory_floor_bytes + self._layout.bucket_bytes)
 
     def moments_bytes(self) -> list[int]:
         """Memory at each of the 2V moments, without what is static and without calibration."""
         return [running + more for running, more in zip(accumulate(self._delta), self._moment, strict=True)][:-1]
+
+    @property
+    def constant_bytes(self) -> int:
+        """What is there at every moment beside :meth:`moments_bytes`: all that is static, and what calibration adds."""
+        return self.static_bytes + self._correction + self._mapper.model.calibration.memory_bytes
 
     def saved_bytes(self) -> int:
         """Bytes kept for backward when the forward pass ends."""

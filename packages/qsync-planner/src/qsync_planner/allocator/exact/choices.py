@@ -21,7 +21,7 @@ from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastTarget, ChainResult, chain_result, readable_copy
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator.exact.program import ALWAYS, Expression, Indicator, Program, add, total
+from qsync_planner.allocator.exact.program import ALWAYS, Expression, Indicator, Program, add, combined, total
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.cost_mapper import OpState
 from qsync_planner.replayer.cost_model import CostModel, Evaluation
@@ -107,7 +107,7 @@ class Choices:
             return used
         found = self._needs.get((reader, share))
         if found is None:
-            column = self._program.column()
+            column = self._program.derived([combined((used, 1), (written, -1))])
             for row, bounds in (
                 ([(used, -1), (written, 1)], {"lower": 0}),
                 ([(used, -1)], {"upper": 0}),
@@ -225,7 +225,7 @@ class Choices:
             operator = self._model.dag.operators[position]
             raise PlanError(f"no variant of operator {operator.op_id} was measured with the formats that it may get")
         for chosen in forbidden:
-            self._program.row(chosen, upper=0)
+            self._program.forbid(chosen)
         return choices
 
     def _combinations(self, position: int, sources: Sequence[_Source]) -> dict[tuple[int, ...], Indicator]:
@@ -247,7 +247,9 @@ class Choices:
         found = self._joint.get(key)
         if found is None:
             columns = {
-                combination: self._program.column()
+                combination: self._program.derived(
+                    [combined(*((sources[place][1][combination[place]], 1) for place in free), constant=1 - len(free))]
+                )
                 for combination in itertools.product(*(range(len(outcomes)) for _, outcomes in sources))
             }
             for place in free:

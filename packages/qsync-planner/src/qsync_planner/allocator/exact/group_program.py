@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -16,13 +16,12 @@ import numpy as np
 from qsync_planner.allocator.exact.choices import Choice, Choices
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, segments_of
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
-from qsync_planner.allocator.exact.program import Limits, OnImproved, Program, Solved
+from qsync_planner.allocator.exact.program import CONSTANT, Limits, OnImproved, Program, Solved
+from qsync_planner.allocator.exact.stages import Stage, stages_of
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
-from qsync_planner.allocator.problem import GroupProblem
-from qsync_planner.replayer.chains import Variants
+from qsync_planner.allocator.problem import GroupProblem, Unit
 from qsync_planner.replayer.contention import joint_step
 from qsync_planner.replayer.memory import MemoryLayout
-from qsync_planner.replayer.prediction import GroupPrediction
 from qsync_planner.replayer.replay import GroupState, Replayer
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -36,8 +35,6 @@ _COST = 1000.0
 """The cost of the plans that a program is scaled for, because solvers stop at absolute differences."""
 _MOST_COST = 1e10
 """The largest cost; solvers fail at larger numbers, and a bound that takes something for cheaper than it is remains a bound."""
-_LIMITS = Limits(gap=1e-6, nodes=2000)
-_ROUNDS = 1000
 
 
 class Quantity(enum.Enum):
@@ -78,6 +75,7 @@ class GroupProgram:
         apart: the rungs of a step without a plan, where its operators cost something else than beside lowered ones.  The program
             is of all other plans then, and this one is replayed beside it; None where the program has it too.
         memory: rows that hold the memory of single moments below the budget.
+        deadlines, dispatch: as in :class:`~qsync_planner.allocator.exact.time_rows.TimeRows`; none where they are no sums.
     """
 
     def __init__(self, group: GroupProblem, replayer: Replayer, rest: Rest | None = None) -> None:
@@ -117,6 +115,11 @@ class GroupProgram:
             rows.add_synchronising(steps)
         else:
             rows.add_free_running(steps)
+        self.deadlines = rows.deadlines if isinstance(rows, TimeRows) else []
+        self.dispatch = rows.dispatch if isinstance(rows, TimeRows) else {}
+        self._order = sorted(range(len(group.units)), key=lambda unit: self._first_position(group.units[unit]))
+        self._stages: tuple[int, list[Stage]] | None = None
+        self._work: tuple[Values, Values] | None = None
         views = replayer.settings.gradient_as_bucket_view
         layout = MemoryLayout(replayer.dag, model.wiring, model.profile, replayer.ranks > 1, views, replayer.dag.accumulate > 1)
         self.memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
@@ -164,6 +167,57 @@ class GroupProgram:
         self.program.bound(self._limit, 0.0, period_ns / self._unit_ns if binds else math.inf)
         self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)
 
+    def stages(self) -> list[Stage]:
+        """The stages of the program as it is now.
+
+        Raises:
+            NoStages: where the units hang together too much.
+        """
+        if self._stages is None or self._stages[0] != self.program.columns:
+            self._stages = self.program.columns, stages_of(self.program, self.choices.columns, self._order)
+        return self._stages[1]
+
+    def deadline(self, number: int) -> tuple[Values, float]:
+        """What is done and to come at a deadline, T at most: by column, and a constant, in nanoseconds."""
+        work, after = self._work_until()
+        amounts = np.zeros(self.program.columns)
+        amounts[: work.shape[1] - 1] = work[number, :-1]
+        return amounts, float(work[number, -1] + after[number])
+
+    def latest_deadline(self, rungs: Sequence[int]) -> int:
+        """The deadline that a plan passes after all others, up to what follows them.
+
+        Raises:
+            NoStages: where the units hang together too much.
+        """
+        values, state = np.zeros(self.program.columns), 0
+        for stage in self.stages():
+            arc = stage.arc(state, [rungs[unit] for unit in stage.units])
+            values[stage.columns] = stage.table.values[arc]
+            state = int(stage.target[arc])
+        return int(np.argmax(self.lateness(values, 0)))
+
+    def lateness(self, values: Values, limit_ns: int) -> Values:
+        """By how much the columns' values miss each deadline, in nanoseconds."""
+        work, after = self._work_until()
+        return work[:, :-1] @ values[: work.shape[1] - 1] + work[:, -1] + after - limit_ns
+
+    def _work_until(self) -> tuple[Values, Values]:
+        """Per deadline the work until then, by column and, last, the constant; and what follows."""
+        if self._work is None:
+            columns = 1 + max((column for work, _ in self.deadlines for column in work), default=CONSTANT)
+            work = np.zeros((len(self.deadlines), columns + 1))
+            for row, (expression, _) in zip(work, self.deadlines, strict=True):
+                row[list(expression)] = list(expression.values())  # a constant's key is the last place
+            self._work = np.cumsum(work, axis=0), np.asarray([float(after) for _, after in self.deadlines])
+        return self._work
+
+    def _first_position(self, unit: Unit) -> int:
+        model = self._replayer.model(self._group.name)
+        if unit.is_chain:
+            return min(model.chains.members[model.chains.by_name[unit.operators[0]]])
+        return min(model.dag.index[op_id] for op_id in unit.operators)
+
     def replay(self, rungs: Sequence[int]) -> Replayed:
         """What a plan takes, exactly."""
         if self._state is None:
@@ -177,6 +231,11 @@ class GroupProgram:
             ranks = (times.rank_step(self._shape.slowdown), *rest.ranks)
             period = max(period, joint_step(ranks, self._shape.collective_ns, self._shape.start_delay_ns).period_ns)
         return Replayed(tuple(rungs), period, self._state.peak_bytes, moments.index(max(moments)))
+
+    def bytes_by_moment(self) -> Values:
+        """Memory of the plan replayed last at each moment, as the rows of memory count it."""
+        assert self._state is not None, "nothing was replayed"
+        return np.asarray(self._state.memory.moments_bytes(), dtype=np.float64) + self._state.memory.constant_bytes
 
     def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
         """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
@@ -205,72 +264,6 @@ class GroupProgram:
         return tuple(int(np.argmax(values[list(row)])) for row in self.choices.columns)
 
 
-class Programs:
-    """The programs of a problem's groups; groups of one device type and one ladder share theirs, whatever their budgets.
-
-    Programs are built when they are first asked for.
-    """
-
-    def __init__(self, replayer: Replayer) -> None:
-        self._replayer = replayer
-        self._kinds: list[GroupProblem] = []
-        self._kind_of: dict[str, int] = {}
-        self._built: dict[int, GroupProgram] = {}
-        self._leanest: dict[int, Replayed | None] = {}
-        self._at_rungs: dict[int, tuple[GroupPrediction, ...]] = {}
-        self.contended = any(replayer.slowdown(group.name) for group in replayer.cluster.groups)
-        """Whether open collectives delay any rank, so that the job's time is not a matter of each group alone."""
-
-    def kind(self, group: GroupProblem) -> int:
-        """A number for everything about a group that its program depends on."""
-        if group.name not in self._kind_of:
-            alike = (number for number, other in enumerate(self._kinds) if self._is_alike(group, other))
-            self._kind_of[group.name] = next(alike, len(self._kinds))
-            if self._kind_of[group.name] == len(self._kinds):
-                self._kinds.append(group)
-        return self._kind_of[group.name]
-
-    def of(self, group: GroupProblem) -> GroupProgram:
-        """The program of a group."""
-        kind = self.kind(group)
-        if kind not in self._built:
-            self._built[kind] = GroupProgram(group, self._replayer)
-        return self._built[kind]
-
-    def joint(self, group: GroupProblem, variants: Mapping[str, Variants], alike: Set[str], limit_ns: int) -> GroupProgram:
-        """A program of the whole job's time: the groups ``alike`` share one plan, all others run as in ``variants``."""
-        ranks = []
-        for other in self._replayer.cluster.groups:
-            if other.name not in alike:
-                wanted = variants.get(other.name) or self._replayer.base_variants(other.name)
-                times = self._replayer.group_state(other.name, wanted).times
-                ranks.append(times.rank_step(self._replayer.slowdown(other.name)))
-        return GroupProgram(group, self._replayer, Rest(tuple(ranks), limit_ns))
-
-    def leanest(self, group: GroupProblem) -> Replayed | None:
-        """The plan of the smallest peak."""
-        kind = self.kind(group)
-        if kind not in self._leanest:
-            self._leanest[kind] = least(self.of(group), Quantity.MEMORY)
-        return self._leanest[kind]
-
-    def at_rungs(self, group: GroupProblem) -> tuple[GroupPrediction, ...]:
-        """The whole group at each rung of its ladder, as if it were the only one."""
-        kind = self.kind(group)
-        if kind not in self._at_rungs:
-            plans = (group.variants(group.uniform(index)) for index in range(len(group.group.ladder)))
-            self._at_rungs[kind] = tuple(self._replayer.alone(group.name, variants) for variants in plans)
-        return self._at_rungs[kind]
-
-    def _is_alike(self, group: GroupProblem, other: GroupProblem) -> bool:
-        return (
-            self._replayer.model(group.name) is self._replayer.model(other.name)
-            and self._replayer.shape(group.name) == self._replayer.shape(other.name)
-            and group.group.sync_per_step == other.group.sync_per_step
-            and group.units == other.units
-        )
-
-
 def _longest_ns(choices: Sequence[Choice]) -> int:
     """What an operator takes at most, forward and backward, with all casts and the time to dispatch them."""
     return max(
@@ -278,43 +271,3 @@ def _longest_ns(choices: Sequence[Choice]) -> int:
         + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
         for s in (choice.evaluation for choice in choices)
     )
-
-
-def least(
-    program: GroupProgram, quantity: Quantity, limit_ns: int = 0, budget_bytes: int = 0, start: Sequence[int] | None = None
-) -> Replayed | None:
-    """The plan of the shortest period, were the group alone, or of the smallest peak; None where none keeps the limits.
-
-    Args:
-        quantity: TIME or MEMORY.
-        limit_ns, budget_bytes: a time limit and a memory budget (0: none).
-        start: a plan to begin at.
-    """
-
-    def keeps_limits(plan: Replayed) -> bool:
-        return (not budget_bytes or plan.peak_bytes <= budget_bytes) and (not limit_ns or plan.period_ns <= limit_ns)
-
-    program.look_below(None)
-    program.limit(limit_ns, budget_bytes)
-    program.minimise(quantity)
-    known = [program.replay(rungs) for rungs in (start, program.apart) if rungs is not None]
-    best = min(filter(keeps_limits, known), key=lambda plan: _size(plan, quantity), default=None)
-    try:
-        for _ in range(_ROUNDS):
-            solved = program.solve(_LIMITS, None if best is None else best.rungs)
-            if not solved.values.size:
-                return best
-            plan = program.replay(program.rungs(solved.values))
-            if keeps_limits(plan) and (best is None or _size(plan, quantity) < _size(best, quantity)):
-                best = plan
-            # A moment without a row was not seen by the program: its memory may have been too much, or not the least.
-            concerned = quantity is Quantity.MEMORY or (budget_bytes and plan.peak_bytes > budget_bytes)
-            if not concerned or not program.memory.add(plan.peak_moment):
-                return best
-        return best
-    finally:
-        program.minimise(Quantity.OMEGA)
-
-
-def _size(plan: Replayed, quantity: Quantity) -> int:
-    return plan.period_ns if quantity is Quantity.TIME else plan.peak_bytes

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from qsync_core.ir.precision import Precision
 from qsync_planner.allocator.exact.choices import Choices
-from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, total
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
 from qsync_planner.replayer.memory import MemoryLayout
 
 _UNIT = 2**20
@@ -25,7 +25,7 @@ class MemoryRows:
     """Rows of one group's program that keep its budget, moment by moment.
 
     Attributes:
-        moments: those that have a row.
+        moments: those that have a row, each with its bytes.
 
     Args:
         layout: what no plan changes.
@@ -36,15 +36,15 @@ class MemoryRows:
     def __init__(self, choices: Choices, program: Program, layout: MemoryLayout, added_bytes: int, budget: int) -> None:
         self._choices, self._program, self._layout, self._budget = choices, program, layout, budget
         self._static_bytes = layout.static_bytes + added_bytes
-        self.moments: set[int] = set()
+        self.moments: dict[int, Expression] = {}
         self._kept: dict[tuple[int, object, tuple[int, ...]], Indicator] = {}
 
     def add(self, moment: int) -> bool:
         """Add a moment's row; False where it is there already."""
         if moment in self.moments:
             return False
-        self.moments.add(moment)
         row = self._at(moment)
+        self.moments[moment] = dict(row)
         row[self._budget] = -_UNIT
         self._program.row(row, upper=0, unit=_UNIT)
         return True
@@ -230,7 +230,7 @@ class MemoryRows:
             return other
         if other == ALWAYS:
             return one
-        column = self._program.column()
+        column = self._program.derived([combined((one, 1), (other, 1), constant=-1)])
         row: Expression = {column: 1}
         add(row, one, -1)
         add(row, other, -1)
@@ -249,7 +249,7 @@ class MemoryRows:
             return distinct[0] if distinct else {}
         key = (producer, what, tuple(terms))
         if key not in self._kept:
-            column = self._program.column()
+            column = self._program.derived(distinct)
             for term in distinct:
                 row: Expression = {column: 1}
                 add(row, term, -1)

@@ -10,7 +10,7 @@ import enum
 import importlib.util
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -47,6 +47,14 @@ def total(terms: list[Indicator]) -> Indicator:
     found: Expression = {}
     for term in terms:
         add(found, term)
+    return {column: coefficient for column, coefficient in found.items() if coefficient}
+
+
+def combined(*parts: tuple[Indicator, int], constant: int = 0) -> Indicator:
+    """The sum of indicators times factors, and a constant."""
+    found: Expression = {CONSTANT: constant} if constant else {}
+    for term, factor in parts:
+        add(found, term, factor)
     return {column: coefficient for column, coefficient in found.items() if coefficient}
 
 
@@ -110,11 +118,18 @@ OnImproved = Callable[[float, float], None]
 
 
 class Program:
-    """minimise cost · x  subject to  lower ≤ row · x ≤ upper."""
+    """minimise cost · x  subject to  lower ≤ row · x ≤ upper.
+
+    Attributes:
+        definitions: per derived column what it is the largest of, beside 0, ascending.
+        forbidden: what is 0 in every plan.
+    """
 
     def __init__(self) -> None:
         self._cost, self._lower, self._upper = array("d"), array("d"), array("d")
         self._integer: list[int] = []
+        self.definitions: dict[int, tuple[Indicator, ...]] = {}
+        self.forbidden: list[Indicator] = []
         self._row_lower, self._row_upper = array("d"), array("d")
         self._starts, self._indices, self._values = array("i"), array("i"), array("d")
         self._solver: Any = None
@@ -140,6 +155,20 @@ class Program:
         if integer:
             self._integer.append(len(self._cost) - 1)
         return len(self._cost) - 1
+
+    def derived(self, terms: Sequence[Indicator]) -> int:
+        """A new column that, where the ones before it are integers, is the largest of 0 and these expressions of them.
+
+        No row says so: it comes with those that the relaxation needs.
+        """
+        column = self.column()
+        self.definitions[column] = tuple(terms)
+        return column
+
+    def forbid(self, chosen: Indicator) -> None:
+        """A row that rules something out."""
+        self.forbidden.append(chosen)
+        self.row(chosen, upper=0)
 
     def row(self, expression: Indicator, *, lower: int | None = None, upper: int | None = None, unit: int = 1) -> None:
         """A new row ``lower ≤ expression ≤ upper``; all three are divided by ``unit``."""
@@ -231,7 +260,7 @@ class Program:
         import highspy
 
         if self._solver is None:
-            self._solver = _silent_solver()
+            self._solver = silent_solver()
             for name, value in (
                 ("threads", 1), ("random_seed", 0), ("mip_feasibility_tolerance", _INTEGRALITY),
                 ("primal_feasibility_tolerance", _FEASIBILITY), ("mip_abs_gap", 1e-9),
@@ -281,7 +310,7 @@ class Program:
         return Solved(outcome, values, info.objective_function_value if has_point else math.inf, info.mip_dual_bound)
 
 
-def _silent_solver() -> Any:
+def silent_solver() -> Any:
     """A solver that leaves stdout to its caller: since 1.16 it prints its name while it is made, before an option can be set."""
     import highspy
 

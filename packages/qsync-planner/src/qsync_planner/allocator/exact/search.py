@@ -15,6 +15,7 @@ import attrs
 from qsync_core.errors import PlanError
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
 from qsync_planner.allocator.exact.program import Limits, Outcome, Solved
+from qsync_planner.allocator.exact.staged import Endurance, StagedSearch, least_omega
 from qsync_planner.allocator.problem import GroupProblem
 
 PROVEN_GAP = 1e-6
@@ -43,6 +44,8 @@ class Effort:
         rounds: whether plans near the relaxation are looked for.
         seconds: wall-clock time for branch and bound, only where a user asks for it.
         bound_seconds: the same for the relaxation and the plans near it, without which nothing is proven.
+        labels: that a search by stages keeps at once.
+        enough: relative distance to the bound after which a search by stages is not followed by branch and bound.
     """
 
     gap: float = PROVEN_GAP
@@ -51,6 +54,8 @@ class Effort:
     rounds: bool = True
     seconds: float | None = None
     bound_seconds: float | None = None
+    labels: int = 100_000
+    enough: float = PROVEN_GAP
 
 
 @attrs.frozen
@@ -95,6 +100,8 @@ class Search:
         self._offer(first)
         if self._program.apart is not None:
             self._offer(self._program.replay(self._program.apart))
+        if self._program.deadlines and self._effort.rounds and self._by_stages(first):
+            return Answer(self._best or first, self._bound)
         for _ in range(_RESCALINGS):
             best = None if self._best is None else self._group.omega(self._best.rungs)
             if best == 0.0:
@@ -115,6 +122,20 @@ class Search:
             if self._is_well_scaled() or (left is not None and left < time.monotonic() - began):
                 break
         return Answer(self._best or first, self._bound)
+
+    def _by_stages(self, first: Replayed) -> bool:
+        """Search by stages; whether that was enough."""
+        endurance = Endurance(self._effort.gap, self._effort.labels, is_late=self._is_late, tell=self._show)
+        goal = least_omega(self._group, self._program)
+        found = StagedSearch(self._program, goal, self._limit_ns, self._budget, endurance).run(first)
+        if found is None:
+            return False
+        self._bound = max(self._bound, found.bound)
+        if found.plan is None:
+            return False
+        self._offer(found.plan)
+        omega = self._group.omega(found.plan.rungs)
+        return omega - self._bound <= max(self._effort.gap, self._effort.enough) * omega or self._is_late()
 
     def _is_well_scaled(self) -> bool:
         """Whether the best plan costs about what the program is scaled for, or there is none."""

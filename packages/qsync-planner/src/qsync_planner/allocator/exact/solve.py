@@ -20,8 +20,9 @@ from qsync_core.ir.plan import Role
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs, Quantity, least
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Quantity
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
+from qsync_planner.allocator.exact.programs import Programs, least
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
 from qsync_planner.allocator.recovery import History, new_history, slack_ns, sweep_until_stable
@@ -36,7 +37,7 @@ class NoDeadlineForm(PlanError):
 
 NO_PROGRAM = (NoDeadlineForm, TooManyCombinations, SolverFailed)
 """Why a problem may have no program, or none that can be solved; trials by replay do without."""
-AUTO = Effort(work=800_000, columns=20_000)
+AUTO = Effort(work=800_000, columns=20_000, labels=30_000, enough=1e-4)
 """``auto`` searches the tree of programs up to this size; larger ones are relaxed and rounded, to a fraction of a percent."""
 EXACT = Effort()
 RELAXED = Effort(columns=0, rounds=False)
@@ -291,65 +292,103 @@ def _reason(state: SearchState, group: str, index: int, limit_ns: int, history: 
 
 
 def least_memory_plan(
-    state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort, programs: Programs
+    state: SearchState,
+    uniform: Mapping[str, UniformStart],
+    limit_ns: int,
+    effort: Effort,
+    programs: Programs,
+    *,
+    seconds: float | None = None,
 ) -> Solution:
-    """Every inference group at the smallest peak within the time limit, and of those plans the one of least Σ Ω."""
+    """Every inference group at the smallest peak within the time limit, and of those plans the one of least Σ Ω.
+
+    ``seconds``: wall-clock time, half of it for the peaks.
+    """
     require_solver("the objective memory")
     check_deadline_form(state.problem.dag)
+    left = _Left(seconds)
     for name, start in uniform.items():
         state.move_to(name, start.rungs)
     budgets = {}
-    for group in state.problem.groups:
+    for number, group in enumerate(state.problem.groups):
         program = programs.of(group)
         if programs.contended:
             program = programs.joint(group, state.problem.variants(state.all_rungs()), {group.name}, limit_ns)
-        smallest = least(program, Quantity.MEMORY, limit_ns, start=state.rungs(group.name))
+        share = left.share(2 * (len(state.problem.groups) - number))
+        smallest = least(program, Quantity.MEMORY, limit_ns, start=state.rungs(group.name), seconds=share)
         assert smallest is not None, "uniform precision keeps the time limit"
         budgets[group.name] = smallest.peak_bytes
         state.move_to(group.name, smallest.rungs)
     starts = state.all_rungs()
-    bound = adopt(state, answer(state, programs, starts, limit_ns, effort, budgets=budgets))
+    bound = adopt(state, answer(state, programs, starts, limit_ns, effort, budgets=budgets, seconds=left.share(1)))
     if state.prediction.iteration_ns > limit_ns:
-        bound = max(bound, solve_jointly(state, starts, limit_ns, effort, programs, budgets=budgets))
+        within = attrs.evolve(effort, seconds=left.share(1))
+        bound = max(bound, solve_jointly(state, starts, limit_ns, within, programs, budgets=budgets))
     return _as_found(state, limit_ns, bound, "the least memory found within the time limit; of such plans, ")
 
 
+class _Left:
+    """What is left of some seconds of wall-clock time; None for as long as it takes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def share(self, parts: int) -> float | None:
+        """One of so many parts of it, not below 0."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic()) / parts
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return self.share(1) == 0.0
+
+
 def least_time_plan(
-    state: SearchState, uniform: Mapping[str, UniformStart], omega_limit: float | None, effort: Effort, programs: Programs
+    state: SearchState,
+    uniform: Mapping[str, UniformStart],
+    omega_limit: float | None,
+    effort: Effort,
+    programs: Programs,
+    *,
+    seconds: float | None = None,
 ) -> tuple[Solution, int]:
     """The shortest step time whose least Σ Ω is at most ``omega_limit`` (None: any), that plan, and the time.
 
     The least Σ Ω falls as the time grows, so the time is found by bisection, to a ten-thousandth.  Where a plan is above the limit
     and its bound is not, the search goes on until one of them is on the other side.
 
+    Args:
+        seconds: wall-clock time after which the fastest plan found is returned.  Whether there is any of so small a Σ Ω is found
+            out whatever that takes.
+
     Raises:
         InfeasibleError: when no plan within the memory budgets has so small a Σ Ω; names the least that was found.
     """
     require_solver("the objective time")
     check_deadline_form(state.problem.dag)
-    problem = state.problem
+    problem, left = state.problem, _Left(seconds)
     shortest = max((state.prediction.groups[g.name].period_ns for g in problem.cluster.groups if g.role is Role.TRAIN), default=0)
     starts: dict[str, tuple[int, ...]] = {}
-    for group in problem.groups:
-        start, budget = uniform[group.name].rungs, group.group.memory_bytes
-        fastest = least(programs.of(group), Quantity.TIME, budget_bytes=budget, start=start)
+    for number, group in enumerate(problem.groups):
+        start, budget, share = uniform[group.name].rungs, group.group.memory_bytes, left.share(2 * (len(problem.groups) - number))
+        fastest = least(programs.of(group), Quantity.TIME, budget_bytes=budget, start=start, seconds=share)
         assert fastest is not None, "uniform precision fits"
         starts[group.name] = fastest.rungs
         shortest = max(shortest, fastest.period_ns)
     most = math.inf if omega_limit is None else omega_limit * (1 + _ROUNDING)
 
-    def least_omega(limit_ns: int) -> tuple[dict[str, Answer], float]:
+    def least_omega(limit_ns: int, share: float | None) -> tuple[dict[str, Answer], float]:
         for gap in (effort.gap, 0.0):
-            found = answer(state, programs, starts, limit_ns, attrs.evolve(effort, gap=gap))
+            found = answer(state, programs, starts, limit_ns, attrs.evolve(effort, gap=gap), seconds=share)
             omega = problem.objective({name: entry.plan.rungs for name, entry in found.items()})
-            if omega <= most or _bound(problem, found) > most:
+            if omega <= most or _bound(problem, found) > most or left.is_over:
                 break
         return found, omega
 
     low, high = shortest, shortest
-    answers, omega = least_omega(shortest)
+    answers, omega = least_omega(shortest, left.share(1 if omega_limit is None else 2))
     if omega_limit is not None and omega > most:
-        answers, omega = least_omega(ANY_TIME_NS)
+        answers, omega = least_omega(ANY_TIME_NS, None)
         high = max((shortest, *(entry.plan.period_ns for entry in answers.values())))
         if omega > most:
             raise InfeasibleError(
@@ -357,9 +396,9 @@ def least_time_plan(
                 f"{rounded_up(omega)}, {rounded_up(omega - omega_limit)} more, at a step time of {format_ns(high)}; "
                 "raise --omega-limit to that, or a group's 'memory'"
             )
-        while high - low > max(1, high // _TIME_STEPS):
+        while high - low > max(1, high // _TIME_STEPS) and not left.is_over:
             middle = (low + high) // 2
-            found, omega = least_omega(middle)
+            found, omega = least_omega(middle, left.share(2))
             if omega <= most:
                 high, answers = middle, found
             else:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from qsync_core.ir.semantics import CastSite
 from qsync_planner.allocator.exact.choices import Choices
-from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, total
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
 from qsync_planner.replayer.cost_mapper import ALL_ELSEWHERE
 from qsync_planner.replayer.cost_model import PricedCast
 from qsync_planner.replayer.max_plus import NOTHING, Work, device_only
@@ -69,7 +69,7 @@ def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program
             continue
         else:
             # 1 where it is used and no earlier consumer was charged: charges so far add up to whether any of these uses it.
-            column = program.column()
+            column = program.derived([combined((used, 1), *((other, -1) for other in charges))])
             row: Expression = {column: 1}
             add(row, used, -1)
             for other in charges:
@@ -156,6 +156,11 @@ class StepExpressions:
 class TimeRows:
     """Rows that keep a step within T, a column of the program.
 
+    Attributes:
+        deadlines: of a free-running group, in the order in which they pass: the work since the one before, and what follows it, in
+            nanoseconds; all work until then and that are T at most.
+        dispatch: its CPU's time of the whole step, without bounds a deadline of its own.
+
     Args:
         limit: T's column.
         after: see :func:`time_after`.
@@ -165,6 +170,8 @@ class TimeRows:
     def __init__(self, program: Program, limit: int, shape: StepShape, after: dict[int, int], unit: int) -> None:
         self._program, self._limit, self._shape, self._after, self._unit = program, limit, shape, after, unit
         self._micro_batch: int | None = None
+        self.deadlines: list[tuple[Expression, int]] = []
+        self.dispatch: Expression = {}
 
     def add_free_running(self, steps: StepExpressions) -> None:
         """Rows of a group whose CPU runs ahead, or runs the kernels itself: sums alone bind."""
@@ -183,10 +190,13 @@ class TimeRows:
                 add(segment, step.compute)
                 add(dispatch, step.dispatch)
             if position in self._after:
+                self.deadlines.append((segment, self._after[position]))
                 reached = self._then(reached, segment)
                 self._within_limit(reached, self._after[position])
                 segment = {CONSTANT: self._shape.host_work_after(position)}
+        self.deadlines.append((segment, self._shape.optimizer.compute_ns))
         self._within_limit(self._then(reached, segment), self._shape.optimizer.compute_ns)
+        self.dispatch = {**dispatch, CONSTANT: dispatch.get(CONSTANT, 0) + self._shape.optimizer.dispatch_ns}
         self._within_limit(self._then(None, dispatch), self._shape.optimizer.dispatch_ns)
 
     def add_synchronising(self, steps: StepExpressions) -> None:

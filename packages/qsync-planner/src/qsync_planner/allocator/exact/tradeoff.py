@@ -23,8 +23,9 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import MAX_TOLERANCE, check_training_memory, move_to_uniform, time_limit_ns
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs, Quantity, Replayed, least
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Quantity, Replayed
 from qsync_planner.allocator.exact.program import require_solver
+from qsync_planner.allocator.exact.programs import Programs, least
 from qsync_planner.allocator.exact.search import Effort, KnownPlans
 from qsync_planner.allocator.exact.solve import check_deadline_form, relative_gap
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, build_problem

@@ -1,0 +1,284 @@
+"""Paths through a program's stages, and how cheap they can be: dynamic programming, and the Lagrangian bound over rows.
+
+See docs/design/exact-allocator.md#stages.  Every row is a sum over arcs that is at most a number.  With a price λ ≥ 0 for each row,
+the shortest path by cost + λ · (rows − limits) is not above the cost of any plan that keeps them all: a bound, whatever the prices.
+The best prices are found by cutting planes: each path found bounds the shortest path at all other prices from above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from qsync_planner.allocator.exact.program import CONSTANT, Indicator, silent_solver
+from qsync_planner.allocator.exact.stages import Indices, Numbers, Stage
+
+_DUAL_ROUNDS = 200
+_DUAL_GAP = 1e-6
+"""Part of the bound that better prices might add and that is not worth looking for."""
+_MOST_PRICE = 1e7
+_ROUNDING = 1e-13
+"""Part of the largest number in a sum by which it may be off."""
+_NO_WEIGHT = 1e-9
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """Something that plans have little of: time until a deadline, memory at a moment.
+
+    Attributes:
+        amounts: what each arc takes, integers (nanoseconds, bytes).
+        most: what all arcs of a path may take together, an integer.
+    """
+
+    amounts: Numbers
+    most: float
+
+
+@attrs.frozen(eq=False)
+class Priced:
+    """Arcs at some prices.
+
+    Attributes:
+        prices: of the rows, ≥ 0.
+        error: what bound and excess may be off by, as sums of floating-point numbers.
+        bound: no path that keeps the rows costs less; infinite where there is none.
+        excess: by arc how much longer than the shortest path is the shortest one over this arc.
+        reduced: by arc how much longer a path gets by this arc, given its end: the excess of a path is their sum.
+    """
+
+    prices: Numbers
+    error: float
+    bound: float
+    excess: Numbers
+    reduced: Numbers
+
+
+class Network:
+    """The arcs of all stages, sorted by stage, state and next state.
+
+    Attributes:
+        stages: in their order.
+        arc, stage: by arc its number in the table of its stage, and that.
+        source, target: by arc the state that it begins and ends in, numbered through all stages; 0 is where paths begin.
+        states: how many there are; the last is where paths end.
+        cost: by arc what is minimised: the Ω of its rungs, or its part of a row.
+        first: by stage its first arc, and the end of all.
+
+    Args:
+        costs: of the program's columns.
+        constant: what every path costs beside.
+        most_alone: arcs that cost more by themselves are left out.
+    """
+
+    def __init__(self, stages: Sequence[Stage], costs: Numbers, constant: float, most_alone: float) -> None:
+        self.stages = stages
+        begin, at, source, target, cost, arcs, number = 0, [], [], [], [], [], []
+        for position, stage in enumerate(stages):
+            own = stage.table.values @ costs[stage.columns] + (0.0 if position else constant)
+            kept = np.flatnonzero(stage.table.allowed & (own <= most_alone))
+            source.append(begin + kept // len(stage.table.rungs))
+            begin += stage.states
+            target.append(begin + stage.target[kept])
+            arcs.append(kept)
+            cost.append(own[kept])
+            number.append(np.full(len(kept), position))
+            at.append(len(kept))
+        self.states = begin + 1
+        self.source, self.target, self.arc = (np.concatenate(entry) for entry in (source, target, arcs))
+        self.cost: Numbers = np.concatenate(cost)
+        self.stage: Indices = np.concatenate(number)
+        self.first: Indices = np.concatenate([[0], np.cumsum(at)])
+        order = np.lexsort((self.target, self.source))
+        self.source, self.target, self.arc = self.source[order], self.target[order], self.arc[order]
+        self.cost, self.stage = self.cost[order], self.stage[order]
+        key = self.source * self.states + self.target
+        self._groups = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.zeros(0, dtype=np.int64)
+        self._group_of = np.cumsum(np.concatenate([[0], (key[1:] != key[:-1]).astype(np.int64)])) if len(key) else self._groups
+        self._ends = list(zip(self.source[self._groups].tolist(), self.target[self._groups].tolist(), strict=True))
+
+    def row(self, amounts: Numbers, constant: float, most: float) -> Row:
+        """The row of an expression: ``amounts`` by the program's columns, and a constant, together at most ``most``."""
+        found = [stage.table.values @ amounts[stage.columns] for stage in self.stages]
+        offsets = np.concatenate([[0], np.cumsum([len(entry) for entry in found])])
+        return Row(np.concatenate(found)[offsets[self.stage] + self.arc], most - constant)
+
+    def least(self, costs: Numbers, *, most: bool = False) -> Numbers:
+        """By state what the rest of a path costs at least (or at most); infinite where nothing leads to the end."""
+        sign = -1.0 if most else 1.0
+        costs = sign * costs
+        return sign * np.asarray(self._backward(self._group_least(costs)))
+
+    def _group_least(self, costs: Numbers) -> list[float]:
+        found: list[float] = np.minimum.reduceat(costs, self._groups).tolist() if len(costs) else []
+        return found
+
+    def _backward(self, least: Sequence[float]) -> list[float]:
+        rest = [math.inf] * self.states
+        rest[-1] = 0.0
+        for (source, target), cost in zip(reversed(self._ends), reversed(least), strict=True):
+            if cost + rest[target] < rest[source]:
+                rest[source] = cost + rest[target]
+        return rest
+
+    def _forward(self, least: Sequence[float]) -> list[float]:
+        found = [math.inf] * self.states
+        found[0] = 0.0
+        for (source, target), cost in zip(self._ends, least, strict=True):
+            if found[source] + cost < found[target]:
+                found[target] = found[source] + cost
+        return found
+
+    def shortest(self, costs: Numbers) -> tuple[float, Indices]:
+        """The cost of the shortest path, and its arcs; infinite, and none, where there is no path."""
+        least = self._group_least(costs)
+        rest = self._backward(least)
+        if not math.isfinite(rest[0]):
+            return math.inf, np.zeros(0, dtype=np.int64)
+        state, groups = 0, []
+        by_state: dict[int, list[int]] = {}
+        for group, (source, _) in enumerate(self._ends):
+            by_state.setdefault(source, []).append(group)
+        while state != self.states - 1:
+            group = min(by_state[state], key=lambda number: least[number] + rest[self._ends[number][1]])
+            groups.append(group)
+            state = self._ends[group][1]
+        begins = self._groups[groups]
+        ends = np.append(self._groups, len(costs))[np.asarray(groups) + 1]
+        return rest[0], np.asarray([b + int(np.argmin(costs[b:e])) for b, e in zip(begins, ends, strict=True)])
+
+    def priced(self, rows: Sequence[Row], prices: Numbers) -> Priced:
+        """The bound and every arc's excess at some prices."""
+        costs = self.cost + sum((price * row.amounts for price, row in zip(prices, rows, strict=True) if price), np.zeros(1))
+        least = self._group_least(costs)
+        before, after = np.asarray(self._forward(least)), np.asarray(self._backward(least))
+        whole = float(after[0])
+        limits = [price * row.most for price, row in zip(prices, rows, strict=True)]
+        error = _ROUNDING * (abs(whole) + sum(map(abs, limits))) if math.isfinite(whole) else 0.0
+        bound = whole - sum(limits) - error
+        with np.errstate(invalid="ignore"):
+            reduced = costs + after[self.target] - after[self.source]
+            excess = before[self.source] + costs + after[self.target] - whole
+        return Priced(
+            prices, error, bound, np.where(np.isnan(excess), np.inf, excess), np.where(np.isnan(reduced), np.inf, reduced)
+        )
+
+    def path(self, rungs: Sequence[int]) -> Indices | None:
+        """The arcs of a plan; None where one of them was left out."""
+        state, found, begin = 0, [], 0
+        for number, stage in enumerate(self.stages):
+            wanted = stage.arc(state, [rungs[unit] for unit in stage.units])
+            place = begin + state
+            low, high = int(self.first[number]), int(self.first[number + 1])
+            own = np.flatnonzero((self.arc[low:high] == wanted) & (self.source[low:high] == place))
+            if not len(own):
+                return None
+            found.append(low + int(own[0]))
+            state = int(stage.target[wanted])
+            begin += stage.states
+        return np.asarray(found)
+
+    def rungs(self, path: Indices, units: int) -> tuple[int, ...]:
+        """The rung of every unit on a path."""
+        found = [0] * units
+        for number in path:
+            stage = self.stages[self.stage[number]]
+            own = stage.table.rungs[self.arc[number] % len(stage.table.rungs)]
+            for unit, rung in zip(stage.units.tolist(), own.tolist(), strict=True):
+                found[unit] = rung
+        return tuple(found)
+
+    def values(self, path: Indices, columns: int) -> Numbers:
+        """What a path makes of the program's columns."""
+        found: Numbers = np.zeros(columns)
+        for number in path:
+            stage = self.stages[self.stage[number]]
+            found[stage.columns] = stage.table.values[self.arc[number]]
+        return found
+
+
+def dense(expression: Indicator, columns: int) -> tuple[Numbers, float]:
+    """An expression's coefficients by column, and its constant."""
+    found: Numbers = np.zeros(columns)
+    for column, coefficient in expression.items():
+        if column != CONSTANT:
+            found[column] += coefficient
+    return found, float(expression.get(CONSTANT, 0))
+
+
+@attrs.frozen(eq=False)
+class Mixture:
+    """Paths of which a weighted mean keeps all rows, as nearly the best one as the prices are the best.
+
+    Attributes:
+        paths: their arcs.
+        weights: which add up to 1.
+    """
+
+    paths: tuple[Indices, ...]
+    weights: tuple[float, ...]
+
+
+def best_prices(network: Network, rows: Sequence[Row], known: Sequence[Indices], scale: float) -> tuple[Priced, Mixture]:
+    """The prices of the highest bound, nearly, and the mixture of paths that costs as much.
+
+    Args:
+        known: paths to begin with, better such as keep all rows.
+        scale: what costs are divided by.
+    """
+    master, paths = _Master(rows, scale), list(known)
+    for path in known:
+        master.add(network.cost[path].sum(), [row.amounts[path].sum() - row.most for row in rows])
+    best, prices, weights = -math.inf, np.zeros(len(rows)), np.zeros(0)
+    if paths:
+        _, prices, weights = master.solve()
+    found = prices
+    for _ in range(_DUAL_ROUNDS):
+        costs = network.cost + sum((price * row.amounts for price, row in zip(prices, rows, strict=True) if price), np.zeros(1))
+        whole, path = network.shortest(costs)
+        if not math.isfinite(whole):
+            break
+        bound = whole - sum(price * row.most for price, row in zip(prices, rows, strict=True))
+        if bound > best:
+            best, found = bound, prices
+        master.add(network.cost[path].sum(), [row.amounts[path].sum() - row.most for row in rows])
+        paths.append(path)
+        highest, prices, weights = master.solve()
+        if highest - best <= _DUAL_GAP * abs(highest):
+            break
+    used = [number for number, weight in enumerate(weights) if weight > _NO_WEIGHT]
+    mixture = Mixture(tuple(paths[number] for number in used), tuple(float(weights[number]) for number in used))
+    return network.priced(rows, found), mixture
+
+
+class _Master:
+    """maximise η  subject to  η ≤ cost[p] + λ · g[p] for every path p,  λ ≥ 0."""
+
+    def __init__(self, rows: Sequence[Row], scale: float) -> None:
+        self._solver: Any = silent_solver()
+        self._scale = scale
+        self._units = [max(1.0, float(np.ptp(row.amounts)) if len(row.amounts) else 1.0) for row in rows]
+        count = len(rows)
+        for name, value in (("threads", 1), ("presolve", "off")):
+            self._solver.setOptionValue(name, value)
+        self._solver.addVars(count + 1, np.append(np.zeros(count), -1e9), np.append(np.full(count, _MOST_PRICE), 1e9))
+        self._solver.changeColCost(count, -1.0)
+
+    def add(self, cost: float, over: Sequence[float]) -> None:
+        """A path of this cost that takes so much more of each row than there is."""
+        count = len(over)
+        values = np.append([-entry / unit for entry, unit in zip(over, self._units, strict=True)], 1.0)
+        indices = np.arange(count + 1, dtype=np.int32)
+        self._solver.addRow(-math.inf, cost / self._scale, count + 1, indices, values)
+
+    def solve(self) -> tuple[float, Numbers, Numbers]:
+        """The highest η, its λ, and by path how much of it is in the mixture."""
+        self._solver.run()
+        solution = self._solver.getSolution()
+        values = np.asarray(solution.col_value)
+        prices = np.maximum(values[:-1], 0.0) * self._scale / np.asarray(self._units)
+        return float(values[-1]) * self._scale, prices, np.abs(np.asarray(solution.row_dual))

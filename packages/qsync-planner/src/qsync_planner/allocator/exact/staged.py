@@ -1,0 +1,275 @@
+"""The best plan of a group by stages: prices of the rows that bind, labels near the bound, and rows where a plan breaks a limit.
+
+See docs/design/exact-allocator.md#stages.  Amounts are integers, so a plan keeps the rows exactly or not at all, and nothing
+depends on a solver's tolerances but how good the prices are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+
+from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
+from qsync_planner.allocator.exact.labels import best_path
+from qsync_planner.allocator.exact.network import Mixture, Network, Priced, Row, best_prices, dense
+from qsync_planner.allocator.exact.stages import Indices, NoStages, Numbers
+from qsync_planner.allocator.problem import GroupProblem
+
+_ROUNDS = 200
+_WIDER = 4.0
+"""How many times farther from the bound a plan is looked for where none was found."""
+_ROUNDING = 1e-9
+"""Part of a size that sums of numbers of so many sizes may be off by."""
+_MEAN_ROUNDING = 1e-7
+"""Part of a limit by which a mean of paths may miss it without a row."""
+_RESCALED = 20.0
+"""How many times better a plan makes it worth to find prices anew."""
+
+
+@attrs.frozen
+class Found:
+    """The best plan and a bound.
+
+    Attributes:
+        plan: that keeps both limits; None where none was found.
+        bound: no such plan is of a smaller size; infinite where there is no such plan.
+    """
+
+    plan: Replayed | None
+    bound: float
+
+
+@attrs.frozen(eq=False)
+class Goal:
+    """What is minimised.
+
+    Attributes:
+        costs: of the program's columns as they are when it is called, and a constant: together not above the size of the plan.
+        size: of a plan.
+    """
+
+    costs: Callable[[], tuple[Numbers, float]]
+    size: Callable[[Replayed], float]
+
+
+@attrs.frozen
+class Endurance:
+    """How far to go.
+
+    Attributes:
+        gap: relative distance to the bound that is near enough.
+        labels: that are kept at once.
+        distance: how far above the bound a plan is looked for at first, as a part of the bound.
+        is_late: whether to stop.
+        tell: receives the size of the best plan and the bound so far.
+    """
+
+    gap: float
+    labels: int
+    distance: float = 1e-3
+    is_late: Callable[[], bool] = lambda: False
+    tell: Callable[[float, float], None] = lambda size, bound: None
+
+
+def least_omega(group: GroupProblem, program: GroupProgram) -> Goal:
+    """Σ Ω of one device."""
+
+    def costs() -> tuple[Numbers, float]:
+        found: Numbers = np.zeros(program.program.columns)
+        for unit, columns in zip(group.units, program.choices.columns, strict=True):
+            found[list(columns)] = unit.omega
+        return found, 0.0
+
+    return Goal(costs, lambda plan: group.omega(plan.rungs))
+
+
+class StagedSearch:
+    """One group's search within a time limit and a memory budget.
+
+    Args:
+        program: of a group whose deadlines are sums (:attr:`~qsync_planner.allocator.exact.group_program.GroupProgram.deadlines`).
+        goal: what is minimised.
+        budget_bytes: 0 for none.
+    """
+
+    def __init__(self, program: GroupProgram, goal: Goal, limit_ns: int, budget_bytes: int, endurance: Endurance) -> None:
+        self._program, self._goal, self._limit_ns, self._budget = program, goal, limit_ns, budget_bytes
+        self._gap, self._labels, self._distance = endurance.gap, endurance.labels, endurance.distance
+        self._is_late, self._tell = endurance.is_late, endurance.tell
+        self._units = len(program.choices.columns)
+        self._best: Replayed | None = None
+        self._bound = -math.inf
+        self._deadlines: list[int] = []
+        self._moments: list[int] = []
+        self._dispatch = self._apart = False
+
+    def run(self, first: Replayed) -> Found | None:
+        """Search from a plan; None where the group has no stages, or its rows are not all that limits it."""
+        program = self._program
+        self._offer(first)
+        if program.apart is not None:
+            self._offer(program.replay(program.apart))
+        self._deadlines = [len(program.deadlines) - 1]
+        if self._budget:
+            self._add_moment(first.peak_moment)
+        self._known = [first.rungs]
+        for _ in range(_ROUNDS):
+            size = self._size()
+            if self._is_near():
+                break
+            try:
+                network, rows, priced = self._priced()
+            except NoStages:
+                return None
+            if self._is_late():
+                break  # with a bound
+            path, bound = self._nearest(network, rows, priced)
+            self._raise_bound(bound)
+            if path is None:
+                break
+            plan = program.replay(network.rungs(path, self._units))
+            self._known.append(plan.rungs)
+            if self._offer(plan):
+                if self._size() * _RESCALED < size:
+                    continue
+                break
+            if not self._add_violated(network.values(path, program.program.columns), plan):
+                return None
+        return Found(self._best, min(max(0.0, self._bound), self._size()))
+
+    def _priced(self) -> tuple[Network, list[Row], Priced]:
+        """Prices of all rows that the mixture of paths of the least Σ Ω does not keep by itself.
+
+        Raises:
+            NoStages: where the units hang together too much.
+        """
+        program, best = self._program, self._size()
+        while True:
+            network = Network(program.stages(), *self._goal.costs(), best)
+            rows = self._rows(network)
+            scale = best if math.isfinite(best) and best > 0 else max(float(network.cost.max(initial=0.0)), 1e-300)
+            known = [path for path in map(network.path, self._known) if path is not None]
+            priced, mixture = best_prices(network, rows, known, scale)
+            self._raise_bound(min(priced.bound, best))
+            if self._is_near() or self._is_late():
+                return network, rows, priced
+            # Only what this mixture is made of speeds up the next round.
+            plans = [network.rungs(path, self._units) for path in mixture.paths]
+            self._known = [*self._known[:1], *plans]
+            if not self._add_violated_by_mean(network, mixture, plans):
+                return network, rows, priced
+
+    def _add_violated_by_mean(self, network: Network, mixture: Mixture, plans: Sequence[tuple[int, ...]]) -> bool:
+        """Add the rows of what a mixture exceeds the most; False where there is none."""
+        if not plans:
+            return False
+        program, columns = self._program, self._program.program.columns
+        values: Numbers = np.zeros(columns)
+        for path, weight in zip(mixture.paths, mixture.weights, strict=True):
+            values += weight * network.values(path, columns)
+        added = self._add_late(values, _MEAN_ROUNDING * self._limit_ns)
+        if self._budget:
+            moments = np.zeros(1)
+            for rungs, weight in zip(plans, mixture.weights, strict=True):
+                self._offer(program.replay(rungs))
+                moments = moments + weight * program.bytes_by_moment()
+            worst = int(np.argmax(moments))
+            if moments[worst] > self._budget * (1 + _MEAN_ROUNDING):
+                added = self._add_moment(worst) or added
+        return added
+
+    def _size(self) -> float:
+        return math.inf if self._best is None else self._goal.size(self._best)
+
+    def _is_near(self) -> bool:
+        size = self._size()
+        return math.isfinite(size) and size - max(0.0, self._bound) <= self._gap * size
+
+    def _offer(self, plan: Replayed) -> bool:
+        if plan.period_ns > self._limit_ns or (self._budget and plan.peak_bytes > self._budget):
+            return False
+        if self._goal.size(plan) < self._size():
+            self._best = plan
+            self._tell(self._size(), self._bound)
+        return True
+
+    def _raise_bound(self, bound: float) -> None:
+        if bound > self._bound:
+            self._bound = bound
+            self._tell(self._size(), bound)
+
+    def _add_moment(self, moment: int) -> bool:
+        if moment in self._moments:
+            return False
+        self._program.memory.add(moment)
+        self._moments.append(moment)
+        return True
+
+    def _rows(self, network: Network) -> list[Row]:
+        program, columns = self._program, self._program.program.columns
+        limit = float(self._limit_ns)
+        found = [network.row(*program.deadline(number), limit) for number in self._deadlines]
+        if self._dispatch:
+            found.append(network.row(*dense(program.dispatch, columns), limit))
+        if self._apart:
+            tops = {entry[-1]: 1 for entry in program.choices.columns}
+            found.append(network.row(*dense(tops, columns), float(len(tops) - 1)))
+        for moment in self._moments:
+            found.append(network.row(*dense(program.memory.moments[moment], columns), float(self._budget)))
+        return found
+
+    def _nearest(self, network: Network, rows: list[Row], priced: Priced) -> tuple[Indices | None, float]:
+        """The best path that keeps the rows and is better than the best plan, if there is one; and a bound."""
+        most, bound = self._size(), priced.bound
+        if bound == math.inf:
+            return None, most
+        scale = most if math.isfinite(most) else float(network.cost.max(initial=0.0))
+        distance = self._distance * (abs(priced.bound) or scale)
+        found: Indices | None = None
+        proven = bound
+        while not self._is_late():
+            whole = min(most - priced.bound, _total_spread(priced.excess))
+            distance = min(whole, distance)
+            labelled = best_path(network, rows, priced, distance, most, self._labels)
+            if labelled.path is not None:
+                found, most = labelled.path, float(network.cost[labelled.path].sum())
+            if labelled.complete:
+                # Every path up to this distance was considered; one found may be farther.
+                proven = most if distance >= whole else min(most, priced.bound + distance)
+                if proven == most:
+                    return found, most if found is None else most * (1 - _ROUNDING)
+                proven -= _ROUNDING * abs(proven)
+                distance *= _WIDER
+            elif labelled.path is None or most - priced.bound > distance / 2:
+                break
+        return found, proven
+
+    def _add_violated(self, values: Numbers, plan: Replayed) -> bool:
+        """Add the rows of what a plan exceeds the most; False where there is none."""
+        added = plan.period_ns > self._limit_ns and self._add_late(values, 0.0)
+        if self._budget and plan.peak_bytes > self._budget:
+            added = self._add_moment(plan.peak_moment) or added
+        if not added and plan.rungs == self._program.apart and not self._apart:
+            self._apart = added = True
+        return added
+
+    def _add_late(self, values: Numbers, rounding_ns: float) -> bool:
+        """Add the deadlines that are missed, and the CPU's; False where none is new."""
+        program = self._program
+        late = program.lateness(values, self._limit_ns)
+        missed = [number for number in np.flatnonzero(late > rounding_ns).tolist() if number not in self._deadlines]
+        self._deadlines += missed
+        added = bool(missed)
+        amounts, constant = dense(program.dispatch, program.program.columns)
+        if amounts @ values + constant > self._limit_ns + rounding_ns and not self._dispatch:
+            self._dispatch = added = True
+        return added
+
+
+def _total_spread(excess: Numbers) -> float:
+    """No path has an excess above this."""
+    finite = excess[np.isfinite(excess)]
+    return float(finite.sum())
