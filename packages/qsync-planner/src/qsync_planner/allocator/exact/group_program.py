@@ -198,7 +198,7 @@ class GroupProgram:
         return int(np.argmax(self.lateness(values, 0)))
 
     def lateness(self, values: Values, limit_ns: int) -> Values:
-        """By how much the columns' values miss each deadline, in nanoseconds."""
+        """The nanoseconds by which the columns' values miss each deadline."""
         work, after = self._work_until()
         return work[:, :-1] @ values[: work.shape[1] - 1] + work[:, -1] + after - limit_ns
 

@@ -108,7 +108,7 @@ class Network:
         return Row(np.concatenate(found)[offsets[self.stage] + self.arc], most - constant)
 
     def least(self, costs: Numbers, *, most: bool = False) -> Numbers:
-        """By state what the rest of a path costs at least (or at most); infinite where nothing leads to the end."""
+        """What the rest of a path costs at least (or at most), by state; infinite where nothing leads to the end."""
         sign = -1.0 if most else 1.0
         costs = sign * costs
         return sign * np.asarray(self._backward(self._group_least(costs)))

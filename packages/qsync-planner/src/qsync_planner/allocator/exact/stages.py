@@ -23,7 +23,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_ARCS = 20_000
-"""Of one stage; models whose units decide more together have no stages."""
+"""The most combinations of one stage; models whose units decide more together have no stages."""
 _STAGE = 64
 """Arcs that one more stage is as much work as."""
 _Part = frozenset[tuple[int, int]]
@@ -118,7 +118,7 @@ class _Builder:
         self._defined: dict[int, list[_Formula]] = {}
         self._forbidden: list[list[_Formula]] = [[] for _ in order]
         self._at_cut: list[dict[_Part, int]] = [{} for _ in range(len(order) + 1)]
-        """By time the parts that are known before it and needed at it or later."""
+        """The parts, by time, that are known before it and needed at it or later."""
         for column, terms in program.definitions.items():
             formulas = self._defined[column] = [_Formula(term, time_of) for term in terms]
             time = time_of[column] = max(formula.known for formula in formulas)
