@@ -133,7 +133,7 @@ def _pairs(labels: _Labels, source: Indices, reduced: Numbers, arcs: Indices, di
 
 
 def _undominated(labels: _Labels) -> Indices:
-    """The labels of one state that are the best up to what they take of the most varied row, of those that are alike in the others."""
+    """The best labels of one state up to what they take of the most varied row, among those that are alike in all others."""
     count = len(labels.cost)
     if count <= 1:
         return np.arange(count)

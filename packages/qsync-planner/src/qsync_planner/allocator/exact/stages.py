@@ -23,7 +23,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_ARCS = 20_000
-"""The most combinations of one stage; models whose units decide more together have no stages."""
+"""The most arcs of one stage; models whose units decide more together have no stages."""
 _STAGE = 64
 """Arcs that one more stage is as much work as."""
 _Part = frozenset[tuple[int, int]]
