@@ -27,7 +27,7 @@ def test_work_by_scaled_kernels_is_that_of_a_scaled_profile(number: int) -> None
     for group in problem.groups:
         variants = group.variants([rng.randrange(len(unit.rungs)) for unit in group.units])
         for batch in (1, 3 * instance.dag.batch_size):
-            scaled = BatchScaling(problem, group.group, 0, None).profile_at(batch)
+            scaled = BatchScaling(problem, group.group, None).profile_at(batch)
             other = Replayer(instance.dag, instance.cluster, {**instance.profiles, group.name: scaled})
             mapper = whole.mapper(group.name, variants)
             found = Condensed.of(mapper, cuts, other.model_of(group.name, variants))

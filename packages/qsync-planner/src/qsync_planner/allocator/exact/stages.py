@@ -220,7 +220,7 @@ def _table(
     combinations = math.prod(sizes)
     if combinations * len(states) > MAX_ARCS:
         raise NoStages(f"{len(sizes)} units have {combinations * len(states):,} ways together, more than {MAX_ARCS:,}")
-    rungs = np.stack([grid.reshape(-1) for grid in np.indices(sizes)], axis=1)
+    rungs = np.array([*itertools.product(*map(range, sizes))], dtype=np.int64)  # np.indices takes at most 64 units
     arcs, columns = combinations * len(states), sum(sizes) + len(derived)
     by_column: Numbers = np.zeros((columns, arcs))
     for row, chosen in enumerate(_chosen(rungs, sizes)):
