@@ -20,6 +20,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
 from qsync_torch import UnevenBatchSampler, capture
+from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.planning import Planning
@@ -86,7 +87,7 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
             "sensitivity": Made(inputs, to_bytes(Sensitivity(dag.model, digest(dag), "", "by hand", omega))),
         }
     )
-    folder.publish(*Planning(folder, dag, cluster, Board(None), "free").plan())
+    folder.publish(*Planning(folder, dag, cluster, Board(None), Asked(batch="free")).plan())
     plan = from_bytes(folder.read("plan fast+slow"), PrecisionPlan)
     fast, slow = plan.local_batches["fast"], plan.local_batches["slow"]
     assert slow < uneven_script.BATCH < fast

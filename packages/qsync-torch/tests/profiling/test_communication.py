@@ -331,7 +331,13 @@ def test_a_process_whose_group_is_not_known_ends_both(tmp_path):
     ended = started(tmp_path, ["train", ""])
     sentence = "this process's group is not known: set QSYNC_GROUP for every process, or give --cluster"
     assert [(status, out) for status, out, _ in ended] == [(1, "")] * 2
-    assert [" ".join(error.split()) for _, _, error in ended] == [f"error: rank 1 refuses: {sentence}", f"error: {sentence}"]
+    other, own = (" ".join(error.split()) for _, _, error in ended)
+    assert own == f"error: {sentence}"
+    # The second where rank 0 is too busy for long to hear rank 1's own words.
+    assert other in (
+        f"error: rank 1 refuses: {sentence}",
+        f"error: rank 1 has failed in qsync communicate (ClusterError: {sentence}): see what it printed last",
+    )
 
 
 @pytest.mark.parametrize(
