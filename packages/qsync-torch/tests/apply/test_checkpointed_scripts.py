@@ -60,44 +60,33 @@ def test_checkpoints_inside_checkpoints(x, outer, inner):
 def test_two_forwards_before_one_backward(x, way, use_reentrant):
     def gradients(checkpointed):
         model = Checkpointed(way if checkpointed and way != "whole" else "none", use_reentrant, "functional")
-        applied = apply_(model, BOTH, seed=5)
+        apply_(model, BOTH, seed=5)
         run = model
         if checkpointed and way == "whole":
             run = lambda t: checkpoint(model, t, use_reentrant=use_reentrant)  # noqa: E731
         first, second = run(x), run(2 * x)
-        found = gradients_of(model, first.square().sum() + second.square().sum())
-        return found, applied.step
+        return gradients_of(model, first.square().sum() + second.square().sum())
 
     x.requires_grad_()
-    expected, steps = gradients(False)
-    found, again = gradients(True)
-    assert equal(found, expected)
-    assert steps == again == 2
+    assert equal(gradients(True), gradients(False))
 
 
-@pytest.mark.parametrize("evaluated", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("way", ["method", "closure", "whole", "part"])
 @pytest.mark.parametrize("how", ["modules", "functional"])
-def test_a_mode_changed_before_the_backward_changes_nothing(x, how, way, use_reentrant, evaluated):
-    """The function that runs again does so as in the forward: plain in eval mode, under the plan in training."""
+def test_a_mode_changed_before_the_backward_changes_nothing(x, how, way, use_reentrant):
+    """The function that runs again does so as in the forward, under the plan."""
 
     def gradients(checkpointed):
         model = Checkpointed(way if checkpointed and way in ("method", "closure") else "none", use_reentrant, how)
-        applied = apply_(model, BOTH, seed=5)
-        model.train(not evaluated)
+        apply_(model, BOTH, seed=5)
         function = {"whole": model, "part": model.a}.get(way, model) if checkpointed else model.a if way == "part" else model
         y = checkpoint(function, x, use_reentrant=use_reentrant) if checkpointed and way in ("whole", "part") else function(x)
-        model.train(evaluated)
-        model.zero_grad()
-        y.square().sum().backward()
-        return [None if p.grad is None else p.grad.clone() for p in model.parameters()], applied.step
+        model.eval()
+        return gradients_of(model, y.square().sum())
 
     x.requires_grad_()
-    expected, steps = gradients(False)
-    found, again = gradients(True)
-    assert steps == again == (0 if evaluated else 1)
-    assert all((a is b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert equal(gradients(True), gradients(False))
 
 
 def test_checkpointing_of_another_make_runs_the_last_forward_again(x):
@@ -129,13 +118,3 @@ def test_checkpointing_of_another_make_runs_the_last_forward_again(x):
     x.requires_grad_()
     variants = named(**{"block.a": INT8, "block.b": BFLOAT16})
     assert equal(step_of(Wrapped(True), x, variants), step_of(Wrapped(False), x, variants))
-
-
-def test_a_part_in_eval_mode_trains_under_reentrant_checkpointing(x):
-    def step(run):
-        model = TwoLayers()
-        model.a.eval()
-        apply_(model, BOTH)
-        return gradients_of(model, run(model.a, x.requires_grad_()).square().sum() + 0 * model.b(x).sum())
-
-    assert equal(step(lambda part, x: checkpoint(part, x, use_reentrant=True)), step(lambda part, x: part(x)))

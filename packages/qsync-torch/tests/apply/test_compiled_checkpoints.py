@@ -88,15 +88,14 @@ def gradients(way, breaks, order):
         for place in order:
             outputs[place].square().sum().backward()
             found += [one.grad.clone() for one in (*model.parameters(), batches[place])]
-    return found, applied.step
+        applied.advance()
+    return found
 
 
-@pytest.mark.filterwarnings("ignore:.*has run without gradients")
 @pytest.mark.parametrize("breaks, order", [(False, (0, 1, 2)), (False, (2, 0, 1)), (True, (2, 0, 1))])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_compiled_forwards_run_again_as_they_did(way, breaks, order):
     torch._dynamo.reset()
     once = (lambda model: between_eager(model, model)) if way is WAYS["eager too"] else lambda model: model
-    (found, steps), (expected, planned) = gradients(way, breaks, order), gradients(once, breaks, order)
-    assert steps == planned
+    found, expected = gradients(way, breaks, order), gradients(once, breaks, order)
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(found, expected, strict=True))

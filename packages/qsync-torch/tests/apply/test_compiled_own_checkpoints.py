@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 
-from qsync_core.errors import PlanError
 from qsync_torch import apply_
 
 from .own_checkpoints import VARIANTS, Block, attached, diffusion, hooks, reentrant, separate
@@ -45,20 +44,14 @@ def gradients_compiled(x, how, kind, *, forward=False, backward=False):
         return gradients_of(model, y)
 
 
-@pytest.mark.parametrize("kind", [hooks, clipped])
-def test_compiled_autograd_runs_hooks_and_other_functions_as_they_are(x, kind):
+@pytest.mark.parametrize("kind", [hooks, clipped, diffusion, separate, attached, reentrant])
+def test_compiled_autograd_runs_again_what_ran(x, kind):
     assert equal(gradients_compiled(x, "functions", kind, backward=True), gradients_compiled(x, "functions", kind))
 
 
-@pytest.mark.parametrize("kind", [diffusion, separate, attached, reentrant])
-def test_compiled_autograd_is_refused_where_a_function_runs_operators_again(x, kind):
-    with pytest.raises(PlanError, match=r"compiled autograd compiles .* use_reentrant=False"):
-        gradients_compiled(x, "functions", kind, backward=True)
-
-
-def test_functional_calls_that_a_compiled_model_checkpoints_by_another_make_are_refused(x):
-    with pytest.raises(PlanError, match="by an autograd function of a compiled model"):
-        gradients_compiled(x, "functions", diffusion, forward=True)
+@pytest.mark.parametrize("how", ["modules", "functions"])
+def test_what_a_compiled_model_checkpoints_by_another_make(x, how):
+    assert equal(gradients_compiled(x, how, diffusion, forward=True), gradients_compiled(x, how, diffusion))
 
 
 def test_another_function_of_a_compiled_model_is_as_it_was(x):

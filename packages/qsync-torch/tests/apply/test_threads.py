@@ -5,7 +5,6 @@ is the same work, one thread after the other.
 """
 
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.errors import PlanError
 from qsync_torch import apply_
-from qsync_torch.apply import lowered_call
 
 from .small_models import BFLOAT16, INT8, named
 from .test_own_checkpoints import attached, checkpoint, diffusion, equal, gradients_of, hooks, reentrant, separate
@@ -87,13 +84,11 @@ def two_steps(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_in_another_thread_repeats_its_forwards(kind):
     def gradients(kind, run):
-        model, applied = planned(kind)
+        model, _ = planned(kind)
         loss = model(inputs(1)).square().sum() + model(inputs(2)).square().sum()
-        return run(gradients_of, model, loss), applied.step
+        return run(gradients_of, model, loss)
 
-    expected, found = gradients(None, lambda work, *args: work(*args)), gradients(kind, in_thread)
-    assert equal(found[0], expected[0])
-    assert found[1] == expected[1] == 2
+    assert equal(gradients(kind, in_thread), gradients(None, lambda work, *args: work(*args)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,36 +123,10 @@ def test_a_checkpointed_model_of_another_thread_does_not_change_an_evaluation(ki
     assert equal(gradients, gradients_of(reference, reference(inputs(2)).square().sum()))
 
 
-@pytest.mark.parametrize("together", [True, False])  # as on a GPU
-def test_what_runs_again_takes_no_copies_of_weights_from_a_forward_of_another_thread(monkeypatch, together):
-    def gradients(meets):
-        model, _ = planned(pytorchs)
-        first = model(inputs(1)).square().sum()
-        found = []
-
-        def meet():
-            model.gate.meet = None
-            found.extend(in_thread(gradients_of, model, first))
-
-        model.gate.meet = meet if meets else None
-        later = model(inputs(2))
-        return found or gradients_of(model, first), later
-
-    variants = named(a=INT8, b=INT8, right=BFLOAT16)
-    monkeypatch.setitem(globals(), "VARIANTS", variants)
-    monkeypatch.setattr(Gated, "body", lambda model, x: model.b(model.gate(model.a(x))))
-    expected = gradients(False)
-    if together:
-        monkeypatch.setattr(lowered_call, "DEVICE_KINDS", frozenset({"cpu"}))
-    found = gradients(True)
-    assert equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_forward_begins_while_another_thread_is_in_the_backward(kind):
     def gradients(meets):
-        model, applied = planned(kind)
+        model, _ = planned(kind)
         first = model(inputs(1)).square().sum()
         later = []
 
@@ -170,11 +139,9 @@ def test_the_next_forward_begins_while_another_thread_is_in_the_backward(kind):
         else:
             later.append(model(inputs(2)))
         found = gradients_of(model, first)
-        return [*found, *gradients_of(model, later[0].square().sum())], applied.step
+        return [*found, *gradients_of(model, later[0].square().sum())]
 
-    expected, found = gradients(False), gradients(True)
-    assert equal(found[0], expected[0])
-    assert found[1] == expected[1] == 2
+    assert equal(gradients(True), gradients(False))
 
 
 @pytest.mark.parametrize("kind", [pytorchs, diffusion, attached, hooks])  # others accumulate into .grad, which both would share
@@ -190,28 +157,23 @@ def test_two_backward_passes_of_one_model_run_in_two_threads(kind):
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(grad, losses))
         model.gate.meet = None
-        assert not model(inputs(1)).equal(model(inputs(1)))  # its random numbers go on
         assert torch.equal(model.eval()(inputs(1)), Gated(None)(inputs(1)))
         return found
 
     assert all(map(equal, gradients(True), gradients(False)))
 
 
-def test_nodes_of_another_thread_are_known_also_after_something_ran_again_here():
-    model, _ = planned(pytorchs)
-    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            loss = model.train()(inputs(1)).square().sum() + model.eval()(inputs(2)).square().sum()
-            pool.submit(gradients_of, model.train(), loss).result(PATIENCE_S)
-
-
 @pytest.mark.parametrize("part", [True, False])
-def test_one_model_in_two_threads_at_once_is_refused(part):
+def test_one_model_in_two_threads_at_once(part):
     model, _ = planned(None)
     other = model.a if part else model
-    model.gate.meet = lambda: in_thread(other, inputs(1))
-    with pytest.raises(PlanError, match=r"runs in two threads at once.*copy\.deepcopy"):
-        model(inputs(1))
-    model.gate.meet = None
-    assert in_thread(two_steps, model)[0].isfinite().all()
+    expected = [other(inputs(1)), model(inputs(1))]
+    found = []
+
+    def meet():
+        model.gate.meet = None
+        found.append(in_thread(other, inputs(1)))
+
+    model.gate.meet = meet
+    found.append(model(inputs(1)))
+    assert all(map(torch.equal, found, expected))

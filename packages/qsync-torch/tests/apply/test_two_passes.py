@@ -1,14 +1,11 @@
 """Training in two passes over a batch (GradCache): the second one, with gradients, rounds as the first one did."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_torch import apply_
-from qsync_torch.apply import planned_forwards
 
 from .small_models import BFLOAT16, INT8, named
 
@@ -26,11 +23,6 @@ class Towers(nn.Module):
 
 
 VARIANTS = {**named(**{"encoder.0": INT8}), **named(**{"encoder.2": BFLOAT16})}
-
-
-@pytest.fixture(autouse=True)
-def said_nothing():
-    planned_forwards._say_once.cache_clear()
 
 
 @pytest.fixture
@@ -64,9 +56,9 @@ def gradients(way, batch, chunks, part=False, checkpointed=False):
     applied = apply_(model, VARIANTS, seed=3)
     called = model.encoder if part else model
     run = (lambda x: checkpoint(called, x, use_reentrant=False)) if checkpointed else called
-    for step in range(2):
+    for _ in range(2):
         way(run, applied, lambda: chunks(batch))
-        assert applied.step == 2 * (step + 1)
+        applied.advance()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -80,101 +72,21 @@ def test_the_gradients_are_those_of_one_pass(batch, part, checkpointed):
         assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_batch_is_repeated_once_and_only_where_it_is_the_same(batch):
+def test_a_batch_that_is_copied_rounds_alike_and_anew_in_the_next_step(batch):
     model = Towers()
     applied = apply_(model, VARIANTS)
     with torch.no_grad():
         first = model(batch)
-    assert torch.equal(model(batch), first)
-    assert applied.step == 1
-    assert not torch.equal(model(batch), first)  # the next step, on the same batch
-    assert applied.step == 2
-    with torch.no_grad():
-        model(batch)
-    batch.mul_(1)
-    model(batch)
-    assert applied.step == 4
-    with torch.no_grad():
-        model(batch)
-    model(batch.clone())
-    assert applied.step == 6
+    assert torch.equal(model(batch.clone()), first)
+    applied.advance()
+    assert not torch.equal(model(batch), first)
 
 
-def test_reentrant_checkpoints_of_the_model_are_no_first_passes(batch):
-    model = Towers()
-    applied = apply_(model, VARIANTS)
-    for step in range(3):
-        checkpoint(model, batch.requires_grad_(), use_reentrant=True).sum().backward()
-        assert applied.step == step + 1
-    model(batch)
-    assert applied.step == 4
-
-
-def test_evaluations_are_no_first_passes(batch):
-    model = Towers()
-    applied = apply_(model, VARIANTS)
-    model.eval()
-    with torch.no_grad():
-        model(batch)
-    model.train()
-    with torch.inference_mode():
-        model(batch.clone())
-    model(batch)
-    assert applied.step == 2
-
-
-def test_a_first_pass_in_full_precision_is_named(batch):
-    model = Towers()
-    apply_(model, VARIANTS)
-    model.encoder.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.encoder(batch.clone())
-    with torch.no_grad():
-        model.encoder(batch)
-    with pytest.warns(UserWarning, match=r"a Sequential in eval mode has run without gradients in full precision.*GradCache"):
-        model.encoder(batch)
-
-
-def test_a_batch_that_is_copied_for_the_second_pass_is_named(batch):
-    model = Towers()
-    apply_(model, VARIANTS)
-    for _ in range(3):
-        with torch.no_grad():
-            model(batch.roll(1, 0) * 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(batch)  # others
-    with torch.no_grad():
-        model(batch)
-    with pytest.warns(UserWarning, match=r"a Towers has run without gradients.*on other tensors of the same values.*GradCache"):
-        model(batch.clone())
-
-
-def test_other_tokens_are_another_batch():
-    model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 4))
-    apply_(model, named(**{"1": INT8}))
-    tokens = torch.arange(8)
-    with torch.no_grad():
-        model(tokens)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(tokens.flip(0))
-    with pytest.warns(UserWarning, match="on other tensors of the same values"):
-        model(tokens.clone())
-
-
-def test_a_first_pass_of_a_compiled_model_is_named_and_a_checkpoint_is_none(batch):
+def test_a_compiled_model_repeats_its_first_pass(batch):
     torch._dynamo.reset()
     model = Towers()
-    applied = apply_(model, VARIANTS)
+    apply_(model, VARIANTS)
     run = torch.compile(model, backend="aot_eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # of ours; the compiler has others
-        checkpoint(run, batch.requires_grad_(), use_reentrant=True).sum().backward()
-    torch._dynamo.reset()
-    step = applied.step
-    with torch.no_grad(), pytest.warns(UserWarning, match="a compiled model under a plan runs without gradients in training mode"):
+    with torch.no_grad():
         first = run(batch)
-    applied.step = step
     assert torch.equal(run(batch), first)

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from qsync_torch.apply.lowered_call import LoweredCall
 from torch import nn
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
-from qsync_torch.apply.lowered_call import LoweredCall
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import product

@@ -21,7 +21,7 @@ from qsync_torch.apply.job_settings import job_differences
 from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import FLAG, LocalBatches
 from qsync_torch.apply.plan_fit import Planned
-from qsync_torch.apply.planned_forwards import PlannedForwards
+from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.buffers import buffers_of, share_buffers
@@ -30,13 +30,13 @@ from qsync_torch.distributed.process_group import in_process_group, own_rank
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.elastic.job_ranks import JobRanks
 from qsync_torch.elastic.resizing import MicroBatch, Resize, step_batches
-from qsync_torch.operators.step_counter import LARGEST_STEP
+from qsync_torch.operators.step_key import LARGEST_STEP, advance
 
 MARK = "_qsync_applied"
 """Attribute of a model that has a plan: its :class:`AppliedPlan`."""
 
 
-class AppliedPlan(PlannedForwards):
+class AppliedPlan(PlannedModel):
     """A plan in force on a model.  ``remove()`` restores the model exactly.
 
     Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save``) are plain models without a plan, and say so.
@@ -51,29 +51,32 @@ class AppliedPlan(PlannedForwards):
     def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
         super().__init__(model, planned, seed=seed, lower_eval=lower_eval)
         self._seed = seed
-        self._rank_seed = stream_key(seed, _rank_in_job())
+        self._key.rekey(stream_key(seed, _rank_in_job()))
         self._step_times: StepTimes | None = None
         self._job: JobRanks | None = None
         self.know_ranks({})
 
     @property
     def step(self) -> int:
-        """How many forwards the model has run under the plan; it picks the random numbers.
+        """How many optimizer steps there were under the plan, of any optimizer in this process; it picks the random numbers.
 
-        Replays of captured forwards count; repetitions of one without gradients (docs/training.md#gradient-checkpointing) do not.
-
-        Set it when training resumes from a checkpoint.  Reading it waits for a GPU where forwards are compiled or replayed.
+        PyTorch's optimizers count by themselves, also in compiled code and in replays of CUDA graphs; a loop without one calls
+        :meth:`advance`.  Set it when training resumes from a checkpoint.  Reading it waits for a GPU.
 
         Raises:
-            PlanError: when it is set to what is no number of forwards.
+            PlanError: when it is set to what is no number of steps.
         """
-        return self._steps.step
+        return self._key.step
 
     @step.setter
     def step(self, value: int) -> None:
         if type(value) is not int or not 0 <= value <= LARGEST_STEP:
-            raise PlanError(f"step is the number of forwards so far, an integer in 0..{LARGEST_STEP}, got {value!r}")
-        self._steps.step = value
+            raise PlanError(f"step is the number of optimizer steps so far, an integer in 0..{LARGEST_STEP}, got {value!r}")
+        self._key.step = value
+
+    def advance(self) -> None:
+        """Say that an optimizer step has ended, in a loop that has no optimizer of PyTorch's."""
+        advance()
 
     @property
     def place(self) -> str:
@@ -180,7 +183,7 @@ class AppliedPlan(PlannedForwards):
             job = self._job = JobRanks.of(plan, groups)
             self.watch_lag(True)
             group, index = job.place(dist.get_rank()) if in_process_group() else (planned.group, _rank_in_job())
-            self._rank_seed = stream_key(self._seed, *group.encode(), index)
+            self._key.rekey(stream_key(self._seed, *group.encode(), index))
             training = job.training_ranks
             self._training = training if training and min(groups) not in training and buffers_of(self.model) else ()
             if in_process_group() or resize is not None:
@@ -261,11 +264,7 @@ class AppliedPlan(PlannedForwards):
         Raises:
             PlanError: where neither says how many samples there are.
         """
-        most, before = self._batches.most_passes, 0 if self._batches.most_passes == 1 else self.step
         yield from self._batches.micro_batches(ddp, samples)
-        # Ranks with fewer passes leave numbers out, so that a checkpoint of any rank holds for all.
-        if most > 1:
-            self.step = max(self.step, before + most)
 
     def weight_gradients(self, ddp: DistributedDataParallel, **options: Any) -> None:
         """Weight gradients by samples, as a plan with local batches of different sizes asks for; on all ranks, before training.
@@ -285,7 +284,7 @@ class AppliedPlan(PlannedForwards):
         On a GPU it is called some steps late, because nothing waits for the device; what it raises comes out of a ``backward()``.
         """
         if self._step_times is None:
-            self._step_times = StepTimes(self.model, self._steps.later, self._accumulate)
+            self._step_times = StepTimes(self.model, self._key.later, self._accumulate)
         self._step_times.listeners.append(call)
 
     def log_scalars(self, write: WriteScalar, *, every: int = 10, scaler: Scaler | None = None) -> None:
@@ -331,12 +330,10 @@ class AppliedPlan(PlannedForwards):
         """Take every change back, the mark of an applied plan included.
 
         Raises:
-            PlanError: when a forward was replaced again since; take that replacement back first.
+            PlanError: when the class of a module was changed since; take that change back first.
         """
         super().remove()
         self.watch_lag(False)
-        if self._calls_outside is not None:
-            self._calls_outside.stop()
         self.model.__dict__.pop(MARK, None)
         if self._step_times is not None:
             self._step_times.close()

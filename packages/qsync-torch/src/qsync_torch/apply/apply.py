@@ -1,7 +1,8 @@
 """``apply_``: make a model run as a precision plan says, in place and reversibly.
 
 Parameters stay plain float32 under their old names (docs/design/precision-semantics.md#parameters-and-gradients).  A plan is read
-and checked here; :mod:`qsync_torch.apply.installation` puts its operators into the model.
+and checked here;
+:mod:`qsync_torch.apply.planned_modules` puts its operators into the model.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan
 from qsync_torch.apply.first_step import device_of
-from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.plan_fit import Planned
+from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
 from qsync_torch.caller import Caller
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
@@ -183,12 +184,11 @@ def _check_model(model: nn.Module, caller: Caller) -> None:
             f"{missing} of this {type(model).__name__} has no shape yet, which its lazy module takes from a batch: run the model "
             f"on one before {caller.call}"
         )
-    forget_copied_forwards(model)
     check_whole_model(model)
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
         raise PlanError(f"call {caller.call} on the model itself, before it is wrapped ({type(model).__name__})")
     for name, module in model.named_modules():
-        if module.__dict__.get(MARK) is not None or is_replaced(module):
+        if module.__dict__.get(MARK) is not None or is_planned(module):
             which = f"module {name!r} of this model" if name else "this model"
             raise PlanError(
                 f"{which} has a plan already: call {caller.call} once, before the loop, or remove() on what it returned before "

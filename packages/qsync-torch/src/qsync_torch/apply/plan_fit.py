@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import TypeVar
 
 import attrs
 import torch
@@ -16,11 +17,11 @@ from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
-from qsync_torch.apply.functional_calls import WeightPlace
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
 
+Call = TypeVar("Call")
 _NAMED = 3
 """How many FQNs an error names."""
 
@@ -31,6 +32,20 @@ class Assigned:
 
     variant: Variant
     choice: KernelChoice = ATEN
+
+
+@attrs.frozen
+class WeightPlace:
+    """A parameter's place in a model: parameters may be replaced by others (``load_state_dict(assign=True)``), places stay."""
+
+    fqn: str
+    module: nn.Module
+    name: str
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The parameter that is there now."""
+        return self.module._parameters.get(self.name)
 
 
 @attrs.frozen
@@ -51,6 +66,16 @@ class Addressed:
     def planned(self) -> tuple[OpId, ...]:
         """The first call of each module and each weight."""
         return tuple(dict.fromkeys(op_id for op_id, _ in (*self.modules, *self.weights)))
+
+    def places(self, calls: Mapping[OpId, Call], model: nn.Module) -> dict[tuple[nn.Module, str], Call]:
+        """Where what runs in the place of operators goes: by module and name of the parameter, of which one may have several."""
+        found = {(module, "weight"): calls[op_id] for op_id, module in self.modules}
+        by_weight = {id(place.weight): calls[op_id] for op_id, place in self.weights}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in by_weight:
+                    found.setdefault((module, name), by_weight[id(parameter)])
+        return found
 
     @property
     def functional(self) -> tuple[tuple[OpId, WeightPlace], ...]:
@@ -102,7 +127,8 @@ class Planned:
         return self.entries if isinstance(self.entries, PrecisionPlan) else None
 
     def on(self, device: torch.device) -> dict[OpId, Assigned]:
-        """Variant, backend and configuration of every operator; one with a variant alone runs on a device's default backend.
+        """Variant, backend and configuration of every operator; one with a variant alone runs on a device's default backend, and
+        delivers the format of the job.
 
         Raises:
             PlanError: when the plan has no such group, or runs chains of it fused and the caller does not.
@@ -110,7 +136,9 @@ class Planned:
 
         def assigned(entry: Variant | Assignment) -> Assigned:
             if isinstance(entry, Variant):
-                return Assigned(entry, KernelChoice.parse(self.backend or default_backend(device)))
+                # Without a trace nothing says that all who read 16 bits take them.
+                variant = attrs.evolve(entry, output=Precision.FLOAT32) if self.base is Precision.FLOAT32 else entry
+                return Assigned(variant, KernelChoice.parse(self.backend or default_backend(device)))
             if self.backend:
                 return Assigned(entry.variant, KernelChoice.parse(self.backend))
             return Assigned(entry.variant, KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))

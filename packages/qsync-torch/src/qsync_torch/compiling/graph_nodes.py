@@ -12,8 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from qsync_core.ir.chain import Activation
 from qsync_torch.dtypes import PRECISION
-from qsync_torch.operators.lowered_ops import LOWERED_CONV2D, LOWERED_LINEAR
-from qsync_torch.operators.step_counter import STEP_STRIDE
+from qsync_torch.operators.lowered_ops import LOWERED_CONV2D, LOWERED_LINEAR, OFFSET_OF_STEP
 
 LOWERED = (LOWERED_LINEAR, LOWERED_CONV2D)
 _BATCH_NORMS: dict[Any, tuple[str, ...]] = {
@@ -163,9 +162,8 @@ def checkpointed_parts(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def offsets(graph: Graph) -> Iterator[Node]:
-    """Nodes that are the offset of a step's random numbers: what the step counter was advanced to, or what operators read."""
-    advanced = {node.args[0] for node in graph.nodes if node.target == "add_" and node.args[1:] == (STEP_STRIDE,)}
-    yield from (node for node in graph.nodes if node.target == "clone" and node.args and node.args[0] in advanced)
+    """Nodes that are the offset of a step's random numbers: what the model's forward names, or what operators read."""
+    yield from (cast(Node, node.args[0]) for node in graph.nodes if node.target is OFFSET_OF_STEP)
     yield from (node.args[7] for node in graph.nodes if node.target in LOWERED and isinstance(node.args[7], Node))
 
 

@@ -1,8 +1,7 @@
 """Copies of weights in forward graphs: what a graph is given and quantizes is quantized in a few launches, together.
 
 An operator quantizes its own weight, in two launches of a few microseconds each: 126 of them in a step of ResNet50.  Backends that
-offer ``quantize_many`` take any number of tensors in as many launches, and make the same bits.  Eager forwards do likewise
-(:class:`~qsync_torch.apply.lowered_call.WeightBatch`).
+offer ``quantize_many`` take any number of tensors in as many launches, and make the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch.fx import Graph, Node
 from qsync_core.kernels.backend import Op
 from qsync_torch.compiling.graph_nodes import stand_for
 from qsync_torch.kernels.binding import BOUND, Quantization
-from qsync_torch.operators.step_counter import DEVICE_KINDS
 
 _QUANTIZE, _MANY = torch.ops.qsync.quantize.at, torch.ops.qsync.quantize_many.at
 
@@ -51,7 +49,7 @@ def quantize_weights_together(graph: Graph) -> int:
 
 def _is_known(x: torch.Tensor) -> bool:
     """Whether it lies on a GPU, and its sizes are numbers, as a weight's are."""
-    return x.device.type in DEVICE_KINDS and all(isinstance(size, int) for size in x.shape)
+    return x.device.type == "cuda" and all(isinstance(size, int) for size in x.shape)
 
 
 def _replace(graph: Graph, members: list[Node]) -> None:

@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,8 +18,9 @@ from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.apply.installation import Installation
+from qsync_torch.apply.handles import Handle, in_backward
 from qsync_torch.apply.plan_fit import Assigned, locate
+from qsync_torch.apply.planned_modules import put_plan
 from qsync_torch.observing.collector import OperatorCall, product
 from qsync_torch.operators.conv2d import resolve_geometry
 
@@ -41,42 +41,31 @@ class CallHook(Protocol):
         ...
 
 
-class _HookedModel(Installation):
-    """Sends the calls of operators to a hook; counts the calls of weights, to know which operator runs."""
+class _HookedModel:
+    """Sends the calls of operators to a hook; counts the calls of weights, to know which operator runs.
+
+    A call in a backward pass repeats one of the forward pass (gradient checkpointing), which is known by what it reads.
+    """
 
     def __init__(self, model: torch.nn.Module, operators: Mapping[OpId, Operator], hook: CallHook) -> None:
-        super().__init__(model)
+        self.model = model
         self._operators, self._hook = operators, hook
-        self._counts: Counter[str] = Counter()
-        self._counts_at: list[Counter[str]] = []
+        self._read: defaultdict[str, list[int]] = defaultdict(list)
 
-    def start_forward(self, whole: bool) -> None:
-        """The model's forward begins; a part that is called by itself belongs to the same step."""
-        if whole:
-            self._counts.clear()
+    def around(self, model: torch.nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward of the model begins; a part that is called by itself belongs to the same step."""
+        if not in_backward():
+            self._read.clear()
             self._hook.start_forward()
+        return inner(model, *args, **kwargs)
 
-    def end_forward(self) -> None:
-        """Nothing to do."""
-
-    def position(self) -> int:
-        """Where the counts are now, for a checkpointed piece that runs again; outside a forward, the beginning."""
-        self._counts_at.append(self._counts.copy() if self.here.running else Counter())
-        return len(self._counts_at) - 1
-
-    @contextmanager
-    def at_position(self, position: int) -> Iterator[None]:
-        """Count from there for a while: what runs again are the same calls."""
-        now, self._counts = self._counts, self._counts_at[position].copy()
-        try:
-            yield
-        finally:
-            self._counts = now
-
-    def next_of(self, fqn: str) -> OpId:
+    def next_of(self, fqn: str, x: torch.Tensor) -> OpId:
         """The call of a module or weight that begins now."""
-        self._counts[fqn] += 1
-        return OpId(fqn, self._counts[fqn] - 1)
+        read, bits = self._read[fqn], _checksum(x)
+        if not in_backward():
+            read.append(bits)
+            return OpId(fqn, len(read) - 1)
+        return OpId(fqn, 0 if len(read) < 2 else read.index(bits) if bits in read else len(read))
 
     def run(
         self, op_id: OpId, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
@@ -90,15 +79,28 @@ class _HookedModel(Installation):
             return self._hook.call(operator, x, weight, bias, geometry)
 
 
-class _HookedCall:
-    """Stands where ``apply_`` puts an operator in a variant; ``op_id`` tells which call begins."""
+def _checksum(x: torch.Tensor) -> int:
+    """A number that follows from the bits of a tensor."""
+    return int(x.detach().contiguous().view(torch.uint8).to(torch.int64).sum()) if x.numel() else 0
 
-    def __init__(self, model: _HookedModel, op_id: Callable[[], OpId]) -> None:
-        self._model, self._op_id = model, op_id
+
+class _HookedCall:
+    """Stands where ``apply_`` puts an operator in a variant."""
+
+    follows_casts = True
+
+    def __init__(self, model: _HookedModel, fqn: str) -> None:
+        self.handles: dict[tuple[torch.nn.Module, bool, bool], Handle] = {}
+        self.orientations: set[bool] = set()
+        self._model, self._fqn = model, fqn
+
+    def is_on(self, owner: torch.nn.Module) -> bool:
+        """In every mode of the model."""
+        return True
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Run the observed operator where the model calls ``F.linear``."""
-        return self._model.run(self._op_id(), input, weight, bias, NEUTRAL)
+        return self._model.run(self._model.next_of(self._fqn, input), input, weight, bias, NEUTRAL)
 
     def conv2d(
         self,
@@ -113,7 +115,7 @@ class _HookedCall:
         """Run the observed operator where the model calls ``F.conv2d``."""
         # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
         x, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
-        return self._model.run(self._op_id(), x, weight, bias, geometry)
+        return self._model.run(self._model.next_of(self._fqn, x), x, weight, bias, geometry)
 
 
 @contextmanager
@@ -126,12 +128,12 @@ def hooked_calls(model: torch.nn.Module, operators: Sequence[Operator], hook: Ca
     by_id = {operator.op_id: operator for operator in operators}
     addressed = locate(model, dict.fromkeys(by_id, _ASSIGNED))
     hooked = _HookedModel(model, by_id, hook)
-    calls = {op_id: _HookedCall(hooked, functools.partial(hooked.next_of, op_id.fqn)) for op_id in addressed.planned}
+    calls = {op_id: _HookedCall(hooked, op_id.fqn) for op_id in addressed.planned}
+    remove = put_plan(model, addressed.places(calls, model), hooked.around)
     try:
-        hooked.install(addressed, calls, promote=False)
         yield
     finally:
-        hooked.remove()
+        remove()
 
 
 class GradientCapture:

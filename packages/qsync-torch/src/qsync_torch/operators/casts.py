@@ -1,9 +1,7 @@
 """The casts around adjustable operators: of operands, shared among consumers; of gradients; and what autograd keeps of them.
 
-Consumers that read one activation in the same format (Q, K and V) share one cast of it.  An entry of the cache lives as long as the
-activation it was made from, and its cast no longer than the model's forward: nothing is kept alive by the cache.  What outlasts the
-forward is only the seed of the random numbers, so that gradient checkpointing, which runs parts of the forward again, rounds the
-same way.
+Consumers that read one activation in the same format (Q, K and V) share one cast of it.  A cast is kept as long as the activation
+it was made from, and is of no meaning for the result: made again, it has the same bits.
 
 With G the incoming gradient (..., N), w_q (N, K) and x_q (M, K) the saved copies with scales s_w[n] and s_x, a product in int8
 needs one scale for everything that it sums.  ``grad_input`` sums over the output channels n, along which the weight's scales lie,
@@ -45,18 +43,19 @@ class CachedCast(weakref.ref[torch.Tensor]):
 
     Attributes:
         value: the cast; None where it is still to be made.
-        seed: of its random numbers: the first consumer's, for the caller that makes it.
+        mark: of the random numbers it was made with.
         history: what a gradient of the cast reaches, as :func:`_history` says of the activation.
     """
 
-    __slots__ = ("grad_enabled", "history", "place", "seed", "value", "version")
+    __slots__ = ("address", "grad_enabled", "history", "mark", "place", "value", "version")
 
+    address: int
     place: tuple[int, Hashable]
-    seed: int
     value: Any
     version: int
     grad_enabled: bool
     history: object
+    mark: Hashable
 
 
 def _history(x: torch.Tensor) -> object:
@@ -70,7 +69,8 @@ def _history(x: torch.Tensor) -> object:
 class CastCache:
     """Casts of activations, by the tensor's identity and version and the kind of cast.
 
-    A cast through which a gradient would take another way than through its activation as it is now is made again.
+    A cast through which a gradient would take another way than through its activation as it is now is made again.  A change that
+    leaves a tensor's version and memory as they were (``x.data.mul_``, a collective) is not seen here, as autograd does not see it.
     """
 
     def __init__(self) -> None:
@@ -80,36 +80,16 @@ class CastCache:
             entries.pop(entry.place, None)
 
         self._entries, self._forget = entries, forget
-        self._left_out: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._pieces: weakref.WeakValueDictionary[int, CastCache] = weakref.WeakValueDictionary()
-
-    def apart(self, *, detached: bool = False) -> CastCache:
-        """Casts that are shared within a piece of the forward alone; they go when the forward ends, like these.
-
-        Args:
-            detached: the piece runs again with detached copies of its inputs, and rounds them with the seeds of the casts here.
-        """
-        piece = _DetachedCasts(self) if detached else CastCache()
-        piece._left_out = self._left_out
-        self._pieces[id(piece)] = piece
-        return piece
 
     def applies_to(self, x: torch.Tensor) -> bool:
         """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
 
-        A compiler shares equal float casts itself; 8-bit ones of different consumers draw different random numbers there.  A cast
-        that is made in inference mode cannot be kept for backward by a consumer outside of it.
+        A compiler shares equal casts itself.  A cast that is made in inference mode cannot be kept for backward by a consumer
+        outside of it.
         """
-        if torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled():
-            return False
-        return not self._left_out or id(x) not in self._left_out
+        return not (torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled())
 
-    def leave_out(self, x: torch.Tensor) -> None:
-        """Share no casts of ``x`` from now on: it may change without a new version."""
-        place = id(x)
-        self._left_out[place] = weakref.ref(x, lambda _: self._left_out.pop(place, None))
-
-    def find(self, x: torch.Tensor, key: Hashable, seed: int) -> CachedCast:
+    def find(self, x: torch.Tensor, key: Hashable, mark: Hashable = None) -> CachedCast:
         """The entry for ``x`` and that kind of cast; the caller makes the cast where its ``value`` is None.
 
         A caller who makes the cast itself spares the call of a function that would make it, once per operator.
@@ -117,38 +97,19 @@ class CastCache:
         Args:
             x: the activation; :meth:`applies_to` must be true of it.
             key: what kind of cast.
-            seed: of the random numbers, where no earlier consumer has given one.
+            mark: of the random numbers that it takes now.
         """
         place = (id(x), key)
         version, grad_enabled = x._version, torch.is_grad_enabled()
         history = _history(x) if grad_enabled else None
-        entry = self._entries.get(place)
-        if entry is None or entry() is not x or entry.version != version:
+        entry, address = self._entries.get(place), x.data_ptr()
+        if entry is None or entry() is not x or entry.version != version or entry.address != address:
             entry = self._entries[place] = CachedCast(x, self._forget)
-            entry.place, entry.version, entry.seed, entry.value = place, version, seed, None
-        elif entry.grad_enabled != grad_enabled or entry.history is not history:
+            entry.place, entry.version, entry.address, entry.value = place, version, address, None
+        elif entry.grad_enabled != grad_enabled or entry.history is not history or entry.mark != mark:
             entry.value = None
-        entry.grad_enabled, entry.history = grad_enabled, history
+        entry.grad_enabled, entry.history, entry.mark = grad_enabled, history, mark
         return entry
-
-    def seed_of(self, x: torch.Tensor, key: Hashable, seed: int) -> int:
-        """The seed of the cast of a tensor that ``x`` is, or is a detached copy of; ``seed`` where there is none."""
-        for (_, kind), entry in list(self._entries.items()):  # other threads may add some
-            source = entry()
-            if kind == key and source is not None and entry.version == source._version and _memory(source) == _memory(x):
-                return entry.seed
-        return seed
-
-    def end_forward(self) -> None:
-        """Let go of every cast tensor."""
-        if torch.compiler.is_compiling():
-            return
-        # A cast that goes may take its source along, and with it the entry.
-        for entry in list(self._entries.values()):
-            entry.value = entry.history = None
-        for reference in self._pieces.valuerefs():
-            if (piece := reference()) is not None:
-                piece.end_forward()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -161,19 +122,6 @@ class CastCache:
     def held_casts(self) -> int:
         """How many cast tensors it holds now."""
         return sum(entry.value is not None for entry in self._entries.values())
-
-
-class _DetachedCasts(CastCache):
-    def __init__(self, original: CastCache) -> None:
-        super().__init__()
-        self._original = original
-
-    def find(self, x: torch.Tensor, key: Hashable, seed: int) -> CachedCast:
-        return super().find(x, key, self._original.seed_of(x, key, seed))
-
-
-def _memory(x: torch.Tensor) -> tuple[object, ...]:
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 _QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
@@ -234,11 +182,17 @@ def cast_input(
     run, quantization = (quantize_transposed, binding.x_transposed) if transposed else (quantize, binding.x)
     if cache is None or not cache.applies_to(x):
         return Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
-    entry = cache.find(x, quantization.kind, seeds.x)
-    operand: Operand | None = entry.value  # which a forward that ends in another thread lets go of
+    entry = cache.find(x, quantization.kind, _mark(seeds))
+    operand: Operand | None = entry.value
     if operand is None:
-        operand = entry.value = Operand(*run(x, quantization, entry.seed, seeds.offset, straight=straight))
+        operand = entry.value = Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
     return operand
+
+
+def _mark(seeds: Seeds) -> Hashable:
+    """What tells random numbers apart: an offset on a device is advanced in place."""
+    offset = seeds.offset
+    return (seeds.x, id(offset), offset._version) if isinstance(offset, torch.Tensor) else (seeds.x, offset)
 
 
 def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | None = None) -> torch.Tensor:
@@ -248,9 +202,9 @@ def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | No
         return x
     if x.dtype not in PRECISION:
         raise _refused(x, binding)
-    if cache is None or not cache.applies_to(x):
+    if cache is None or (x.requires_grad and x.is_leaf) or not cache.applies_to(x):  # a leaf's cast keeps the leaf alive
         return x.to(dtype)
-    entry = cache.find(x, float_key(x.dtype, dtype), 0)
+    entry = cache.find(x, float_key(x.dtype, dtype))
     cast: torch.Tensor | None = entry.value
     if cast is None:
         cast = entry.value = x.to(dtype)
@@ -540,6 +494,8 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
     binding, seeds, x_shape, x_dtype = ctx.kept
     needs = ctx.needs_input_grad[:3]
     x, x_scale, w, w_scale = ctx.saved_tensors
+    # Hooks may keep 16 bits of all that autograd saves (saved_tensors_hooks).
+    x_scale, w_scale = (None if scale is None else scale.float() for scale in (x_scale, w_scale))
     saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype)
     gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, seeds.offset, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)

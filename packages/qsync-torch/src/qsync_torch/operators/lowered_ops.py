@@ -64,6 +64,10 @@ for _name, _function, _run in (("lowered_linear", QuantizedLinear, run_linear), 
     _LIBRARY.impl(_name, _lowered(_function, _run), "CompositeImplicitAutograd")
 
 
+_LIBRARY.define("offset_of_step(Tensor offset) -> ()")
+_LIBRARY.impl("offset_of_step", lambda offset: None, "CompositeImplicitAutograd")
+
+
 def lowered_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, binding: OperatorBinding, seeds: Seeds
 ) -> torch.Tensor:
@@ -82,3 +86,5 @@ def lowered_conv2d(
 
 LOWERED_LINEAR, LOWERED_CONV2D = torch.ops.qsync.lowered_linear.default, torch.ops.qsync.lowered_conv2d.default
 """What stands in a graph for an 8-bit operator of a plan."""
+OFFSET_OF_STEP = torch.ops.qsync.offset_of_step.default
+"""Names, in a graph, the offset of this step's random numbers, for chains in a graph without 8-bit operators; it does nothing."""

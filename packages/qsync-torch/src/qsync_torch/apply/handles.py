@@ -1,0 +1,234 @@
+"""What a model's own code gets when it reads a parameter that a plan names: a handle, with which products are the plan's.
+
+``F.linear(x, self.w)``, ``x @ self.w.t()`` and attention's projections run as planned wherever they are called.  Any other function
+takes the parameter itself, a slice or ``einsum`` too, and runs in full precision.  Nothing is listed but :data:`_PLANNED`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.geometry import Pair
+from qsync_torch.dtypes import PRECISION
+
+
+class OperatorCall(Protocol):
+    """Runs where a model calls an adjustable operator.
+
+    Attributes:
+        handles: of its parameter, by the module it was read from, and how autograd sees it.
+        orientations: whether the parameter was multiplied with as (N, K), or as (K, N).
+        follows_casts: whether products with what the model casts the parameter to are this operator's too.
+    """
+
+    follows_casts: bool
+
+    handles: dict[tuple[nn.Module, bool, bool], Handle]
+    orientations: set[bool]
+
+    def is_on(self, owner: nn.Module) -> bool:
+        """Whether it runs now, in place of PyTorch's operator."""
+        ...
+
+    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the operator where ``F.linear`` was called."""
+        ...
+
+    def conv2d(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Pair = 1,
+        padding: Pair | str = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        """Run the operator where ``F.conv2d`` was called."""
+        ...
+
+
+class Handle(torch.Tensor):
+    """A planned parameter as a model's own code reads it.
+
+    Attributes:
+        call: what runs in the place of products with it.
+        owner: the module it was read from.
+        source: the parameter.
+        value: what every other function takes: the parameter, or its transpose, or its cast.
+        transposed: whether it stands for the transpose.
+    """
+
+    call: OperatorCall
+    owner: nn.Module
+    source: torch.Tensor
+    value: torch.Tensor
+    transposed: bool
+
+    @classmethod
+    def of(
+        cls, source: torch.Tensor, call: OperatorCall, owner: nn.Module, value: torch.Tensor | None = None, transposed: bool = False
+    ) -> Handle:
+        """The handle of a parameter, or of its transpose or cast."""
+        value = source if value is None else value
+        handle = value.view_as(value).as_subclass(cls)
+        handle.call, handle.owner, handle.source, handle.value, handle.transposed = call, owner, source, value, transposed
+        return handle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run a product of the plan, or the function on the parameter itself."""
+        kwargs = kwargs or {}
+        known = _PLANNED.get(func)
+        if known is not None:
+            place, name, planned = known
+            weight = args[place] if len(args) > place else kwargs.get(name)
+            if isinstance(weight, cls) and weight.call.is_on(weight.owner):
+                found = planned(weight, func, args, kwargs)
+                if found is not None:
+                    return found
+        if func is F.multi_head_attention_forward:
+            return _OPEN_ATTENTION(*args, **kwargs)
+        arguments, named = plain(args), {name: plain(value) for name, value in kwargs.items()}
+        if func in _BACKWARD:  # in which forwards may run again, with handles of their own
+            return func(*arguments, **named)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*arguments, **named)
+
+
+def plain(value: Any) -> Any:
+    """What a handle stands for, also in lists and tuples; anything else as it is."""
+    if isinstance(value, Handle):
+        return value.value
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def _multiplied(w: Handle, x: Any, bias: Any, *, as_rows: bool) -> Any:
+    """The linear of a plan, with a weight (N, K) as it is stored or the other way round; None where this is none.
+
+    A gradient formula in a backward pass multiplies with the weight the other way round than the forward pass did, and no piece of
+    a forward that runs again without gradients does (a reversible block).
+    """
+    if _is_stored(x) or not isinstance(x, torch.Tensor):
+        return None
+    if not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or not in_backward():
+            w.call.orientations.add(as_rows)
+        elif w.call.orientations != {as_rows}:
+            return None
+    return w.call.linear(x, w.source if as_rows else w.source.t(), bias)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _is_stored(x: Any) -> bool:
+    """Whether it is a parameter, or a view of one: a product of such alone is no operator of a plan (LoRA's ``B @ A``)."""
+    if isinstance(x, (Handle, nn.Parameter)):
+        return True
+    return not torch.compiler.is_compiling() and isinstance(x, torch.Tensor) and isinstance(x._base, nn.Parameter)
+
+
+_Planned = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _linear(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bias = plain(args[2] if len(args) > 2 else kwargs.get("bias"))
+    return _multiplied(w, args[0] if args else kwargs.get("input"), bias, as_rows=not w.transposed)
+
+
+def _conv2d(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rest = {name: plain(value) for name, value in kwargs.items() if name not in ("input", "weight")}
+    return w.call.conv2d(args[0] if args else kwargs["input"], w.source, *map(plain, args[2:]), **rest)
+
+
+def _product(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x @ weight``."""
+    if w.ndim != 2 or "out" in kwargs:
+        return None
+    return _multiplied(w, args[0] if args else kwargs.get("input"), None, as_rows=w.transposed)
+
+
+def _addmm(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``bias + x @ weight``."""
+    bias, x = ([*args, *(kwargs.get(name) for name in ("input", "mat1")[len(args) :])])[:2]
+    bias = plain(bias)
+    factors = len(args) > 3 or "out" in kwargs or any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
+    if factors or not isinstance(bias, torch.Tensor) or bias.shape != w.shape[1:]:
+        return None
+    return _multiplied(w, x, bias, as_rows=w.transposed)
+
+
+def _turned(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The transpose of a matrix, of which products are the plan's too."""
+    named = [value for name, value in kwargs.items() if name != "input"]
+    dims = [dim % 2 for part in (*args[1:], *named) for dim in (part if isinstance(part, (list, tuple)) else (part,))]
+    if w.ndim != 2 or (dims and set(dims) != {0, 1}) or (len(dims) == 2 and dims != [1, 0] and func in _PERMUTATIONS):
+        return None
+    return Handle.of(w.source, w.call, w.owner, w.value.t(), not w.transposed)
+
+
+def _same(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same numbers in another place of autograd's graph, as a checkpoint makes of its arguments, or in another format.
+
+    ``weight.to(x.dtype)``, as in Whisper, stays the plan's: an operator makes the casts of its variant, from the parameter itself.
+    """
+    value = func(w.value, *plain(args[1:]), **kwargs)
+    if value is w.value:
+        return w
+    if not isinstance(value, torch.Tensor) or value.shape != w.shape or value.dtype not in PRECISION:
+        return value
+    if value.dtype is not w.dtype and not w.call.follows_casts:
+        return value
+    source = w.source if value.dtype is not w.source.dtype else value.t() if w.transposed else value
+    return Handle.of(source, w.call, w.owner, value, w.transposed)
+
+
+_T = torch.Tensor
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward, _T.backward)
+_PERMUTATIONS = (torch.permute, _T.permute)
+_PLANNED: dict[Any, tuple[int, str, _Planned]] = {
+    F.linear: (1, "weight", _linear),
+    torch.conv2d: (1, "weight", _conv2d),
+    **{
+        func: (1, name, _product)
+        for func, name in (
+            (torch.matmul, "other"),
+            (torch.mm, "mat2"),
+            (torch.linalg.matmul, "other"),
+            (_T.matmul, "other"),
+            (_T.__matmul__, "other"),
+            (_T.mm, "mat2"),
+        )
+    },
+    **dict.fromkeys((torch.addmm, _T.addmm), (2, "mat2", _addmm)),
+    **dict.fromkeys(
+        (
+            *(torch.t, _T.t, _T.T.__get__, _T.mT.__get__, torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes),
+            *_PERMUTATIONS,
+        ),
+        (0, "input", _turned),
+    ),
+    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.clone, _T.contiguous), (0, "self", _same)),
+    **dict.fromkeys((_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float), (0, "self", _same)),
+}
+"""Functions by which a planned weight is multiplied with, or got ready for that: which argument it is, and what runs."""
+
+
+def _open(function: Any) -> Callable[..., Any]:
+    """A copy of a Python function of PyTorch that does not ask whether its arguments override it."""
+    module_globals = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(function.__code__, module_globals, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_OPEN_ATTENTION = _open(F.multi_head_attention_forward)

@@ -1,0 +1,320 @@
+"""One operator of a plan in force: its kernels and its random numbers, wherever the model's code calls it.
+
+It is the same object for a module's forward, for ``F.linear`` with the parameter, and for a piece of a forward that runs again in a
+backward pass: what it computes follows from its operands and the optimizer step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_core.errors import NumericsError, PlanError
+from qsync_core.geometry import Geometry, Pair, pair
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.first_step import check_autocast
+from qsync_torch.apply.handles import Handle, in_backward
+from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
+from qsync_torch.apply.sharded_parameters import check_ordinary
+from qsync_torch.caller import Caller
+from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.kernels.library_ops import PLAIN_TENSORS
+from qsync_torch.operators.casts import CastCache, Seeds
+from qsync_torch.operators.conv2d import resolve_geometry, run_conv2d
+from qsync_torch.operators.linear import run_linear
+from qsync_torch.operators.lowered_ops import lowered_conv2d, lowered_linear
+from qsync_torch.operators.step_key import StepKey
+
+_NO_SEEDS = Seeds()
+_FLOAT32 = Variant.plain(Precision.FLOAT32)
+X, W, GRAD = 1, 2, 3
+"""Seeds of the random numbers of activation, weight and gradient: the same for all operators, which their data tell apart."""
+
+
+def _is_jagged(x: Any) -> bool:
+    """Whether it is nested as PyTorch's linear takes it: (B, *, ...), with sequences one after the other."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.jagged and x.is_contiguous() and getattr(x, "_ragged_idx", 1) == 1
+
+
+def _has_functions(x: Any) -> bool:
+    """Whether the class of a tensor has functions of its own now, as those have that carry something along (MONAI's, fastai's)."""
+    if not isinstance(x, torch.Tensor) or type(x).__torch_function__ is torch._C._disabled_torch_function_impl:
+        return False
+    return torch._C._is_torch_function_enabled()
+
+
+def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Hand a call to the class of its input, which calls it in turn, and makes the result one of its own."""
+    result: torch.Tensor = type(x).__torch_function__(run, (type(x),), (x, *rest), {})
+    return result
+
+
+class Compilations:
+    """Whether a compiler has read an operator of any plan; its graphs do not tell which operators they run."""
+
+    seen = False
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_read() -> bool:
+    """A compiler reads an operator; this runs while it reads, and is nothing in what it makes."""
+    Compilations.seen = True
+    return True
+
+
+class InForce:
+    """What all operators of a plan in force share.
+
+    Attributes:
+        model: the model.
+        key: of this rank's random numbers in a step.
+        base: format of the job's autocast.
+        lower_eval: whether the plan is in force in eval mode too.
+        caller: for messages.
+        casts: of activations, which consumers share.
+        begins: what the first operator of all waits for; None once it was called.
+    """
+
+    def __init__(self, model: nn.Module, key: StepKey, base: Precision, lower_eval: bool, caller: Caller) -> None:
+        self.model, self.key, self.base, self.lower_eval, self.caller = model, key, base, lower_eval, caller
+        self.casts = CastCache()
+        self._was_on = False
+        self.begins: Callable[[], None] | None = None
+
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether the plan is in force for a module: in training, and in eval mode where that was asked for.
+
+        A part may share no mode with the model: one that is frozen in eval mode trains where there are gradients, and a feature
+        extractor made of the model's layers evaluates.  What a backward pass runs again was planned if it would be now, or if the
+        last forward was: a script may have changed the mode meanwhile.
+        """
+        is_on = self.lower_eval or (self.model.training and (module.training or torch.is_grad_enabled()))
+        if torch.compiler.is_compiling():
+            return is_on
+        if in_backward():
+            return is_on or self._was_on
+        self._was_on = is_on
+        return is_on
+
+
+class Operator:
+    """An operator as a plan wants it; stands where the model calls ``F.linear`` or ``F.conv2d``.
+
+    ``has_run`` says whether it was called outside compiled code.
+    """
+
+    follows_casts = True
+
+    def __init__(self, op_id: OpId, assigned: Assigned, in_force: InForce, module: nn.Module | None = None) -> None:
+        self.op_id, self._shown = op_id, f"operator {op_id}"
+        self.handles: dict[tuple[nn.Module, bool, bool], Handle] = {}
+        self.orientations: set[bool] = set()
+        self._in_force, self._module = in_force, module
+        if module is not None:
+            self.orientations.add(True)
+        self.has_run = False
+        self.assign(assigned)
+
+    def is_on(self, owner: nn.Module) -> bool:
+        """As :meth:`InForce.is_on`."""
+        return self._in_force.is_on(owner)
+
+    def assign(self, assigned: Assigned) -> None:
+        """Take a variant and its kernels.
+
+        The binding of a convolution module's geometry is worked out here, which ``torch.compile`` cannot follow.
+        """
+        self.assigned = assigned
+        self._linear = operator_binding(assigned.variant, assigned.choice)
+        self._prepared: tuple[tuple[object, ...], OperatorBinding] = ((), self._linear)
+        module = self._module
+        if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):
+            geometry = Geometry(pair(module.stride), pair(module.padding), pair(module.dilation), module.groups)
+            binding = operator_binding(assigned.variant, assigned.choice, geometry)
+            self._prepared = ((module.stride, module.padding, module.dilation, module.groups), binding)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the operands are 8-bit."""
+        return self._linear.is_quantized
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it runs in another variant than the job does by itself."""
+        return self.assigned.variant != Variant.plain(self._in_force.base)
+
+    def _seeds(self, weight: torch.Tensor) -> Seeds:
+        """Which random numbers a call takes; float formats take none."""
+        if not self._linear.is_quantized:
+            return _NO_SEEDS
+        key = self._in_force.key
+        offset = key.on(weight.device) if torch.compiler.is_compiling() else key.now(weight.device)
+        return Seeds(X, W, offset, GRAD, self._shown)
+
+    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the operator as planned where the model calls ``F.linear``."""
+        if torch.compiler.is_compiling():
+            _is_read()
+            if input.layout is torch.jagged and _is_jagged(input):
+                return self._linear_of_jagged(input, weight, bias)
+            if self._linear.is_quantized:
+                return lowered_linear(input, weight, bias, self._linear, self._seeds(weight))
+            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
+                return run_linear(input, weight, bias, self._linear, _NO_SEEDS)
+        if type(input) not in PLAIN_TENSORS:
+            if _is_jagged(input):
+                return self._linear_of_jagged(input, weight, bias)
+            if _has_functions(input):
+                return _by_class(self.linear, input, weight, bias)
+        try:
+            # Modes that are active would be asked about each torch call inside, and change nothing here.
+            with torch._C.DisableTorchFunction():
+                self._check(input, weight)
+                casts = self._in_force.casts
+                if self._in_force.base is not Precision.FLOAT32:
+                    with torch.autocast(weight.device.type, enabled=False):
+                        return run_linear(input, weight, bias, self._linear, self._seeds(weight), casts)
+                return run_linear(input, weight, bias, self._linear, self._seeds(weight), casts)
+        except NumericsError as error:
+            raise self._named(error) from None
+
+    def _linear_of_jagged(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(self.linear(input.values(), weight, bias), input.offsets())
+
+    def conv2d(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Pair = 1,
+        padding: Pair | str = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        """Run the operator as planned where the model calls ``F.conv2d``."""
+        if type(input) not in PLAIN_TENSORS and not torch.compiler.is_compiling() and _has_functions(input):
+            return _by_class(self.conv2d, input, weight, bias, stride, padding, dilation, groups)
+        prepared, binding = self._prepared
+        if prepared != (stride, padding, dilation, groups):
+            input, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
+            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
+        if torch.compiler.is_compiling():
+            _is_read()
+            if binding.is_quantized:
+                return lowered_conv2d(input, weight, bias, binding, self._seeds(weight))
+            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
+                return run_conv2d(input, weight, bias, binding, _NO_SEEDS)
+        try:
+            with torch._C.DisableTorchFunction():
+                self._check(input, weight)
+                casts = self._in_force.casts
+                if self._in_force.base is not Precision.FLOAT32:
+                    with torch.autocast(weight.device.type, enabled=False):
+                        return run_conv2d(input, weight, bias, binding, self._seeds(weight), casts)
+                return run_conv2d(input, weight, bias, binding, self._seeds(weight), casts)
+        except NumericsError as error:
+            raise self._named(error) from None
+
+    def _check(self, input: torch.Tensor, weight: torch.Tensor) -> None:
+        """Whether this call is the one that was planned.
+
+        Raises:
+            PlanError: when the weight is not an ordinary float32 tensor any more, or autocast is not what the plan was made for.
+            NumericsError: when the input is one that the operator does not run on.
+        """
+        self.has_run = True
+        if (begins := self._in_force.begins) is not None:
+            begins()
+        if not isinstance(input, torch.Tensor) or input.layout is not torch.strided or input.is_nested:
+            self._check_dense(input)
+        if type(weight) not in PLAIN_TENSORS:
+            check_ordinary(self.op_id.fqn, weight)
+        if weight.dtype is not torch.float32:
+            check_weight_dtype(self.op_id.fqn, weight, self._in_force.caller)
+        base = self._in_force.base
+        if torch._C._is_any_autocast_enabled() or base is not Precision.FLOAT32:
+            check_autocast(base, weight.device, self._shown, self._in_force.caller)
+
+    def _check_dense(self, input: Any) -> None:
+        """An input that is no dense tensor: where the plan leaves the operator in float32, PyTorch runs on it.
+
+        Raises:
+            NumericsError: with what to do.
+        """
+        if not isinstance(input, torch.Tensor):
+            raise NumericsError(f"it takes a tensor, got {type(input).__name__}: convert it before")
+        if self.assigned.variant == _FLOAT32:
+            return
+        is_nested = input.is_nested
+        kind = "nested" if is_nested else str(input.layout).removeprefix("torch.").lstrip("_")
+        dense = "make it with layout=torch.jagged, for a linear operator" if is_nested else "call to_dense() on it before"
+        raise NumericsError(
+            f"in {self.assigned.variant.label} it takes dense tensors, and its input is {kind}: {dense}, or keep the operator in "
+            "float32 in the plan"
+        )
+
+    def _named(self, error: NumericsError) -> NumericsError:
+        return NumericsError(f"{self._shown}: {error}")
+
+
+class Unchanged:
+    """An operator of a plan that runs as it does without one, under autocast, which is looked at all the same."""
+
+    follows_casts = False
+
+    def __init__(self, op_id: OpId, in_force: InForce) -> None:
+        self.handles: dict[tuple[nn.Module, bool, bool], Handle] = {}
+        self.orientations: set[bool] = set()
+        self._op_id, self._in_force = op_id, in_force
+
+    def is_on(self, owner: nn.Module) -> bool:
+        """Never, in the place of PyTorch's operator.
+
+        Raises:
+            PlanError: where autocast is not what the plan was made for.
+        """
+        if not torch.compiler.is_compiling() and self._in_force.is_on(owner):
+            if self._in_force.begins is not None:
+                self._in_force.begins()
+            device = next(owner.parameters()).device
+            check_autocast(self._in_force.base, device, f"operator {self._op_id}", self._in_force.caller)
+        return False
+
+    def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Not called."""
+        raise NotImplementedError
+
+    conv2d = linear
+
+
+class Refused:
+    """Stands where a model calls an operator that its whole plan does not name."""
+
+    follows_casts = False
+
+    def __init__(self, fqn: str, in_force: InForce) -> None:
+        self.handles: dict[tuple[nn.Module, bool, bool], Handle] = {}
+        self.orientations: set[bool] = set()
+        self._fqn, self._in_force = fqn, in_force
+
+    def is_on(self, owner: nn.Module) -> bool:
+        """As :meth:`InForce.is_on`."""
+        return self._in_force.is_on(owner)
+
+    def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refuse.
+
+        Raises:
+            PlanError: naming the operator.
+        """
+        raise PlanError(
+            f"{self._fqn} runs but the plan does not name it, so the plan was made for another model or for another way through "
+            f"this one; {self._in_force.caller.trace_again}"
+        )
+
+    conv2d = linear

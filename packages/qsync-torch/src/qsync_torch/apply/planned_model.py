@@ -1,0 +1,432 @@
+"""A model with the operators of a plan: what it meets when it is put into force, in each forward, and in its first step."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_core.errors import BackendError, PlanError
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.variant import Variant
+from qsync_core.settings import CHECKED_ON
+from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of
+from qsync_torch.apply.handles import OperatorCall
+from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.kernel_check import check_backends, check_numbers, first_named, prebuild
+from qsync_torch.apply.lag import LagWatch
+from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
+from qsync_torch.apply.operator import Compilations, InForce, Operator, Refused, Unchanged
+from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
+from qsync_torch.apply.planned_modules import put_plan
+from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
+from qsync_torch.devices import gpu_and_sms, number_settings
+from qsync_torch.distributed.buffers import before_forward, buffers_of
+from qsync_torch.distributed.communication import check_communication, check_reducer
+from qsync_torch.distributed.ranks import together
+from qsync_torch.failures import deepest_line
+from qsync_torch.kernels.canary import Canary
+from qsync_torch.operators.step_key import StepKey
+from qsync_torch.sharing.job_check import check_job
+
+
+class PlannedModel:
+    """A model whose operators run as a plan says.
+
+    Args:
+        model: parameters as they train.
+        planned: what the operators run as.
+        seed: of the random numbers; a subclass that knows this rank's place gives each rank its own.
+        lower_eval: whether the plan is in force in eval mode too.
+
+    Attributes:
+        model: as given.
+        variants: what every named operator runs as.
+        group: the device group, where a plan was applied.
+        base: the format of the job: where it has 16 bits, the model runs under autocast to it.
+    """
+
+    _batches: LocalBatches
+
+    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
+        self.model = model
+        self._planned = planned
+        self._addressed = locate(model, planned.on(device_of(model)), planned.plan, planned.caller)
+        check_weights(model, self._addressed, planned.plan, planned.caller)
+        self.variants = {op_id: entry.variant for op_id, entry in self._addressed.entries.items()}
+        self.group, self.base = planned.group, planned.base
+        self._key = StepKey(seed)
+        self._key.ends.append(self._step_ended)
+        self._in_force = InForce(model, self._key, self.base, lower_eval, planned.caller)
+        self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
+        self._operators: dict[OpId, Operator] = {}
+        self._forwards_of_classes: dict[type, Any] = {}
+        self._take_out: Callable[[], None] | None = None
+        self._placed_on: torch.device | None = None
+        self._settings: dict[str, str] | None = None
+        self._awaits_calls = True
+        self._said: set[str] = set()
+        self._lag_watch: LagWatch | None = None
+        self._as_planned = True
+        self._forwards = 0
+        self._first_pass: PlannedPass | None = None
+        if planned.plan is not None and planned.group is not None:
+            any_size = SIZE_FLAG in planned.allow_flags
+            self._first_pass = PlannedPass.of(planned.plan, planned.group, model, planned.caller, any_size=any_size)
+
+    @property
+    def lower_eval(self) -> bool:
+        """Whether the plan is in force in eval mode too."""
+        return self._in_force.lower_eval
+
+    @lower_eval.setter
+    def lower_eval(self, value: bool) -> None:
+        self._in_force.lower_eval = value
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The whole plan, of all groups; None where variants by operator were applied."""
+        return self._planned.plan
+
+    @property
+    def chains(self) -> dict[OpId, PlannedChain] | None:
+        """The chains that the plan fuses, by their names; None where it says nothing of any chain."""
+        return self._planned.chains
+
+    @property
+    def _changes_nothing(self) -> bool:
+        """All operators run as without a plan, under autocast; in float32 they are installed all the same, for their checks."""
+        return self.base in LOW_BASES and all(variant == Variant.plain(self.base) for variant in self.variants.values())
+
+    def check_parameters(self, device: torch.device) -> None:
+        """Refuse parameters of which this rank has a part, where operators cannot run with them; scripts shard before and after.
+
+        Raises:
+            PlanError: naming a module or an operator.
+        """
+        check_whole_model(self.model)
+        check_sharding(self._addressed, device, self._planned.allow_flags, self._planned.caller)
+        check_gathered_formats(self.model, self._addressed)
+
+    def check_kernels(self) -> None:
+        """Ask the backends for every kernel, unless the model is still to be moved to where they run.
+
+        Raises:
+            BackendError: when a planned backend is missing, or refuses a kernel that an operator needs.
+        """
+        device = device_of(self.model)
+        if self._changes_nothing or device.type == "meta":
+            return
+        try:
+            check_backends(self._addressed, device, self._planned.caller)
+        except BackendError:
+            if not _may_move_from(device):
+                raise
+        else:
+            self._placed_on = device
+
+    def lower(self) -> None:
+        """Put the operators into the model, in their variants.
+
+        Raises:
+            BackendError: when a kernel cannot be built.
+        """
+        addressed, plan = self._addressed, self._planned.plan
+        modules, entries = dict(addressed.modules), addressed.entries
+        calls: dict[tuple[nn.Module, str], OperatorCall] = {}
+        if self._changes_nothing:
+            self._check_numbers()
+            self._placed_on = device_of(self.model)
+            calls = {(module, "weight"): Unchanged(op_id, self._in_force) for op_id, module in addressed.modules}
+        else:
+            if self._placed_on is not None:
+                prebuild(addressed, self._placed_on, self._planned.caller)
+                self._check_numbers()
+            for op_id in addressed.planned:
+                self._operators[op_id] = Operator(op_id, entries[op_id], self._in_force, modules.get(op_id))
+            calls.update(addressed.places(self._operators, self.model))
+            unnamed, weights = ([], []) if plan is None else unplanned(self.model, addressed, plan)
+            for fqn, module in unnamed:
+                calls.setdefault((module, "weight"), Refused(fqn, self._in_force))
+            for place in weights:
+                calls.setdefault((place.module, place.name), Refused(place.fqn, self._in_force))
+        self._in_force.begins = self._begin
+        self._forwards_of_classes = {type(module): type(module).forward for module, _ in calls}
+        self._take_out = put_plan(self.model, calls, self._around)
+
+    def remove(self) -> None:
+        """Take the operators out of the model.
+
+        Raises:
+            PlanError: when a class was changed since; take that change back first.
+        """
+        if self._take_out is not None:
+            self._take_out()
+            self._take_out = None
+        self._key.ends.clear()
+        self._in_force.casts.clear()
+
+    def _check_numbers(self) -> None:
+        """Check the kernels on a GPU that is not the one on which they were checked for the group's profile.
+
+        Raises:
+            BackendError: naming those that are wrong.
+        """
+        device, plan = device_of(self.model), self._planned.plan
+        if device.type != "cuda" or plan is None or self.group is None:
+            return
+        if plan.software.get(self.group, {}).get(CHECKED_ON) != gpu_and_sms(device):
+            check_numbers(self._addressed, Canary(device), self._planned.caller)
+
+    def _around(self, model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward of the model."""
+        if not self._in_force.is_on(model):
+            return inner(model, *args, **kwargs)
+        self._check_recording()
+        self._check_classes()
+        if self._first_pass is not None and model.training and torch.is_grad_enabled():
+            self.meet_batch(args, kwargs)
+        if torch.compiler.is_compiling():
+            check_autocast(self.base, device_of(model), caller=self._planned.caller)
+            check_reducer()
+            self._batches.check_weighted()
+            if self._training and torch.is_grad_enabled():
+                torch.ops.qsync.share_buffers(buffers_of(model), self._training)
+            if self._planned.fuses:
+                torch.ops.qsync.offset_of_step(self._key.on(device_of(model)))
+            return inner(model, *args, **kwargs)
+        if torch._C._len_torch_function_stack():
+            _name_modes()
+        if self._lag_watch is not None:
+            self._lag_watch.forward((args, kwargs))
+        if self._in_force.begins is not None:
+            self._begin()
+        device = device_of(model)
+        self._check_settings(device)
+        self._meet(device)
+        check_autocast(self.base, device, caller=self._planned.caller)
+        if self._training and torch.is_grad_enabled():
+            before_forward(buffers_of(model), self._training)
+        if self._lag_watch is not None:
+            self._lag_watch.started()
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1) == 0:
+            self._name_lost()
+        return self._explained(inner, args, kwargs)
+
+    def _explained(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What fails on a format, in a forward whose operators deliver 16 bits, the script has not seen without a plan.
+
+        Raises:
+            PlanError: with the line of the model's code.
+        """
+        try:
+            return inner(self.model, *args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            outputs = {operator.assigned.variant.output for operator in self._operators.values()} & LOW_BASES
+            if self.base in LOW_BASES or not outputs or not _OF_FORMATS.search(text := str(error).strip()):
+                raise
+            place = deepest_line(error) or type(self.model).__name__
+            raise PlanError(
+                f"{place} fails with {text.splitlines()[-1].removeprefix('RuntimeError: ')!r}, where operators of the plan deliver "
+                f"{' and '.join(sorted(map(str, outputs)))}: call .float() on what this function takes, or plan the operators "
+                "before it to deliver float32"
+            ) from error
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _check_recording(self) -> bool:
+        """A recorded forward would round with the same random numbers whenever it runs; a compiler asks this while it reads.
+
+        Raises:
+            PlanError: naming 8-bit operators.
+        """
+        what = "torch.export.export" if torch.compiler.is_exporting() else "torch.jit.trace" if torch.jit.is_tracing() else ""
+        if what and (quantized := [op_id for op_id, operator in self._operators.items() if operator.is_quantized]):
+            raise PlanError(
+                f"{what} records one forward of a model under a plan, with the random numbers that its 8-bit operators "
+                f"({first_named(quantized)}) draw anew in every step: record it in eval mode, which is in full precision, or after "
+                "remove()"
+            )
+        return True
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _check_classes(self) -> bool:
+        """The forwards that the planned modules' classes had are those that would run; a compiler asks this while it reads.
+
+        Raises:
+            PlanError: when a class has another one now, or PyTorch other functions.
+        """
+        for name in ("linear", "conv2d"):
+            if not isinstance(function := getattr(torch.nn.functional, name), types.BuiltinFunctionType):
+                raise PlanError(
+                    f"torch.nn.functional.{name} is {getattr(function, '__qualname__', function)} of the script, which operators "
+                    "of a plan do not call: put PyTorch's own back, and write what it does into the model, before trace and apply_"
+                )
+        for kind, forward in self._forwards_of_classes.items():
+            if kind.forward is not forward:
+                name = next((repr(name) for name, module in self.model.named_modules() if isinstance(module, kind)), "the model")
+                raise PlanError(
+                    f"the class of {name}, {kind.__name__}, has another forward than when the plan was applied, which "
+                    "would not run: change classes and their forwards before trace and apply_, or call remove() and apply_ again"
+                )
+        return True
+
+    def meet_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Hold the first batch of training against the planned one; what one rank has no memory for, all refuse.
+
+        Args:
+            args, kwargs: what the model is called with.
+
+        Raises:
+            PlanError: the group's memory budget is too small for it.
+        """
+        if (planned := self._first_pass) is None:
+            return
+        samples = planned.samples(args, kwargs)
+        if torch.compiler.is_compiling():  # which no rank hears of, and which is not the first call only
+            refusal, warning = planned.while_compiling
+            if samples is not None and planned.most is not None and samples > planned.most:
+                raise PlanError(refusal)
+            if samples is not None and samples > planned.size and not planned.any_size:
+                _say_while_compiling(warning)
+            return
+        self._first_pass = None
+        with together("the first batch under a plan"):
+            if samples is not None and (refusal := planned.refusal(samples)):
+                raise PlanError(refusal)
+        if samples is None or (self._batches.takes_parts and samples < planned.size):
+            return
+        if text := planned.warning(samples):
+            warnings.warn(text, stacklevel=6)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self) -> None:
+        """The first forward, of the model or of a part of it: what one rank refuses, all refuse."""
+        self._in_force.begins = None
+        device = device_of(self.model)
+        if self._planned.plan is None:
+            self._meet(device)
+            return
+        what = "the first step under a plan"
+        plan, group = self._planned.plan, self._planned.group
+        with together(what, {"whether gradients are weighted": "yes" if self._batches.is_weighted else "no"}):
+            self._check_settings(device)
+            self._meet(device)
+            check_reducer()
+        self._batches.check_weighted()  # which is the same on all ranks
+        if plan is not None and group is not None:  # by now the model is on its GPU
+            check_job(what, plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
+        self._as_planned = check_communication(plan, self.model, device, self._planned.caller)
+
+    def _check_settings(self, device: torch.device) -> None:
+        """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.
+
+        Raises:
+            PlanError: when one that changes numbers is not that of the profile.
+        """
+        plan, group = self._planned.plan, self._planned.group
+        if plan is None or group is None or (found := number_settings(device)) == self._settings:
+            return
+        check_settings(plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
+        self._settings = found
+
+    def _meet(self, device: torch.device) -> None:
+        """What every forward meets must be what the plan was made for.
+
+        Raises:
+            PlanError: when autocast is not the plan's, or the model is on the meta device still.
+            BackendError: when the model has been moved to a device that does not run the planned kernels.
+        """
+        if device.type == "meta":
+            raise PlanError("a model under a plan runs on a device, and this one is on meta: move it with to_empty before it runs")
+        if self._awaits_calls:
+            self.check_parameters(device)
+        if device == self._placed_on or self._changes_nothing:
+            return
+        self._addressed = locate(self.model, self._planned.on(device), self._planned.plan, self._planned.caller)
+        check_backends(self._addressed, device, self._planned.caller)
+        prebuild(self._addressed, device, self._planned.caller)
+        for op_id, operator in self._operators.items():
+            operator.assign(self._addressed.entries[op_id])
+        self._placed_on = device
+
+    def _step_ended(self, optimizer: Any) -> None:
+        """Say after the first step of this model which lowered operators it did not run."""
+        if not self._awaits_calls or not self._operators:
+            return
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        self._awaits_calls = False
+        missing = [op_id for op_id, operator in self._operators.items() if not operator.has_run and operator.is_lowered]
+        if not missing or Compilations.seen:
+            return
+        in_eval = "" if self.model.training else f", or, where the script trains in eval mode, call {self._lower_eval}"
+        warnings.warn(
+            f"the plan lowers {first_named(missing)}, which the first step did not run as a linear or convolution: they keep their "
+            f"precision; if that is not meant, {self._planned.caller.trace_again}{in_eval}",
+            stacklevel=4,
+        )
+
+    @property
+    def _lower_eval(self) -> str:
+        return self._planned.caller.with_option("lower_eval=True")
+
+    def _name_lost(self) -> None:
+        """Say which lowered operators the script has taken out of the model since the first step."""
+        present = {id(module) for module in self.model.modules()}
+        gone = (op_id for op_id, module in self._addressed.modules if id(module) not in present)
+        if lost := [op_id for op_id in gone if op_id in self._operators and self._operators[op_id].is_lowered]:
+            self._say_of_model(
+                f"the plan lowers {first_named(lost)}, whose modules are not in the model any more: what runs in their "
+                f"places is not planned; call remove(), and {self._planned.caller.call} with a plan for the model as it is now"
+            )
+
+    def _say_of_model(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=4)
+
+
+_OF_FORMATS = re.compile(r"(?i)bfloat16|\bhalf\b|float16|\bdtypes?\b|scalar ?type|float or double|same type")
+"""Words of PyTorch's about a format that a function does not take."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_while_compiling(text: str) -> bool:
+    """Once, and not as a part of the graph: a model may be compiled again for other sizes."""
+    _say_once(text)
+    return True
+
+
+def _name_modes() -> None:
+    """Say which modes of the script's are around a model: operators of a plan end with it, and are not handed on."""
+    for index in range(torch._C._len_torch_function_stack()):
+        kind = type(torch._C._get_function_stack_at(index))
+        if not kind.__module__.startswith(("torch.", "qsync_torch.")):
+            _say_once(
+                f"{kind.__name__}, a TorchFunctionMode, is active around a model under a plan, whose operators do not come to it: "
+                "what it makes of linear and conv2d is left out; do that in the model, before trace and apply_"
+            )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` runs a module."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _may_move_from(device: torch.device) -> bool:
+    """Trainers move a model to its GPU after they have made it."""
+    return device.type == "cpu" and torch.cuda.is_available()

@@ -1,0 +1,210 @@
+"""A plan rides on the modules that it concerns: their class changes, under the same name, and changes back.
+
+A planned module's ``forward`` runs the operator of the plan, and reading a planned parameter gives a handle
+(:mod:`qsync_torch.apply.handles`).  ``_parameters`` stay as they are, plain float32, so optimizers, DistributedDataParallel and
+checkpoints see nothing; copies and pickles of a module are without its plan, and need no QSync to be loaded.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.errors import PlanError
+from qsync_torch.apply.handles import Handle, OperatorCall, plain
+from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
+
+_CALLS, _AROUND, _FORWARD, _UNPLANNED = "_qsync_plan", "_qsync_around", "_qsync_forward", "_qsync_unplanned"
+"""Attributes of a planned module: the operators by the names of its parameters; what runs around its forward, and a forward of the
+instance's own; of its class: the one that it had."""
+
+Around = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a model's forward, a function of the model and its arguments."""
+
+
+def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCall], around: Around) -> Callable[[], None]:
+    """Put operators into a model.
+
+    Args:
+        model: whose forward runs through ``around``, wherever it is called from.
+        calls: by module and name of the parameter, which may be one that the module computes.  A module that has the forward of
+            ``nn.Linear`` or ``nn.Conv2d`` runs the operator of its ``weight``.
+
+    Returns:
+        What takes them out again.  It raises PlanError, and changes nothing, where a class was changed since.
+    """
+    by_module: dict[nn.Module, dict[str, OperatorCall]] = {model: {}}
+    for (module, leaf), call in calls.items():
+        by_module.setdefault(module, {})[leaf] = call
+    for module, own in by_module.items():
+        module._qsync_plan = own  # type: ignore[assignment]
+        kind = kind_of_forward(module) if "weight" in own else ""
+        is_patched = module is model and "forward" in module.__dict__
+        if is_patched:
+            module.__dict__[_FORWARD] = module.__dict__.pop("forward")
+        if module is model:
+            module.__dict__[_AROUND] = around
+        make = _planned_class.__wrapped__ if module is model else _planned_class  # PyTorch compiles each model's forward anew
+        module.__class__ = make(type(module), tuple(sorted(own)), kind, module is model, is_patched)
+
+    def remove() -> None:
+        names = {id(module): name for name, module in model.named_modules()}
+        for module in by_module:
+            if _UNPLANNED not in vars(type(module)):
+                name = names.get(id(module)) or type(module).__name__
+                raise PlanError(
+                    f"the class of {name} was changed after the plan was applied (it is a {type(module).__name__} now); take that "
+                    "change back before remove()"
+                )
+        for module in by_module:
+            module.__class__ = getattr(type(module), _UNPLANNED)
+            own = module.__dict__
+            if _FORWARD in own:
+                own["forward"] = own.pop(_FORWARD)
+            for name in (_CALLS, _AROUND):
+                own.pop(name, None)
+
+    return remove
+
+
+def is_planned(module: nn.Module) -> bool:
+    """Whether a plan rides on this module."""
+    return _UNPLANNED in vars(type(module))
+
+
+def classes_of(model: nn.Module) -> Iterator[tuple[nn.Module, type]]:
+    """The planned modules of a model, and the classes that they had."""
+    for module in model.modules():
+        if is_planned(module):
+            yield module, getattr(type(module), _UNPLANNED)
+
+
+@functools.cache
+def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model: bool, is_patched: bool) -> type:
+    """The class of planned modules, under the same name; one for all of a class, so that they share compiled code."""
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        function, arguments, state, *others = unplanned.__reduce_ex__(self, protocol)
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # which insists on an object's own class
+            function, arguments = copyreg._reconstructor, (unplanned, object, None)  # type: ignore[attr-defined]
+        return function, arguments, _without_plan(state), *others
+
+    def deepcopy(self: Any, memo: Any) -> Any:
+        copy = unplanned.__deepcopy__(self, memo)  # type: ignore[attr-defined]
+        copy.__class__ = unplanned
+        copy.__dict__ = _without_plan(copy.__dict__)
+        return copy
+
+    body: dict[str, Any] = {
+        "__module__": unplanned.__module__,
+        "__qualname__": unplanned.__qualname__,
+        "__doc__": unplanned.__doc__,
+        _UNPLANNED: unplanned,
+        "__reduce_ex__": reduce_ex,
+    }
+    if hasattr(unplanned, "__deepcopy__"):
+        body["__deepcopy__"] = deepcopy
+    if is_model:
+        body["forward"] = _entered(_patched if is_patched else _FORWARDS.get(kind, unplanned.forward))  # type: ignore[attr-defined]
+    elif kind:
+        body["forward"] = _FORWARDS[kind]
+    for leaf in leaves:
+        body[leaf] = _read_as_handle(unplanned, leaf)
+    return type(unplanned)(unplanned.__name__, (unplanned,), body)
+
+
+def _without_plan(state: Any) -> Any:
+    if isinstance(state, tuple):  # of a class with slots
+        return tuple(map(_without_plan, state))
+    if not isinstance(state, dict):
+        return state
+    return {"forward" if name == _FORWARD else name: value for name, value in state.items() if name not in (_CALLS, _AROUND)}
+
+
+def _patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._qsync_forward(*args, **kwargs)
+
+
+def _entered(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model, whose code is its own: PyTorch's compiler keeps what it makes beside a function's code."""
+
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._qsync_around(self, inner, args, kwargs)
+
+    forward.__code__ = forward.__code__.replace()
+    return forward
+
+
+def _read_as_handle(unplanned: type, leaf: str) -> property:
+    computed = getattr(unplanned, leaf, None)  # by a parametrization
+    read = computed.fget if isinstance(computed, property) and computed.fget else functools.partial(_stored, leaf=leaf)
+
+    def get(self: Any) -> Any:
+        return _handle(read(self), self._qsync_plan[leaf], self)
+
+    def put(self: Any, value: Any) -> None:
+        """Take what is no parameter: the older weight_norm computes one in each forward."""
+        self.__dict__[leaf] = value
+
+    def delete(self: Any) -> None:
+        del self.__dict__[leaf]
+
+    return property(get, put, delete)
+
+
+def _stored(module: Any, leaf: str) -> Any:
+    found = module.__dict__
+    if leaf in found["_parameters"]:
+        return found["_parameters"][leaf]
+    if leaf in found:
+        return found[leaf]
+    raise AttributeError(f"{type(module).__name__!r} object has no attribute {leaf!r}")
+
+
+def _handle(value: Any, call: OperatorCall, owner: nn.Module) -> Any:
+    """The handle of a tensor, the same one as long as that is the same.  A DTensor is a shard that waits to be gathered."""
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return value
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return Handle.of(value, call, owner)
+    state = owner, torch.is_grad_enabled(), value.requires_grad
+    kept = call.handles.get(state)
+    if kept is None or kept.source is not value:
+        kept = call.handles[state] = Handle.of(value, call, owner)
+    return kept
+
+
+def _weight_of(module: Any) -> Any:
+    weight = module._parameters.get("weight")
+    return plain(module.weight) if weight is None else weight
+
+
+def _linear(module: Any, input: torch.Tensor) -> torch.Tensor:
+    call, weight = module._qsync_plan["weight"], _weight_of(module)
+    if not call.is_on(module):
+        return F.linear(input, weight, module.bias)
+    result: torch.Tensor = call.linear(input, weight, module.bias)
+    return result
+
+
+def _conv2d(module: Any, input: torch.Tensor) -> torch.Tensor:
+    call, weight = module._qsync_plan["weight"], _weight_of(module)
+    if not call.is_on(module):
+        result: torch.Tensor = module._conv_forward(input, weight, module.bias)
+        return result
+    padding = module.padding
+    if module.padding_mode != "zeros":
+        input, padding = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+    result = call.conv2d(input, weight, module.bias, module.stride, padding, module.dilation, module.groups)
+    return result
+
+
+_FORWARDS: dict[str, Callable[..., Any]] = {LINEAR: _linear, CONV2D: _conv2d}
+"""What stands for the forward of ``nn.Linear`` and of ``nn.Conv2d``."""
