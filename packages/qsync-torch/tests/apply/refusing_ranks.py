@@ -25,7 +25,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch import InStepGradScaler, apply_
-from qsync_torch.apply import planned_forwards as applying
+from qsync_torch.apply import planned_model as applying
 from qsync_torch.distributed import ranks
 from qsync_torch.distributed.ranks import device_name, together
 

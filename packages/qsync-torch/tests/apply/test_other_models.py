@@ -116,15 +116,20 @@ def test_data_parallel_is_refused():
 def test_an_operator_of_the_plan_that_the_first_step_does_not_run_is_named(x):
     class Off(TwoLayers):
         def body(self, x):
-            return x @ self.b.weight.t() + self.a(x)
+            return torch.einsum("bi,oi->bo", x, self.b.weight) + self.a(x)
 
     model = Off()
     apply_(model, plan_of(BOTH))
-    with pytest.warns(UserWarning, match="the plan lowers b#0, which the first step did not run"):
-        model(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(x)
+        model(x).sum().backward()
+    with pytest.warns(UserWarning, match="the plan lowers b#0, which the first step did not run"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+        optimizer.step()
 
 
 def test_an_unknown_weight_is_no_operator():
@@ -132,14 +137,13 @@ def test_an_unknown_weight_is_no_operator():
         apply_(nn.ModuleDict({"emb": nn.Embedding(4, 4)}), {OpId("emb"): INT8})
 
 
-def test_padding_that_is_circular_since_the_plan_was_applied_is_refused():
+def test_padding_that_is_circular_since_the_plan_was_applied():
     model, x = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1)), torch.randn(1, 2, 5, 5)
     applied = apply_(model, {OpId("0"): INT8})
     model[0].padding_mode = "circular"
-    with pytest.raises(PlanError, match=r"Conv2d\(2, 3, .*padding_mode=circular\) has another padding_mode than when the plan"):
-        model(x)
+    y = model(x)
     applied.remove()
-    model(x)
+    assert 0 < (y - model(x)).norm() < 0.03 * y.norm()
 
 
 class Doubled(nn.Linear):
@@ -152,7 +156,7 @@ def another_class(model, monkeypatch):
 
 
 def another_forward(model, monkeypatch):
-    monkeypatch.setattr(Body, "forward", lambda self, x: 2 * self.fc(x))
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * F.linear(x, self.weight, self.bias))
 
 
 class Body(nn.Module):
@@ -165,7 +169,7 @@ class Body(nn.Module):
 
 
 @pytest.mark.parametrize("changed", [another_class, another_forward])
-@pytest.mark.parametrize("called", ["model", "part", "compiled"])
+@pytest.mark.parametrize("called", ["model", "compiled"])
 def test_a_class_that_is_patched_after_apply_is_refused(changed, called, monkeypatch):
     model, x = nn.Sequential(Body()), torch.randn(4, 16)
     apply_(model, named(**{"0.fc": FLOAT32}))
@@ -173,10 +177,10 @@ def test_a_class_that_is_patched_after_apply_is_refused(changed, called, monkeyp
         model(x)
     changed(model[0], monkeypatch)
     torch._dynamo.reset()
-    run = {"model": model, "part": model[0], "compiled": torch.compile(model, backend="eager")}[called]
-    name, cls = ("0.fc", "Doubled") if changed is another_class else ("0", "Body")
+    run = model if called == "model" else torch.compile(model, backend="eager")
+    cls = "Doubled" if changed is another_class else "Linear"
     error = InternalTorchDynamoError if called == "compiled" else PlanError
-    with pytest.raises(error, match=f"the class of '{name}', {cls}, has another forward than when the plan was applied"):
+    with pytest.raises(error, match=f"the class of '0.fc', {cls}, has another forward than when the plan was applied"):
         run(x)
 
 
@@ -228,12 +232,14 @@ def test_a_module_that_leaves_the_model_after_the_first_step_is_named(x, stays):
     assert [str(one.message).partition(",")[0] for one in said] == ([] if stays else ["the plan lowers a#0"])
 
 
-def test_classes_that_keep_a_forward_run_as_planned():
+def test_a_class_of_the_script_that_is_derived_from_pytorchs_runs_as_planned():
     class Tagged(nn.Linear):
         pass
 
-    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
-    apply_(model, named(**{"0": FLOAT32}))
-    expected = model(x)
-    model[0].__class__ = Tagged
-    assert torch.equal(model(x), expected)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Tagged(16, 16)), torch.randn(4, 16)
+    exact = model(x)
+    apply_(model, named(**{"0": INT8}))
+    assert 0 < (model(x) - exact).norm() < 0.03 * exact.norm()
+    assert type(model[0]).__name__ == "Tagged"
+    assert isinstance(model[0], Tagged)

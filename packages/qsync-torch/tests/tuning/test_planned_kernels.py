@@ -232,7 +232,7 @@ def as_on_a_gpu(monkeypatch):
     prebuild = planned_kernels.prebuild
     monkeypatch.setattr(planned_kernels, "device_facts", lambda device: ("cpu", ""))
     monkeypatch.setattr(
-        "qsync_torch.apply.planned_forwards.prebuild", lambda addressed, device, caller: prebuild(addressed, torch.device("cuda"))
+        "qsync_torch.apply.planned_model.prebuild", lambda addressed, device, caller: prebuild(addressed, torch.device("cuda"))
     )
 
 

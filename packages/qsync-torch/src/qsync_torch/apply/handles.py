@@ -36,6 +36,10 @@ class OperatorCall(Protocol):
         """Whether it runs now, in place of PyTorch's operator."""
         ...
 
+    def is_stored(self, x: torch.Tensor) -> bool:
+        """Whether it is a parameter or buffer of the model, or a view of one: no operator of a plan is a product of such alone."""
+        ...
+
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Run the operator where ``F.linear`` was called."""
         ...
@@ -115,7 +119,7 @@ def _multiplied(w: Handle, x: Any, bias: Any, *, as_rows: bool) -> Any:
     A gradient formula in a backward pass multiplies with the weight the other way round than the forward pass did, and no piece of
     a forward that runs again without gradients does (a reversible block).
     """
-    if _is_stored(x) or not isinstance(x, torch.Tensor):
+    if isinstance(x, Handle) or not isinstance(x, torch.Tensor) or w.call.is_stored(x):
         return None
     if not torch.compiler.is_compiling():
         if torch.is_grad_enabled() or not in_backward():
@@ -128,13 +132,6 @@ def _multiplied(w: Handle, x: Any, bias: Any, *, as_rows: bool) -> Any:
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _is_stored(x: Any) -> bool:
-    """Whether it is a parameter, or a view of one: a product of such alone is no operator of a plan (LoRA's ``B @ A``)."""
-    if isinstance(x, (Handle, nn.Parameter)):
-        return True
-    return not torch.compiler.is_compiling() and isinstance(x, torch.Tensor) and isinstance(x._base, nn.Parameter)
 
 
 _Planned = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -232,3 +229,12 @@ def _open(function: Any) -> Callable[..., Any]:
 
 
 _OPEN_ATTENTION = _open(F.multi_head_attention_forward)
+
+
+def stores(model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or buffer of a model, or a view of one."""
+    source = x if torch.compiler.is_compiling() or x._base is None else x._base
+    if not source.is_leaf:
+        return False
+    own = model.parameters() if isinstance(source, nn.Parameter) else model.buffers()
+    return any(source is tensor for tensor in own)

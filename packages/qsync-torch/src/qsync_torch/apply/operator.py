@@ -18,7 +18,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.first_step import check_autocast
-from qsync_torch.apply.handles import Handle, in_backward
+from qsync_torch.apply.handles import Handle, in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.caller import Caller
@@ -54,19 +54,6 @@ def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> 
     return result
 
 
-class Compilations:
-    """Whether a compiler has read an operator of any plan; its graphs do not tell which operators they run."""
-
-    seen = False
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_read() -> bool:
-    """A compiler reads an operator; this runs while it reads, and is nothing in what it makes."""
-    Compilations.seen = True
-    return True
-
-
 class InForce:
     """What all operators of a plan in force share.
 
@@ -78,6 +65,7 @@ class InForce:
         caller: for messages.
         casts: of activations, which consumers share.
         begins: what the first operator of all waits for; None once it was called.
+        is_compiled: whether a compiler has read an operator; its graphs do not tell which operators they run.
     """
 
     def __init__(self, model: nn.Module, key: StepKey, base: Precision, lower_eval: bool, caller: Caller) -> None:
@@ -85,6 +73,13 @@ class InForce:
         self.casts = CastCache()
         self._was_on = False
         self.begins: Callable[[], None] | None = None
+        self.is_compiled = False
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def compiler_reads(self) -> bool:
+        """A compiler reads an operator; this runs while it reads, and is nothing in what it makes."""
+        self.is_compiled = True
+        return True
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether the plan is in force for a module: in training, and in eval mode where that was asked for.
@@ -124,6 +119,10 @@ class Operator:
         """As :meth:`InForce.is_on`."""
         return self._in_force.is_on(owner)
 
+    def is_stored(self, x: torch.Tensor) -> bool:
+        """As :func:`~qsync_torch.apply.handles.stores` says of the model."""
+        return stores(self._in_force.model, x)
+
     def assign(self, assigned: Assigned) -> None:
         """Take a variant and its kernels.
 
@@ -159,7 +158,7 @@ class Operator:
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Run the operator as planned where the model calls ``F.linear``."""
         if torch.compiler.is_compiling():
-            _is_read()
+            self._in_force.compiler_reads()
             if input.layout is torch.jagged and _is_jagged(input):
                 return self._linear_of_jagged(input, weight, bias)
             if self._linear.is_quantized:
@@ -204,7 +203,7 @@ class Operator:
             input, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
             binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
         if torch.compiler.is_compiling():
-            _is_read()
+            self._in_force.compiler_reads()
             if binding.is_quantized:
                 return lowered_conv2d(input, weight, bias, binding, self._seeds(weight))
             with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
@@ -285,6 +284,10 @@ class Unchanged:
             check_autocast(self._in_force.base, device, f"operator {self._op_id}", self._in_force.caller)
         return False
 
+    def is_stored(self, x: torch.Tensor) -> bool:
+        """Not called."""
+        raise NotImplementedError
+
     def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Not called."""
         raise NotImplementedError
@@ -305,6 +308,10 @@ class Refused:
     def is_on(self, owner: nn.Module) -> bool:
         """As :meth:`InForce.is_on`."""
         return self._in_force.is_on(owner)
+
+    def is_stored(self, x: torch.Tensor) -> bool:
+        """As :func:`~qsync_torch.apply.handles.stores` says of the model."""
+        return stores(self._in_force.model, x)
 
     def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Refuse.

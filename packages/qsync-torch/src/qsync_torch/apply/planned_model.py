@@ -23,9 +23,9 @@ from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, check_numbers, first_named, prebuild
 from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
-from qsync_torch.apply.operator import Compilations, InForce, Operator, Refused, Unchanged
+from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
 from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
-from qsync_torch.apply.planned_modules import put_plan
+from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
 from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
@@ -67,7 +67,8 @@ class PlannedModel:
         self._in_force = InForce(model, self._key, self.base, lower_eval, planned.caller)
         self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
         self._operators: dict[OpId, Operator] = {}
-        self._forwards_of_classes: dict[type, Any] = {}
+        self._of_classes: dict[type, tuple[Any, Any]] = {}
+        self._planned_modules: list[nn.Module] = []
         self._take_out: Callable[[], None] | None = None
         self._placed_on: torch.device | None = None
         self._settings: dict[str, str] | None = None
@@ -158,7 +159,8 @@ class PlannedModel:
             for place in weights:
                 calls.setdefault((place.module, place.name), Refused(place.fqn, self._in_force))
         self._in_force.begins = self._begin
-        self._forwards_of_classes = {type(module): type(module).forward for module, _ in calls}
+        self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
+        self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
         self._take_out = put_plan(self.model, calls, self._around)
 
     def remove(self) -> None:
@@ -269,13 +271,17 @@ class PlannedModel:
                     f"torch.nn.functional.{name} is {getattr(function, '__qualname__', function)} of the script, which operators "
                     "of a plan do not call: put PyTorch's own back, and write what it does into the model, before trace and apply_"
                 )
-        for kind, forward in self._forwards_of_classes.items():
-            if kind.forward is not forward:
-                name = next((repr(name) for name, module in self.model.named_modules() if isinstance(module, kind)), "the model")
-                raise PlanError(
-                    f"the class of {name}, {kind.__name__}, has another forward than when the plan was applied, which "
-                    "would not run: change classes and their forwards before trace and apply_, or call remove() and apply_ again"
-                )
+        changed = [module for module in self._planned_modules if not is_planned(module)]
+        for kind, methods in self._of_classes.items():
+            if _methods(kind) != methods:
+                changed += [module for module in self._planned_modules if isinstance(module, kind)][:1]
+        if changed:
+            name = next((repr(name) for name, module in self.model.named_modules() if module is changed[0] and name), "the model")
+            kind = type(changed[0])
+            raise PlanError(
+                f"the class of {name}, {kind.__name__}, has another forward than when the plan was applied, which "
+                "would not run: change classes and their forwards before trace and apply_, or call remove() and apply_ again"
+            )
         return True
 
     def meet_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -366,7 +372,7 @@ class PlannedModel:
             return
         self._awaits_calls = False
         missing = [op_id for op_id, operator in self._operators.items() if not operator.has_run and operator.is_lowered]
-        if not missing or Compilations.seen:
+        if not missing or self._in_force.is_compiled:
             return
         in_eval = "" if self.model.training else f", or, where the script trains in eval mode, call {self._lower_eval}"
         warnings.warn(
@@ -393,6 +399,10 @@ class PlannedModel:
         if text not in self._said:
             self._said.add(text)
             warnings.warn(text, stacklevel=4)
+
+
+def _methods(kind: type) -> tuple[Any, Any]:
+    return kind.forward, getattr(kind, "_conv_forward", None)  # type: ignore[attr-defined]
 
 
 _OF_FORMATS = re.compile(r"(?i)bfloat16|\bhalf\b|float16|\bdtypes?\b|scalar ?type|float or double|same type")

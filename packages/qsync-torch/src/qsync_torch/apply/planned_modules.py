@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,15 +74,8 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
 
 
 def is_planned(module: nn.Module) -> bool:
-    """Whether a plan rides on this module."""
-    return _UNPLANNED in vars(type(module))
-
-
-def classes_of(model: nn.Module) -> Iterator[tuple[nn.Module, type]]:
-    """The planned modules of a model, and the classes that they had."""
-    for module in model.modules():
-        if is_planned(module):
-            yield module, getattr(type(module), _UNPLANNED)
+    """Whether a plan rides on this module, whose class another library may have derived one from since (a parametrization)."""
+    return hasattr(type(module), _UNPLANNED)
 
 
 @functools.cache
@@ -107,6 +100,7 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         "__doc__": unplanned.__doc__,
         _UNPLANNED: unplanned,
         "__reduce_ex__": reduce_ex,
+        "__prepare_scriptable__": _refuse_scripting,
     }
     if hasattr(unplanned, "__deepcopy__"):
         body["__deepcopy__"] = deepcopy
@@ -115,8 +109,15 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
     elif kind:
         body["forward"] = _FORWARDS[kind]
     for leaf in leaves:
-        body[leaf] = _read_as_handle(unplanned, leaf)
+        body[leaf] = _read_as_handle(unplanned, leaf, may_be_computed=leaf == "weight" and bool(kind))
     return type(unplanned)(unplanned.__name__, (unplanned,), body)
+
+
+def _refuse_scripting(self: Any) -> Any:
+    raise PlanError(
+        "torch.jit.script reads the source of a model, which has nothing of its plan: script a copy, which is in full "
+        "precision (torch.jit.script(copy.deepcopy(model))), or call remove() first"
+    )
 
 
 def _without_plan(state: Any) -> Any:
@@ -142,12 +143,15 @@ def _entered(inner: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _read_as_handle(unplanned: type, leaf: str) -> property:
+def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> property:
     computed = getattr(unplanned, leaf, None)  # by a parametrization
     read = computed.fget if isinstance(computed, property) and computed.fget else functools.partial(_stored, leaf=leaf)
 
     def get(self: Any) -> Any:
-        return _handle(read(self), self._qsync_plan[leaf], self)
+        value = read(self)
+        if not may_be_computed and value.grad_fn is not None:  # no parameter, and no operator of a trace
+            return value
+        return _handle(value, self._qsync_plan[leaf], self)
 
     def put(self: Any, value: Any) -> None:
         """Take what is no parameter: the older weight_norm computes one in each forward."""
@@ -196,6 +200,11 @@ def _linear(module: Any, input: torch.Tensor) -> torch.Tensor:
 
 def _conv2d(module: Any, input: torch.Tensor) -> torch.Tensor:
     call, weight = module._qsync_plan["weight"], _weight_of(module)
+    if "_conv_forward" in module.__dict__:
+        raise PlanError(
+            f"{module} has another _conv_forward than when the plan was applied, which would not run: change it before the plan is "
+            "made and applied"
+        )
     if not call.is_on(module):
         result: torch.Tensor = module._conv_forward(input, weight, module.bias)
         return result

@@ -18,7 +18,7 @@ from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.apply.handles import Handle, in_backward
+from qsync_torch.apply.handles import Handle, in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.apply.planned_modules import put_plan
 from qsync_torch.observing.collector import OperatorCall, product
@@ -97,6 +97,10 @@ class _HookedCall:
     def is_on(self, owner: torch.nn.Module) -> bool:
         """In every mode of the model."""
         return True
+
+    def is_stored(self, x: torch.Tensor) -> bool:
+        """As :func:`~qsync_torch.apply.handles.stores` says of the model."""
+        return stores(self._model.model, x)
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Run the observed operator where the model calls ``F.linear``."""

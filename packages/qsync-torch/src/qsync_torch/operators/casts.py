@@ -38,6 +38,9 @@ def float_key(source: torch.dtype, target: torch.dtype) -> CastKey:
     return CastKey(PRECISION[source], PRECISION[target])
 
 
+_FUNCTORCH: Any = torch._C._functorch
+
+
 class CachedCast(weakref.ref[torch.Tensor]):
     """A cast of an activation, to which this is a weak reference.
 
@@ -82,12 +85,14 @@ class CastCache:
         self._entries, self._forget = entries, forget
 
     def applies_to(self, x: torch.Tensor) -> bool:
-        """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
+        """False under ``torch.compile`` and ``torch.func``, and in inference mode, where changes of a tensor go unnoticed.
 
         A compiler shares equal casts itself.  A cast that is made in inference mode cannot be kept for backward by a consumer
         outside of it.
         """
-        return not (torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled())
+        if torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled():
+            return False
+        return not _FUNCTORCH.is_functorch_wrapped_tensor(x)
 
     def find(self, x: torch.Tensor, key: Hashable, mark: Hashable = None) -> CachedCast:
         """The entry for ``x`` and that kind of cast; the caller makes the cast where its ``value`` is None.
@@ -358,9 +363,6 @@ _STRAIGHT = Memo(lambda function: super(torch.autograd.Function, function).apply
 
 _INSTEAD = "keep it in a float format in the plan, or do this on a model without a plan (copy.deepcopy gives one, remove() too)"
 """What to do about what 8-bit operators lack."""
-
-
-_FUNCTORCH: Any = torch._C._functorch
 
 
 def _is_batched(grad: torch.Tensor) -> bool:
