@@ -13,9 +13,10 @@ pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from hypothesis_profiles import tries  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Rounding  # noqa: E402
@@ -383,7 +384,7 @@ def test_single_gradients_are_what_they_are_beside_the_others(outputs):
     assert not torch.cat(together[2:]).any()
 
 
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(
     batch=st.integers(1, 2), channels=st.integers(1, 45), height=st.integers(1, 6), width=st.integers(1, 6),
     chain=st.sampled_from(CHAINS), block=st.sampled_from([256, 2048]), strip=st.sampled_from([8, 32, 256]),

@@ -13,10 +13,11 @@ pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from hypothesis_profiles import tries  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
@@ -316,7 +317,7 @@ def test_gradients_are_about_as_exact_as_pytorchs(outputs, activation):
     assert (found - exact).norm() <= 1.5 * (plain - exact).norm() + 1e-8 * exact.norm()
 
 
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(
     rows=st.integers(1, 9), columns=st.integers(1, 150) | st.sampled_from([301, 640]),
     granularity=st.sampled_from([ROW, TENSOR]), residual=st.booleans(),

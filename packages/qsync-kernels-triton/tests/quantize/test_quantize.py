@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 import importlib.util  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from hypothesis_profiles import tries  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
@@ -106,7 +107,7 @@ def test_float8_rounded_to_nearest_is_the_cast_of_torch(form):
     assert torch.equal(q.float(), (x / scale).to(FORMATS[form]).float())
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(
     rows=st.integers(1, 6),
     length=st.integers(1, 150),
@@ -297,7 +298,7 @@ def test_the_transposed_result_is_the_transpose_of_the_same_integers(shape, gran
     assert torch.equal(transposed, q.t())
 
 
-@settings(max_examples=25, deadline=None)
+@tries(25)
 @given(
     values=st.lists(st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32), min_size=1, max_size=150),
     rounding=st.sampled_from(list(Rounding)),

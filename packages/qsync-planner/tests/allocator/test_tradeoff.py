@@ -12,10 +12,11 @@ import attrs
 import click
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, random_case
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import save
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import InfeasibleError, PlanError
@@ -93,7 +94,7 @@ def test_no_plan_at_all_is_better_than_a_point(seed: int, budget: bool) -> None:
 
 
 @needs_highs
-@settings(max_examples=12)
+@tries(12)
 @given(seed=st.integers(0, 10_000), groups=st.integers(1, 3), train=st.integers(0, 1))
 def test_points_are_what_they_say(seed: int, groups: int, train: int) -> None:
     case = random_case(seed, blocks=1, infer_groups=groups, train=train)

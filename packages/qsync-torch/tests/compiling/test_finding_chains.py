@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nightly import nightly
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_torch import apply_
 from qsync_torch.compiling.finding import find_chains
@@ -83,7 +84,11 @@ def relu_of_norm(net, y, x):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-3, "momentum": 0.5}, {"momentum": 0}, {"momentum": 1}],
+    [
+        {"affine": False},
+        {"track_running_stats": False},
+        *nightly({}, {"eps": 1e-3, "momentum": 0.5}, {"momentum": 0}, {"momentum": 1}),
+    ],
     ids=str,
 )
 def test_batch_norms_of_every_kind(options):
