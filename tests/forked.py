@@ -1,7 +1,7 @@
 """Python processes that have imported torch and QSync already: forked from a server that did it once.
 
-They are processes of their own, with an exit status, output and environment of their own, and can be killed; only what a process does
-between its start and its first line is not tested by them.
+They are processes of their own, with an exit status, output and environment of their own, and can be killed; what an interpreter
+does before its first line and after its last is not in them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,47 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from processes import Ended
 
 PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "qsync_torch.apply.apply", "qsync_core.cli.root"]
 """What takes a rank longest to import.  None of it starts a thread, which a fork would lose."""
 
 _SERVED = multiprocessing.get_context("forkserver")
 _SERVED.set_forkserver_preload(PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Have these modules imported as well, where they are installed; before the first process."""
+    _SERVED.set_forkserver_preload([*PRELOADED, *modules])
+
+
+def run_forked(
+    arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, cwd: Path, timeout_s: float
+) -> list[Ended]:
+    """:func:`processes.run_together` of ``python`` with each of these arguments.
+
+    Raises:
+        AssertionError: with what every process printed, where one has not ended in time; those that are left are killed.
+    """
+    processes = [
+        Forked(own, env=variables, cwd=cwd, stderr=subprocess.STDOUT)
+        for own, variables in zip(arguments, environments, strict=True)
+    ]
+    end, late = time.monotonic() + timeout_s, []
+    for rank, process in enumerate(processes):
+        if process.wait(max(0.0, end - time.monotonic())) is None:
+            late.append(rank)
+    for process in processes:
+        process.kill()
+    outputs = [process.communicate(0.0)[0] for process in processes]
+    if late:
+        said = "\n".join(f"-- process {rank}: {output}" for rank, output in enumerate(outputs))
+        raise AssertionError(f"processes {late} of {len(processes)} have not ended within {timeout_s} s\n{said}")
+    return [Ended(process.returncode or 0, output) for process, output in zip(processes, outputs, strict=True)]
 
 
 class Forked:
@@ -37,14 +70,11 @@ class Forked:
     def __init__(
         self, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, stderr: int | None = None
     ) -> None:
-        self._files = [tempfile.NamedTemporaryFile("r", errors="replace") for _ in range(2)]
-        out, err = (file.name for file in self._files)
-        settings = (
-            dict(os.environ if env is None else env),
-            str(cwd or Path.cwd()),
-            out,
-            out if stderr == subprocess.STDOUT else err,
-        )
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name) / name for name in ("out", "out" if stderr == subprocess.STDOUT else "err")]
+        for file in self._files:
+            file.touch()
+        settings = dict(os.environ if env is None else env), str(cwd or Path.cwd()), *map(str, self._files)
         self._process = _SERVED.Process(target=_run, args=([str(argument) for argument in arguments], *settings))
         self._process.start()
 
@@ -58,16 +88,24 @@ class Forked:
         """Its exit status, or minus the signal that ended it; None while it runs."""
         return self._process.exitcode
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
+    def poll(self) -> int | None:
+        """Return :attr:`returncode`."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for its end; return its status, None where the time is over first."""
+        self._process.join(timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for its end; return standard output and standard error.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended in time.
         """
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked process", timeout)
-        out, err = (Path(file.name).read_text(errors="replace") for file in self._files)
+        if self.wait(timeout) is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        out, err = (file.read_text(errors="replace") for file in self._files)
         return out, err
 
     def kill(self) -> None:
@@ -84,6 +122,7 @@ def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path]
     status = 0
     try:
         _main(arguments)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from launching import run_machines
 
+from forked import Forked
 from processes import Ended, free_port
 
 pytestmark = pytest.mark.distributed
@@ -36,8 +37,7 @@ def run_ranks(
         place = {"RANK": str(own), "LOCAL_RANK": str(own), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         environment = os.environ | place | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | variables
         if own != absent:
-            command = [sys.executable, FAULTY, fault, str(rank), *arguments]
-            processes[own] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            processes[own] = Forked([FAULTY, fault, str(rank), *arguments], env=environment, stderr=subprocess.STDOUT)
     try:
         outputs = {own: process.communicate(timeout=TIMEOUT_S)[0] for own, process in processes.items() if own not in leave}
     finally:

@@ -18,6 +18,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hypothesis_profiles import tries  # noqa: E402
+from nightly import each_once  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
@@ -266,8 +267,7 @@ def test_an_offset_that_kernels_cannot_read_is_refused(offset):
         run(tensor(3, 5), Granularity.PER_TENSOR, Rounding.STOCHASTIC, offset=offset)
 
 
-@pytest.mark.parametrize("channels", [3, 8, 40])
-@pytest.mark.parametrize("granularity", list(Granularity))
+@each_once({"granularity": list(Granularity), "channels": [3, 8, 40]})
 def test_a_multiplier_is_applied_first_in_float32(channels, granularity, way):
     multiplier = torch.rand(channels, generator=torch.Generator().manual_seed(1)) + 0.5
     matrix = tensor(30, channels, dtype=torch.bfloat16)

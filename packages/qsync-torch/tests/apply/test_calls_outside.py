@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nightly import each_once
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -167,8 +168,7 @@ def test_what_ran_in_eval_mode_is_told_from_what_the_script_computes(x):
         (y + model.linear(x).sum()).backward()
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", ["linear", "product", "convolution", "bypassed_module"])
+@each_once({"way": ["linear", "product", "convolution", "bypassed_module"], "compiler": ["eager", "aot_eager"]})
 def test_a_compiled_function_that_computes_with_planned_weights_is_refused(x, compiler, way):
     model = Steps()
     apply_(model, plan_of(VARIANTS))
@@ -456,8 +456,7 @@ def interrupted(x):
     return x + 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("reading", READINGS)
+@each_once({"reading": READINGS, "backend": ["aot_eager", "eager"]})
 def test_what_a_compiled_model_reads_otherwise_keeps_its_precision_as_in_eager_mode(x, reading, backend):
     class Reading(Steps):
         def forward(self, x):
