@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 from hypothesis import settings
 
 PROFILE = os.environ.get("QSYNC_HYPOTHESIS", "ci")
-TIMES = {"ci": 1, "nightly": 10}
+TIMES = {"ci": 0.5, "nightly": 10}
 """How many times the examples that a test asks for are tried, by profile."""
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
@@ -20,5 +21,5 @@ settings.load_profile(PROFILE)
 
 
 def tries(count: int, **others: Any) -> settings:
-    """Return the settings of a law that ``count`` examples try in CI, and ten times as many nightly."""
-    return settings(max_examples=count * TIMES[PROFILE], **others)
+    """Return the settings of a law that half of ``count`` examples try in CI, and ten times ``count`` nightly."""
+    return settings(max_examples=math.ceil(count * TIMES[PROFILE]), **others)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from planning_cases import LADDERS, Case, random_case
 
 from hypothesis_profiles import tries
+from nightly import nightly
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import Bucket, Operator, Parameter, PrecisionDag
@@ -196,23 +197,24 @@ def fingerprints() -> dict[str, str]:
     return found
 
 
-def test_the_same_input_gives_the_same_bytes_again_and_in_processes_that_hash_otherwise() -> None:
+@pytest.mark.parametrize("hash_seed", ["1", *nightly("2")])
+def test_the_same_input_gives_the_same_bytes_again_and_in_processes_that_hash_otherwise(hash_seed: str) -> None:
     first = fingerprints()
     assert fingerprints() == first
     script = (
         "import json, sys; sys.path[:0] = sys.argv[1:]; "
         "from test_allocator_properties import fingerprints; print(json.dumps(fingerprints()))"
     )
-    for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(str, Path(__file__).parents[:2])],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == first
+    tests, _, _, root = Path(__file__).parents[1:5]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tests / "allocator"), str(tests), str(root / "tests")],
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == first
 
 
 # The deadline form
