@@ -16,7 +16,7 @@ TIMES = {"ci": 0.5, "nightly": 10}
 """How many times the examples that a test asks for are tried, by profile."""
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
-settings.register_profile("nightly", deadline=None, print_blob=True, max_examples=1000)
+settings.register_profile("nightly", deadline=None, print_blob=True, max_examples=500)
 settings.load_profile(PROFILE)
 
 

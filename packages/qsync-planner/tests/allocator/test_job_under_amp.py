@@ -12,6 +12,7 @@ from planning_cases import LADDERS, Case, random_case, random_costs
 from synthetic import BFLOAT16, INT8, GraphBuilder
 
 from hypothesis_profiles import tries
+from nightly import each_once
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import AlternatingDispatch, DeviceKind, StepMeasurement
@@ -93,8 +94,7 @@ def slow_int8(seed: int) -> Case:
     return attrs.evolve(case, profiles=profiles)
 
 
-@pytest.mark.parametrize("solver", ["auto", "exact", "greedy", "greedy-paper"])
-@pytest.mark.parametrize("measured", [False, True])
+@each_once({"solver": ["auto", "exact", "greedy", "greedy-paper"], "measured": [False, True]})
 def test_where_nothing_pays_all_run_at_the_base(solver: str, measured: bool) -> None:
     """The time limit is that of a step without a plan, which the plan then is; with every way to communicate, and with one."""
     for seed in range(4):
