@@ -7,6 +7,7 @@ import json
 import pytest
 
 from contracts.environment import MODULES, run_python
+from nightly import nightly_but
 
 WITHOUT_TORCH = [name for name in MODULES if name not in ("qsync-core", "qsync-torch")]
 
@@ -37,7 +38,7 @@ def test_an_older_core_is_refused_by_the_command(venv):
     assert "pip install 'qsync-core==0.9.*'" in line
 
 
-@pytest.mark.parametrize("distribution", WITHOUT_TORCH)
+@pytest.mark.parametrize("distribution", nightly_but({"qsync-planner"}, WITHOUT_TORCH))
 def test_a_package_of_another_series_is_refused_by_the_command_and_when_imported(venv, distribution):
     claim_version(venv, distribution, "0.2.0")
     done = venv.qsync("doctor")
@@ -51,6 +52,7 @@ def test_a_package_of_another_series_is_refused_by_the_command_and_when_imported
     assert f"CompatibilityError: {distribution} 0.2.0 does not work with qsync-core 0.1." in last
 
 
+@pytest.mark.nightly
 def test_another_patch_release_works(venv):
     claim_version(venv, "qsync-planner", "0.1.9")
     done = venv.qsync("doctor", "--json")

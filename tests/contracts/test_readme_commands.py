@@ -1,13 +1,11 @@
-"""The README's commands are the ones that CI runs, and each is a single line; CI installs a browser first, where it can."""
+"""The README's commands are the ones that CI runs, and each is a single line; what it leaves out runs nightly."""
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
-import shutil
-import subprocess
 
-import pytest
 import yaml
 
 import shared_metadata
@@ -27,28 +25,34 @@ def test_the_readme_shows_two_commands_the_main_job_and_the_tests():
     assert "tox run" in tests
 
 
-def test_ci_runs_the_test_command_and_before_it_only_installs_a_browser():
+def test_ci_runs_the_test_command_and_nothing_else():
     script = (ROOT / ".ci" / "run").read_text()
     lines = [line for line in script.splitlines() if line and not line.startswith("#")]
     assert lines[:3] == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "export CI=true"]
-    browser, *rest = lines[3:]
-    assert rest == [commands()[1]]
-    assert browser.startswith("command -v chromium || ")
-    assert browser.endswith("'apt-get -qq update && apt-get -qqy install chromium' >/dev/null || true")
+    assert lines[3:] == [commands()[1]]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-@pytest.mark.parametrize("program", ["apt-get", "chromium"])
-def test_ci_goes_on_without_a_browser_and_with_one(program, tmp_path):
-    """``apt-get`` fails, as where there is no network; or chromium is there already, and nothing is installed."""
-    (tmp_path / program).write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / program).chmod(0o755)
-    (browser,) = (line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("command -v"))
-    for name in ("sh", "timeout"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    script = f"set -euo pipefail; {browser}; echo went on"
-    done = subprocess.run(["/bin/bash", "-c", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1] == "went on", done.stderr
+def tox_section(name: str) -> configparser.SectionProxy:
+    """A section of ``tox.ini`` as it stands there."""
+    parser = configparser.RawConfigParser()
+    parser.read(ROOT / "tox.ini")
+    return parser[name]
+
+
+def test_what_the_test_command_leaves_out_runs_nightly():
+    """Every pytest command of CI that selects tests has the same folders in the nightly environment, with the other selection."""
+    quick, nightly = "{[tests]quick}", "{[tests]nightly}"
+    environments = [name.strip() for name in tox_section("tox")["env_list"].split(",")]
+    assert "nightly" not in environments
+    commands = [line for name in environments for line in tox_section(f"testenv:{name}")["commands"].splitlines()]
+    selecting = {command.partition(quick)[2] for command in commands if quick in command}
+    nightly_commands = tox_section("testenv:nightly")["commands"].splitlines()
+    of_nightly = {command.partition(nightly)[2] for command in nightly_commands if nightly in command}
+    without = {" tests/gpu {posargs}"}  # whose tests run on a GPU machine, all of them
+    assert selecting - without == of_nightly
+    assert tox_section("tests")["quick"] == '-m "not nightly"'
+    assert tox_section("tests")["nightly"] == '-m "nightly or hypothesis"'
 
 
 def workflow_jobs() -> dict[str, dict]:

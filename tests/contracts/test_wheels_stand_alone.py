@@ -9,6 +9,7 @@ import zipfile
 import pytest
 
 from contracts.environment import MODULES, ROOT, run, run_python
+from nightly import nightly_but
 
 HEAVY = {"torch", "numpy", "triton", "transformers", "scipy", "scikit-learn", "nvidia-cutlass"}
 BRINGS = {
@@ -31,7 +32,7 @@ def test_the_tables_of_this_file_name_every_package():
     assert set(BRINGS) == set(COMMANDS) == set(MODULES)
 
 
-@pytest.mark.parametrize("distribution", MODULES)
+@pytest.mark.parametrize("distribution", nightly_but({"qsync-core", "qsync-planner"}, MODULES))
 def test_a_wheel_installed_alone_brings_what_it_declares_and_works(distribution, make_venv):
     venv = make_venv(distribution)
     venv.install(distribution)

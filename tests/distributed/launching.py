@@ -1,4 +1,4 @@
-"""Starts the example as its README says: one torchrun a machine, each with its own group, here all on this machine."""
+"""Starts ranks of one job on this machine: by one torchrun a machine, as a README says, or forked, as torchrun would."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from forked import run_forked
 from processes import Ended, free_port, run_together
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,7 +36,21 @@ def run_machines(
     return run_together(commands, own, cwd=EXAMPLES, timeout_s=TIMEOUT_S)
 
 
-def train(plans: Sequence[Path | None], *arguments: str, groups: Sequence[str] = ("train", "infer")) -> list[Ended]:
+def run_ranks(scripts: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> list[Ended]:
+    """:func:`run_machines` with the variables that torchrun sets and without torchrun."""
+    job = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    inherited = {name: value for name, value in os.environ.items() if name != "QSYNC_GROUP"}
+    own = [
+        inherited | job | {"RANK": str(rank), "GROUP_RANK": str(rank)} | variables for rank, variables in enumerate(environments)
+    ]
+    return run_forked(scripts, own, cwd=EXAMPLES, timeout_s=TIMEOUT_S)
+
+
+def train(
+    plans: Sequence[Path | None], *arguments: str, groups: Sequence[str] = ("train", "infer"), torchrun: bool = False
+) -> list[Ended]:
     """Run ``train_ddp.py`` with one plan file per rank; an empty group name leaves ``QSYNC_GROUP`` out."""
     scripts = [["train_ddp.py", *(["--plan", str(plan)] if plan else []), *arguments] for plan in plans]
-    return run_machines(scripts, [{"QSYNC_GROUP": group} if group else {} for group in groups])
+    start = run_machines if torchrun else run_ranks
+    return start(scripts, [{"QSYNC_GROUP": group} if group else {} for group in groups])

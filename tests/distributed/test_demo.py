@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from nightly import nightly
 from qsync_core.artifacts.files import load
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.timeline import Timeline
@@ -15,7 +16,9 @@ from qsync_core.ir.timeline import Timeline
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("model", "arguments"), [("resnet", {"predict_check": True}), ("bert", {"memory_budget": "auto"})])
+@pytest.mark.parametrize(
+    ("model", "arguments"), [("resnet", {"predict_check": True}), *nightly(("bert", {"memory_budget": "auto"}))]
+)
 def test_demo_from_end_to_end(model, arguments, tmp_path):
     from qsync_torch.demo.flow import Options, run_demo
     from qsync_torch.demo.report import write_report

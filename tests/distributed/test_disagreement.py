@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import EXAMPLES, run_machines, train
+from launching import EXAMPLES, run_ranks, train
 
 from processes import Ended
 from qsync_core.ir.precision import Precision
@@ -31,7 +31,7 @@ def test_different_plans(make_plan):
 
 def test_different_versions(make_plan):
     script = [str(OTHER_VERSION), str(EXAMPLES / "train_ddp.py"), "--plan", str(make_plan())]
-    ended = run_machines([script, script], [{"QSYNC_GROUP": "train"}, {"QSYNC_GROUP": "infer"}])
+    ended = run_ranks([script, script], [{"QSYNC_GROUP": "train"}, {"QSYNC_GROUP": "infer"}])
     check_refused(ended, "the ranks of this job run different versions of QSync")
 
 

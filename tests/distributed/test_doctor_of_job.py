@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from launching import run_machines
 
+from forked import Forked
 from processes import Ended, free_port
 
 pytestmark = pytest.mark.distributed
@@ -36,8 +37,7 @@ def run_ranks(
         place = {"RANK": str(own), "LOCAL_RANK": str(own), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         environment = os.environ | place | {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | variables
         if own != absent:
-            command = [sys.executable, FAULTY, fault, str(rank), *arguments]
-            processes[own] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            processes[own] = Forked([FAULTY, fault, str(rank), *arguments], env=environment, stderr=subprocess.STDOUT)
     try:
         outputs = {own: process.communicate(timeout=TIMEOUT_S)[0] for own, process in processes.items() if own not in leave}
     finally:
@@ -86,16 +86,19 @@ def test_a_rank_that_stops_in_an_all_reduce_is_named():
     )
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_frozen_before_it_has_said_what_it_has_is_named():
     ended = run_ranks("stops whole", 1, QSYNC_RANK_TIMEOUT_S="8", leave=(1,))
     check_blamed(ended, "saying what it has", "failed because of rank 1", "has ended or is stopped, and gives no sign of life")
 
 
+@pytest.mark.nightly
 def test_an_all_reduce_that_hangs_between_ranks_that_live():
     ended = run_ranks("hangs", 1, "--timeout", "4")
     check_blamed(ended, "an all-reduce of 1 MiB over gloo did not end within 4 s on any rank; all began it and live")
 
 
+@pytest.mark.nightly
 def test_a_probe_that_dies_is_named_with_its_signal():
     ended = run_ranks("dies", 1)
     check_blamed(ended, "failed because of rank 1: on ", "its probe was ended by SIGKILL")
@@ -111,6 +114,7 @@ def test_other_versions_of_qsync_end_it_before_anything_else():
     check_blamed(ended, "qsync-core 0.1.0, qsync-torch 9.9.9 on rank 1", "install the same versions everywhere")
 
 
+@pytest.mark.nightly
 def test_under_torchrun_a_rank_that_is_killed_whole_is_named_before_all_end():
     (ended,) = run_machines([[FAULTY, "ends whole", "1", "--timeout", "20"]], [{}], per_machine=2)
     assert ended.status != 0

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import run_machines
+from launching import run_machines, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +30,7 @@ def job():
 
 
 def test_unequal_batches_train_with_the_whole_batch_s_gradient():
-    ended = run_machines([[SCRIPT, TINY, "--batches", "7,3", *SHORT]] * 2, [{}, {}])
+    ended = run_ranks([[SCRIPT, TINY, "--batches", "7,3", *SHORT]] * 2, [{}, {}])
     assert [e.status for e in ended] == [0, 0], ended
     printed = json.loads(next(line for line in ended[0].output.splitlines() if line.startswith("{")))
     assert printed["batches"] == [7, 3]
@@ -42,13 +42,14 @@ def test_unequal_batches_train_with_the_whole_batch_s_gradient():
 
 def test_a_loss_that_is_no_mean_is_refused_on_every_rank(tmp_path):
     (tmp_path / "summed.py").write_text(SUMMED)
-    ended = run_machines([[SCRIPT, f"{tmp_path / 'summed.py'}:job", "--batches", "7,3", *SHORT]] * 2, [{}, {}])
+    ended = run_ranks([[SCRIPT, f"{tmp_path / 'summed.py'}:job", "--batches", "7,3", *SHORT]] * 2, [{}, {}])
     for rank, end in enumerate(ended):
         assert end.status == 1
         assert f"rank {rank}: the weighted gradient of " in end.output
         assert "away from that of the whole batch, more than 1e-09; is its loss a mean over samples?" in end.output
 
 
+@pytest.mark.nightly
 def test_batches_must_be_one_for_each_rank():
     for end in run_machines([[SCRIPT, TINY, "--batches", "7,3,2"]] * 2, [{}, {}]):
         assert end.status == 1  # torchrun's own; the script's is 2

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import attrs
 import pytest
 
+from forked import Forked
 from processes import free_port
 from qsync_core.artifacts.files import load
 from qsync_core.ir.communication import CollectiveCosts
@@ -49,17 +48,17 @@ class Ended:
 @contextmanager
 def started(
     folders: Sequence[Path], environments: Sequence[Mapping[str, str]] = (), port: int = 0, roles: bool = True
-) -> Iterator[list[subprocess.Popen]]:
+) -> Iterator[list[Forked]]:
     """A rank for each folder, as torchrun starts it; those that are left are killed."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": str(len(folders))}
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "QSYNC_RANK_TIMEOUT_S": "20"}
     processes = []
     for rank, folder in enumerate(folders):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": GROUPS[min(rank, 1)]}
-        command = [sys.executable, "-m", "qsync", "prepare", JOB, "-o", str(folder), "--device", "cpu", "--json"]
+        command = ["-m", "qsync", "prepare", JOB, "-o", str(folder), "--device", "cpu", "--json"]
         command += ["--group", "strong=role:train"] if roles else []
         environment = {**os.environ, **shared, **own, **(environments[rank] if environments else {})}
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(Forked(command, env=environment))
     try:
         yield processes
     finally:

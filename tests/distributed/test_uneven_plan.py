@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 import uneven_script
-from launching import run_machines
+from launching import run_ranks
 from torch.utils.data import DataLoader
 
 from qsync_core.artifacts.files import digest, from_bytes, to_bytes
@@ -93,7 +93,7 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
     assert slow < uneven_script.BATCH < fast
 
     scripts = [[uneven_script.__file__, str(folder.run.path), str(tmp_path / "saved")]] * 2
-    ended = run_machines(scripts, [{"QSYNC_GROUP": "slow"}, {"QSYNC_GROUP": "fast"}])
+    ended = run_ranks(scripts, [{"QSYNC_GROUP": "slow"}, {"QSYNC_GROUP": "fast"}])
     assert [one.status for one in ended] == [0, 0], ended
     saved = {group: torch.load(tmp_path / f"saved.{group}") for group in ("fast", "slow")}
 

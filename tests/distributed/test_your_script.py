@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from launching import EXAMPLES
 
+from forked import run_forked
 from qsync_torch.capturing.script import job_of_script
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
@@ -22,6 +24,13 @@ from journey.scripts import ALL, IMPORT
 pytestmark = pytest.mark.distributed
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 STRANGERS = {script.name: script for script in ALL}
+
+
+def python(folder: Path, *arguments: str) -> str:
+    """What one process prints that runs a script or a module; it must end well."""
+    (ended,) = run_forked([arguments], [os.environ], cwd=folder, timeout_s=300)
+    assert ended.status == 0, ended.output
+    return ended.output
 
 
 def run(folder: Path, *command: str) -> str:
@@ -78,10 +87,10 @@ def test_the_example_is_prepared_and_trained_on_one_machine(tmp_path):
     checkpoint = tmp_path / "checkpoint.pt"
     for name in ("hybrid_digits.py", "digits_net.py", "evaluate.py"):
         (tmp_path / name).write_text((EXAMPLES / name).read_text())
-    said = run(tmp_path, sys.executable, "-m", "qsync", "prepare", "hybrid_digits.py", "--", "--batch-size", "16")
+    said = python(tmp_path, "-m", "qsync", "prepare", "hybrid_digits.py", "--", "--batch-size", "16")
     assert "held-out accuracy" not in said
-    said = run(tmp_path, sys.executable, "hybrid_digits.py", "--batch-size", "16", "--checkpoint", str(checkpoint))
+    said = python(tmp_path, "hybrid_digits.py", "--batch-size", "16", "--checkpoint", str(checkpoint))
     accuracies = re.findall(r"epoch \d: loss [\d.]+, held-out accuracy ([\d.]+)%", said)
     assert len(accuracies) == 3
     assert float(accuracies[-1]) > 90
-    assert run(tmp_path, sys.executable, "evaluate.py", str(checkpoint)).strip() == f"held-out accuracy {accuracies[-1]}%"
+    assert python(tmp_path, "evaluate.py", str(checkpoint)).strip() == f"held-out accuracy {accuracies[-1]}%"

@@ -13,6 +13,7 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
+from nightly import nightly_but
 from qsync_core.cli.root import cli
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +124,7 @@ def planner_executable(tmp_path_factory) -> tuple[str, ...]:
     return (str(folder / "bin" / "qsync"),)
 
 
-@pytest.fixture(scope="session", params=JOBS)
+@pytest.fixture(scope="session", params=nightly_but({"resnet50", "bert-base"}, JOBS))
 def flow(request, tmp_path_factory, planner_executable) -> Flow:
     """One model, traced, profiled, observed, indicated and planned."""
     folder = tmp_path_factory.mktemp(request.param)

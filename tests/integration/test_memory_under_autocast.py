@@ -8,11 +8,12 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.cluster.random_amp_jobs import BASE, LADDER, ONCE, kept_by_autograd, memory_of
+from hypothesis_profiles import tries
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
@@ -30,7 +31,7 @@ from qsync_torch.tracing.trace import trace
     reason="without oneDNN's bfloat16, PyTorch's own products keep copies on this CPU that no GPU keeps, and no model says",
 )
 @given(st.integers(0, 10_000))
-@settings(max_examples=6, deadline=None)
+@tries(6)
 def test_random_jobs_keep_what_is_predicted(seed: int) -> None:
     for kept in memory_of(seed):
         # An activation's 8-bit copies for several readers have one scale, which counts with each.

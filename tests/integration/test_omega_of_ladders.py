@@ -8,10 +8,11 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
+from hypothesis_profiles import tries
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
@@ -74,7 +75,7 @@ EIGHT_BIT_GRADIENT = attrs.evolve(LADDER[0], grad_input=INT8)
 WIDE_WEIGHT = attrs.evolve(LADDER[0], grad_weight=FP32)
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(VARIANTS, VARIANTS)
 @example(*LADDER)
 @example(LADDER[0], Variant.of(FP16))

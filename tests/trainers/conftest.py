@@ -18,8 +18,11 @@ from launching import HERE, run_ranks
 from plain_ddp import JOBS, Module, bert
 from plans import plan_of
 
+import forked
 from qsync_core.artifacts.files import save
 from qsync_core.ir.precision import Precision
+
+forked.preload("accelerate", "lightning.pytorch", "transformers.trainer")
 
 INT8, BFLOAT16 = Precision.INT8, Precision.BFLOAT16
 

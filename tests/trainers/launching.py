@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from processes import free_port, run_together
+from forked import run_forked
+from processes import free_port
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PAGE = ROOT / "docs" / "trainers.md"
 GROUPS = ("train", "infer")
 TIMEOUT_S = 240
-_ABORTED_AT_ITS_END = "terminate called without an active exception\n"
-"""Said by a rank that is done, rarely: Gloo's thread frees the last collective after Python has begun to end, and with it the
-context that PyTorch 2.13 keeps of a backward pass, for which it wants the interpreter.  Nothing of QSync is on its stack; what the
-rank was to write is there."""
 
 
 def scripts_of_the_page() -> dict[str, str]:
@@ -44,7 +39,7 @@ def run_ranks(script: Path | str, folder: Path, arguments: Sequence[str] = (), g
 def end_ranks(
     script: Path | str, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS
 ) -> list[tuple[int, str]]:
-    """:func:`run_ranks`, with the status of each rank; 0 where only the end of its threads failed."""
+    """:func:`run_ranks`, with the status of each rank."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("QSYNC_", "ACCELERATE_"))}
     job = {
         "WORLD_SIZE": "2",
@@ -63,9 +58,7 @@ def end_ranks(
         "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": group} for rank, group in enumerate(groups)]
-    command = [sys.executable, str(script), *arguments]
-    ended = run_together([command] * len(own), [inherited | job | rank for rank in own], cwd=folder, timeout_s=TIMEOUT_S)
-    return [
-        (0 if rank.status == -signal.SIGABRT and rank.output.endswith(_ABORTED_AT_ITS_END) else rank.status, rank.output)
-        for rank in ended
-    ]
+    ended = run_forked(
+        [[str(script), *arguments]] * len(own), [inherited | job | rank for rank in own], cwd=folder, timeout_s=TIMEOUT_S
+    )
+    return [(rank.status, rank.output) for rank in ended]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from plain_ddp import bert
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
+from forked import Forked
 from qsync_core.errors import JobError
 from qsync_torch.capturing import script as capturing
 from qsync_torch.integrations.torchtitan import HybridConverter
@@ -35,10 +34,7 @@ def captured(tmp_path_factory):
     for name, text in scripts_of_the_page().items():
         text = text.replace("Accelerator()", "Accelerator(gradient_accumulation_steps=3)")
         (folder / name).write_text(text.replace("max_epochs=2", "max_epochs=2, accumulate_grad_batches=4"))
-        command = [sys.executable, str(HERE / "captured_job.py"), name]
-        running[name] = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        running[name] = Forked([str(HERE / "captured_job.py"), name], cwd=folder, env=environment)
     found = {}
     for name, process in running.items():
         out, error = process.communicate(timeout=240)

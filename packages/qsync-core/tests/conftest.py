@@ -1,11 +1,8 @@
-"""Makes the modules beside the tests (strategies, examples, mutations) importable, and pins hypothesis to what CI runs."""
+"""Makes the modules beside the tests (strategies, examples, mutations) importable, and loads hypothesis's profile."""
 
 import sys
 from pathlib import Path
 
-from hypothesis import settings
+import hypothesis_profiles  # noqa: F401 - loads the profile
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-settings.register_profile("qsync-core", deadline=None, derandomize=True)
-settings.load_profile("qsync-core")

@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+
+import hypothesis_profiles  # noqa: F401 - loads the profile
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-settings.register_profile("qsync-kernels-cutlass", deadline=None, derandomize=True)
-settings.load_profile("qsync-kernels-cutlass")
 
 
 @pytest.fixture

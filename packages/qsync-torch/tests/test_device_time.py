@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.profiling.whole_step import _measure_cuda, fill_period
@@ -141,7 +142,7 @@ def test_a_phase_that_the_device_limits_takes_the_same():
     assert device_ns(watch(device), launches(device, 3000, 50_000, 8_000)) == 3000 * 50_000
 
 
-@settings(deadline=None, max_examples=15)
+@tries(15)
 @given(
     st.lists(
         st.tuples(st.integers(1, 40), st.integers(0, 60_000), st.integers(1_000, 60_000)),

@@ -53,6 +53,7 @@ def test_batches() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_is_kendalls_tau_of_the_kept_measurements(tmp_path) -> None:
     kept = Kept(tmp_path, Effort(warmup=2, steps=2, truth_steps=2, draws=2))
     task = Task("gelu-cnn", 0)

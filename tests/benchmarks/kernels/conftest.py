@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
@@ -127,8 +127,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     default = shapes.CUDA_SETS if found.device.type == "cuda" else ("smoke",)
     names = chosen.split(",") if chosen else default
     wanted = set(filter(None, config.getoption("--contender").split(",")))
+    compiled = set()
+
+    def marks(problem: Problem, contender: str) -> Iterable[pytest.MarkDecorator]:
+        """Every operator's first problem is compiled in CI; the compiler takes seconds for each."""
+        if not contender.startswith("torch.compile"):
+            return ()
+        known = (problem.op, contender) in compiled
+        compiled.add((problem.op, contender))
+        return (pytest.mark.nightly,) if known else ()
+
     cases = [
-        pytest.param(problem, contender, id=f"{name}-{problem.label}-{contender}")
+        pytest.param(problem, contender, id=f"{name}-{problem.label}-{contender}", marks=marks(problem, contender))
         for name in names
         for problem in problems(shapes.shape_set(name))
         if config.getoption("--op") in problem.op

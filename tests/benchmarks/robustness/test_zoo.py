@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nightly import nightly_but
 from qsync_core.errors import TraceError
 from qsync_torch.tracing.trace import trace
 from robustness import zoo_runs
@@ -20,10 +21,16 @@ NAMES = [
     name for name in ZOO if name in FAMILIES or not name.endswith(("LM", "Classification", "Segmentation", "Generation", "Model"))
 ]
 
+IN_CI = {
+    "GPT2LMHeadModel", "Lstm", "Branching", "auxiliary_head_unused", "DataclassOutput", "summed_loss", "OwnCheckpoint",
+    "OwnFunction", "GradientHook", "weight_norm", "Functional", "Einsum",
+}  # fmt: skip
+"""Some of every kind; the others are for the nightly environment."""
+
 JOBS = ("Encoder", "Repeated", "Tied", "weight_norm", "checkpointed", "checkpointed_closure_reentrant", "convolutions", "hooked")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", nightly_but(IN_CI, NAMES))
 def test_a_job_is_traced_or_refused(name: str) -> None:
     job = ZOO[name]()
     if name in REFUSED:
@@ -36,7 +43,7 @@ def test_a_job_is_traced_or_refused(name: str) -> None:
     assert all(operator.flops > 0 for operator in dag.operators if operator.kind != "input" and operator.output_numel)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", nightly_but({"Encoder", "checkpointed", "Tied"}, JOBS))
 def test_a_job_runs_right_under_plans(name: str) -> None:
     outcome = zoo_runs.run(name, swaps=1)
     assert outcome.status == "right", outcome.detail

@@ -136,6 +136,7 @@ def test_a_row_without_an_8_bit_contender_names_those_that_ran(opened):
         list(rows_time.step_rows(Bench(CPU, quick=True), "L2", tuned=False, words="int4"))
 
 
+@pytest.mark.nightly
 def test_a_contender_that_cannot_run_does_not_keep_others_from_being_prepared(opened, monkeypatch, capsys):
     def open_(self, contender, **options):
         opened.append(contender.setting.name)

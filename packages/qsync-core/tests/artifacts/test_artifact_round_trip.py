@@ -13,9 +13,10 @@ import msgpack
 import pytest
 from artifact_examples import examples
 from artifact_strategies import ARTIFACTS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts import files as artifact
 from qsync_core.artifacts import schema
 from qsync_core.errors import ArtifactError
@@ -37,7 +38,7 @@ def test_every_kind_has_a_strategy_and_an_example() -> None:
 
 @pytest.mark.parametrize("kind", ARTIFACTS, ids=lambda kind: kind.__name__)
 def test_round_trip(kind: type) -> None:
-    @settings(max_examples=60)
+    @tries(60)
     @given(ARTIFACTS[kind])
     def check(value: Any) -> None:
         data = artifact.to_bytes(value)

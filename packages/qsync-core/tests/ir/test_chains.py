@@ -10,9 +10,10 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import load
 from qsync_core.ir.chain import Activation, Chain, Producer, chains_of
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
@@ -278,7 +279,7 @@ def graphs(draw: st.DrawFn) -> PrecisionDag:
     return g.dag()
 
 
-@settings(max_examples=150, deadline=None)
+@tries(150)
 @given(graphs())
 def test_chains_of_random_graphs(dag: PrecisionDag) -> None:
     chains = chains_of(dag)

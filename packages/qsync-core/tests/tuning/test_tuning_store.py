@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 import pytest
 from backend_doubles import LINEAR_INT8, FakeBackend
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_core.errors import ArtifactError
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
@@ -272,7 +273,7 @@ def test_a_file_that_is_no_store_is_refused_and_left_alone(path: Path) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200)
+@tries(200)
 def test_any_bytes_after_the_header_give_one_warning(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("store") / "tuning.jsonl"
     path.write_bytes(HEADER.encode() + data)
@@ -319,7 +320,7 @@ def write(path: Path, content: list[Any]) -> Path:
 
 
 @given(st.lists(entries, max_size=5), st.lists(entries, max_size=5), st.lists(entries, max_size=5))
-@settings(max_examples=40, deadline=None)
+@tries(40)
 def test_joining_does_not_depend_on_order_or_repetition(
     tmp_path_factory: pytest.TempPathFactory, a: list[Any], b: list[Any], c: list[Any]
 ) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import pytest
 from kernel_requests import INT8_THROUGHOUT, conv2d, every_producer, linear
 
+from nightly import nightly_but
 from qsync_core.errors import BackendError
 from qsync_core.ir.chain import Activation
 from qsync_core.kernels.backend import Op
@@ -42,7 +43,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=CHIPS, ids=lambda chip: chip.name)
+@pytest.fixture(scope="module", params=nightly_but({SM_75, SM_90A}, CHIPS), ids=lambda chip: chip.name)
 def libraries(request):
     """A chip, requests by name, and by the same names the libraries of their best-ranked configurations."""
     chip = request.param

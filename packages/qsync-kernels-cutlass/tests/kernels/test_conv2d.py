@@ -5,8 +5,10 @@ from __future__ import annotations
 import attrs
 import kernel_requests
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from hypothesis_profiles import tries
 
 torch = pytest.importorskip("torch")
 
@@ -87,7 +89,7 @@ def check_output(x, w, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1,
     channels_last=st.booleans(),
     with_bias=st.booleans(),
 )
-@settings(max_examples=60)
+@tries(60)
 def test_any_geometry(images, channels, filters, size, taps, stride, padding, dilation, per_channel, channels_last, with_bias):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x = integers(images, channels, *size).contiguous(memory_format=layout)
@@ -201,7 +203,7 @@ def test_one_kernel_takes_batches_of_any_size():
     share=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     groups=st.sampled_from([1, 2]),
 )
-@settings(max_examples=40)
+@tries(40)
 def test_the_gradient_of_the_input_is_autograds(channels, taps, dilation, share, groups):
     in_c, out_c = channels
     if groups == 2:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from hypothesis_profiles import tries
 
 torch = pytest.importorskip("torch")
 
@@ -89,7 +91,7 @@ def integers(generator, *shape):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(sizes, sizes, sizes, layouts, layouts, layouts, seeds, st.booleans(), st.booleans(), st.booleans())
 def test_output(path, m, k, n, x_layout, w_layout, out_layout, seed, per_row, per_channel, biased):
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +108,7 @@ def test_output(path, m, k, n, x_layout, w_layout, out_layout, seed, per_row, pe
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=30, deadline=None)
+@tries(30)
 @given(sizes, sizes, sizes, layouts, layouts, seeds)
 def test_int8_gradients(path, m, k, n, grad_layout, other_layout, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +123,7 @@ def test_int8_gradients(path, m, k, n, grad_layout, other_layout, seed):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=30, deadline=None)
+@tries(30)
 @given(sizes, sizes, sizes, layouts, layouts, seeds, st.booleans())
 def test_16_bit_gradients(path, m, k, n, grad_layout, other_layout, seed, many_scales):
     generator = torch.Generator().manual_seed(seed)

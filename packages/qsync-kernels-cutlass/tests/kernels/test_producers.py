@@ -17,6 +17,7 @@ import torch
 from emulated_producers import COMPILER, FOLDER, EmulatedBackend
 from kernel_requests import every_producer
 
+from nightly import each_once, in_pairs
 from qsync_core.errors import BackendError
 from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
@@ -71,9 +72,7 @@ def test_they_pass_the_conformance_suite(tmp_path):
     assert int(done.stdout.split(" passed")[0].split()[-1]) > 400
 
 
-@pytest.mark.parametrize("granularity", [TENSOR, ROW])
-@pytest.mark.parametrize("columns", [1032, 4100, 9003])
-@pytest.mark.parametrize("form", ["add+layer_norm", "gelu"])
+@in_pairs({"form": ["add+layer_norm", "gelu"], "columns": [1032, 4100, 9003], "granularity": [TENSOR, ROW]})
 def test_rows_of_several_warps_and_rows_that_no_block_holds(outputs, form, columns, granularity):
     for saved in (Precision.INT8, Precision.FLOAT16):
         variant = variant_of(saved=saved, output=Precision.FLOAT16, granularity=granularity)
@@ -83,8 +82,7 @@ def test_rows_of_several_warps_and_rows_that_no_block_holds(outputs, form, colum
         check_gradients(subject(), outputs, problem, gradient(problem))
 
 
-@pytest.mark.parametrize("rounding", [Rounding.NEAREST, Rounding.STOCHASTIC])
-@pytest.mark.parametrize("form", FORMS)
+@each_once({"form": FORMS, "rounding": [Rounding.STOCHASTIC, Rounding.NEAREST]})
 def test_copies_are_those_of_the_reference(outputs, form, rounding):
     """The same random numbers: but for values that float32's rounding moves across a threshold, bit for bit."""
     granularity = ROW if form in BY_ROW else TENSOR

@@ -13,9 +13,11 @@ pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from hypothesis_profiles import tries  # noqa: E402
+from nightly import each_once  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Rounding  # noqa: E402
@@ -267,8 +269,7 @@ def test_gradients_from_x_and_from_its_8_bit_copy(outputs, shape, activation, re
     check_gradients(case, grad, found, case.x_q.double() * vector(case.x_scale.double()), is_open)
 
 
-@pytest.mark.parametrize(("activation", "residual"), CHAINS)
-@pytest.mark.parametrize("shape", [(2, 20, 5, 3), (3, 64, 4, 5)])
+@each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)]})
 def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
     """The other gradients to the bit; the copy rounds ∂x times the multiplier, with a scale that nothing exceeds."""
     case = Case(shape, activation, residual, mean=0.5).run(outputs)
@@ -295,9 +296,7 @@ def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
             checking.assert_is_rounded(q, q_scale, gradient, SEED, OFFSET)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("activation", "residual"), CHAINS)
-@pytest.mark.parametrize("shape", [(2, 20, 5, 3), (3, 64, 4, 5)])
+@each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)], "dtype": [torch.float32, torch.float16]})
 def test_a_gradient_in_two_parts_gives_the_bits_of_their_sum(outputs, shape, activation, residual, dtype):
     """From x and from its copy, with a copy of the gradient and without; also where no gradient of the residual is wanted.
 
@@ -383,7 +382,7 @@ def test_single_gradients_are_what_they_are_beside_the_others(outputs):
     assert not torch.cat(together[2:]).any()
 
 
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(
     batch=st.integers(1, 2), channels=st.integers(1, 45), height=st.integers(1, 6), width=st.integers(1, 6),
     chain=st.sampled_from(CHAINS), block=st.sampled_from([256, 2048]), strip=st.sampled_from([8, 32, 256]),

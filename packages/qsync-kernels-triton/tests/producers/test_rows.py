@@ -13,10 +13,12 @@ pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from hypothesis_profiles import tries  # noqa: E402
+from nightly import each_once, in_pairs  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
@@ -120,9 +122,7 @@ class Norm:
 SHAPES = [(5, 37), (3, 136), (1, 8)]
 
 
-@pytest.mark.parametrize("granularity", [ROW, TENSOR])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@in_pairs({"shape": SHAPES, "residual": [False, True], "granularity": [ROW, TENSOR]})
 def test_everything_a_layer_norm_writes(outputs, way, shape, residual, granularity):
     Norm(shape, residual, mean=0.5, deviation=2.0).run(outputs, granularity).check(granularity)
 
@@ -231,8 +231,7 @@ class Act:
         assert_close(found, slope * grad.double(), 8 * grad.double().abs() * (1 + x.detach().abs()), "gradient")
 
 
-@pytest.mark.parametrize("granularity", [ROW, TENSOR])
-@pytest.mark.parametrize("activation", list(FUNCTIONS))
+@each_once({"activation": list(FUNCTIONS), "granularity": [ROW, TENSOR]})
 def test_everything_an_activation_writes_and_its_gradient(outputs, way, activation, granularity):
     for shape in ((5, 37), (2, 136)):
         case = Act(shape, activation).run(outputs, granularity)
@@ -245,9 +244,7 @@ SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]
 """Shapes whose rows are held in several tiles, and in how many; of odd lengths too, whose random numbers are drawn one by one."""
 
 
-@pytest.mark.parametrize("granularity", [ROW, TENSOR])
-@pytest.mark.parametrize("config", [SMALL, ProducerConfig()], ids=["a row a program", "several"])
-@pytest.mark.parametrize(("shape", "held"), SEVERAL)
+@each_once({"shape, held": SEVERAL, "config": [SMALL, ProducerConfig()], "granularity": [ROW, TENSOR]})
 def test_rows_held_in_several_tiles(outputs, shape, held, config, granularity):
     assert cut_by_rows(*shape, row_plans.ONE_READ, config).held == held
     grad = random(*shape, seed=9)
@@ -264,8 +261,7 @@ def test_rows_held_in_several_tiles(outputs, shape, held, config, granularity):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("column", [0, 200, 300])
+@each_once({"column": [0, 200, 300], "bad": [float("nan"), float("inf")]})
 def test_each_tile_of_a_row_says_what_is_not_finite(outputs, column, bad):
     norm, act = Norm((3, 301)), Act((3, 301), Activation.GELU)
     for case in (norm, act):
@@ -316,7 +312,7 @@ def test_gradients_are_about_as_exact_as_pytorchs(outputs, activation):
     assert (found - exact).norm() <= 1.5 * (plain - exact).norm() + 1e-8 * exact.norm()
 
 
-@settings(max_examples=10, deadline=None)
+@tries(6)
 @given(
     rows=st.integers(1, 9), columns=st.integers(1, 150) | st.sampled_from([301, 640]),
     granularity=st.sampled_from([ROW, TENSOR]), residual=st.booleans(),

@@ -10,9 +10,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from hypothesis_profiles import tries  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_kernels_triton.config import ProductConfig  # noqa: E402
 from qsync_kernels_triton.products.linear import build_linear_grad_input, build_linear_grad_weight, build_linear_output  # noqa: E402
@@ -151,7 +152,7 @@ def test_descriptors_give_the_same_result_and_are_used_where_the_layout_allows_i
         assert torch.equal(out, expected)
 
 
-@settings(max_examples=25, deadline=None)
+@tries(25)
 @given(
     m=st.integers(0, 70),
     n=st.integers(0, 70),

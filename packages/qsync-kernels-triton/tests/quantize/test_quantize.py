@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 import importlib.util  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from hypothesis_profiles import tries  # noqa: E402
+from nightly import each_once  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
@@ -106,7 +108,7 @@ def test_float8_rounded_to_nearest_is_the_cast_of_torch(form):
     assert torch.equal(q.float(), (x / scale).to(FORMATS[form]).float())
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(
     rows=st.integers(1, 6),
     length=st.integers(1, 150),
@@ -265,8 +267,7 @@ def test_an_offset_that_kernels_cannot_read_is_refused(offset):
         run(tensor(3, 5), Granularity.PER_TENSOR, Rounding.STOCHASTIC, offset=offset)
 
 
-@pytest.mark.parametrize("channels", [3, 8, 40])
-@pytest.mark.parametrize("granularity", list(Granularity))
+@each_once({"granularity": list(Granularity), "channels": [3, 8, 40]})
 def test_a_multiplier_is_applied_first_in_float32(channels, granularity, way):
     multiplier = torch.rand(channels, generator=torch.Generator().manual_seed(1)) + 0.5
     matrix = tensor(30, channels, dtype=torch.bfloat16)
@@ -297,7 +298,7 @@ def test_the_transposed_result_is_the_transpose_of_the_same_integers(shape, gran
     assert torch.equal(transposed, q.t())
 
 
-@settings(max_examples=25, deadline=None)
+@tries(25)
 @given(
     values=st.lists(st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32), min_size=1, max_size=150),
     rounding=st.sampled_from(list(Rounding)),

@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, leanest, random_case
 from synthetic import BFLOAT16, FLOAT16, FLOAT32
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError
 from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT
@@ -47,7 +48,7 @@ def objective(case: Case, plan: PrecisionPlan) -> float:
     )
 
 
-@settings(max_examples=25)
+@tries(25)
 @given(case=CASES, solver=st.sampled_from(SOLVERS), tolerance=st.sampled_from([0.0, 0.1, 1.0]))
 def test_what_a_plan_says_of_itself_is_what_replaying_it_gives(case: Case, solver: str, tolerance: float) -> None:
     plan = allocate(*case.arguments, solver=solver, tolerance=tolerance)
@@ -62,7 +63,7 @@ def test_what_a_plan_says_of_itself_is_what_replaying_it_gives(case: Case, solve
         assert group.predicted_busy_ns == replayed.groups[group.group].busy_ns
 
 
-@settings(max_examples=25)
+@tries(25)
 @given(case=CASES, share=st.floats(0.0, 1.0), tolerance=st.sampled_from([0.0, 0.05, 0.5]))
 def test_greedy_always_keeps_time_and_memory(case: Case, share: float, tolerance: float) -> None:
     smallest = leanest(case)
@@ -78,7 +79,7 @@ def test_greedy_always_keeps_time_and_memory(case: Case, share: float, tolerance
         assert all(assignment.variant in ladder for assignment in group.assignments.values())
 
 
-@settings(max_examples=15)
+@tries(15)
 @given(case=CASES, more=st.integers(0, 10_000))
 def test_a_feasible_problem_stays_feasible_with_more_memory_or_time(case: Case, more: int) -> None:
     smallest = leanest(case)
@@ -87,7 +88,7 @@ def test_a_feasible_problem_stays_feasible_with_more_memory_or_time(case: Case, 
         assert plan.group("infer0").predicted_peak_bytes <= smallest + more
 
 
-@settings(max_examples=15)
+@tries(15)
 @given(case=CASES)
 def test_never_more_sensitive_than_uniform(case: Case) -> None:
     greedy = allocate(*case.arguments, solver="greedy")
@@ -95,7 +96,7 @@ def test_never_more_sensitive_than_uniform(case: Case) -> None:
     assert greedy.objective <= uniform.objective * (1 + 1e-12)
 
 
-@settings(max_examples=15)
+@tries(15)
 @given(case=CASES)
 def test_nothing_that_would_still_fit_is_left_lowered(case: Case) -> None:
     """A sweep that changes nothing means that no single step up from the final plan keeps the limits."""
@@ -117,7 +118,7 @@ def test_nothing_that_would_still_fit_is_left_lowered(case: Case) -> None:
                 assert case.replay(other).iteration_ns > plan.time_limit_ns
 
 
-@settings(max_examples=10)
+@tries(10)
 @given(seed=st.integers(0, 10_000), solver=st.sampled_from(SOLVERS))
 def test_same_inputs_give_the_same_bytes(seed: int, solver: str) -> None:
     first = allocate(*random_case(seed, infer_groups=2).arguments, solver=solver)

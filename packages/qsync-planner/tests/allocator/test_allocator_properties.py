@@ -16,10 +16,12 @@ from pathlib import Path
 import attrs
 import pytest
 import random_models
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_cases import LADDERS, Case, random_case
 
+from hypothesis_profiles import tries
+from nightly import nightly
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import Bucket, Operator, Parameter, PrecisionDag
@@ -144,7 +146,7 @@ def assert_names_do_not_matter(case: Case, names: Mapping[str, str], solver: str
 
 
 @pytest.mark.parametrize("solver", ["greedy", FROM_THE_PAPER, EXACT])
-@settings(max_examples=12)
+@tries(12)
 @given(
     seed=st.integers(0, 10_000),
     ladder=st.sampled_from(LADDERS[:2]),
@@ -161,7 +163,7 @@ def test_any_names_give_the_same_plan_where_the_model_is_one_block(
 
 
 @pytest.mark.parametrize("solver", ["greedy", FROM_THE_PAPER, EXACT])
-@settings(max_examples=8)
+@tries(8)
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.3, 1.0]), tolerance=st.sampled_from([0.1, 0.3]))
 def test_any_names_in_the_same_tree_of_modules_give_the_same_plan(solver: str, seed: int, share: float, tolerance: float) -> None:
     """Blocks are subtrees of the module tree, which is what names may tell a solver."""
@@ -170,7 +172,7 @@ def test_any_names_in_the_same_tree_of_modules_give_the_same_plan(solver: str, s
 
 
 @exact_only
-@settings(max_examples=8)
+@tries(8)
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.3, 1.0]))
 def test_the_exact_solver_knows_nothing_of_the_tree_either(seed: int, share: float) -> None:
     case = with_tight_memory(random_case(seed, blocks=4, ladder=LADDERS[seed % 3]), share)
@@ -195,23 +197,24 @@ def fingerprints() -> dict[str, str]:
     return found
 
 
-def test_the_same_input_gives_the_same_bytes_again_and_in_processes_that_hash_otherwise() -> None:
+@pytest.mark.parametrize("hash_seed", ["1", *nightly("2")])
+def test_the_same_input_gives_the_same_bytes_again_and_in_processes_that_hash_otherwise(hash_seed: str) -> None:
     first = fingerprints()
     assert fingerprints() == first
     script = (
         "import json, sys; sys.path[:0] = sys.argv[1:]; "
         "from test_allocator_properties import fingerprints; print(json.dumps(fingerprints()))"
     )
-    for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(str, Path(__file__).parents[:2])],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == first
+    tests, _, _, root = Path(__file__).parents[1:5]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tests / "allocator"), str(tests), str(root / "tests")],
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == first
 
 
 # The deadline form
@@ -269,7 +272,7 @@ def clocks(draw: st.DrawFn, buckets: int) -> Clock:
     return Clock(compute, tuple(ready), draw(st.integers(0, 12)), draw(st.sampled_from([0, 0, 25, 60])))
 
 
-@settings(max_examples=300)
+@tries(300)
 @given(data=st.data(), buckets=st.integers(0, 4), count=st.integers(1, 4), off=st.integers(-3, 3))
 def test_the_period_is_at_most_t_exactly_where_every_group_keeps_its_deadlines(
     data: st.DataObject, buckets: int, count: int, off: int
@@ -281,7 +284,7 @@ def test_the_period_is_at_most_t_exactly_where_every_group_keeps_its_deadlines(
     assert keeps_deadlines(groups, durations, limit) == (period <= limit)
 
 
-@settings(max_examples=60)
+@tries(60)
 @given(case=random_models.cases(most_operators=6))
 def test_the_replayer_gives_the_period_of_the_recurrence_and_exactly_that_keeps_the_deadlines(case: random_models.Case) -> None:
     groups = tuple(attrs.evolve(group, sync_per_step=False) for group in case.cluster.groups)
@@ -319,7 +322,7 @@ CASES = st.builds(
 
 
 @exact_only
-@settings(max_examples=20)
+@tries(20)
 @given(case=CASES, share=st.floats(0.0, 1.0), tolerances=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)))
 def test_more_time_never_gives_a_worse_optimum(case: Case, share: float, tolerances: tuple[float, float]) -> None:
     case = with_tight_memory(case, share)
@@ -330,7 +333,7 @@ def test_more_time_never_gives_a_worse_optimum(case: Case, share: float, toleran
 
 
 @exact_only
-@settings(max_examples=20)
+@tries(20)
 @given(case=CASES, shares=st.tuples(st.floats(0.0, 1.2), st.floats(0.0, 1.2)), tolerance=st.sampled_from([0.0, 0.1, 0.5]))
 def test_more_memory_never_gives_a_worse_optimum(case: Case, shares: tuple[float, float], tolerance: float) -> None:
     """T is the time of uniform precision, which more memory may make shorter; the law is that of one T."""
@@ -344,7 +347,7 @@ def test_more_memory_never_gives_a_worse_optimum(case: Case, shares: tuple[float
 
 
 @exact_only
-@settings(max_examples=20)
+@tries(20)
 @given(case=CASES, share=st.floats(0.0, 1.2), tolerance=st.sampled_from([0.0, 0.1, 0.5]), solver=st.sampled_from(SOLVERS))
 def test_no_solver_beats_a_proven_optimum(case: Case, share: float, tolerance: float, solver: str) -> None:
     assume(solver not in ("full", "dynamic-batch"))

@@ -35,13 +35,16 @@ from brute_force import (
 from brute_force_clocks import Program, fastest_pace, keeps_pace
 from brute_force_instances import handing_on, random_instance
 
+from nightly import nightly
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_planner.allocator import SOLVERS, allocate
 from qsync_planner.replayer.replay import Replayer
 
-SEED, COUNT = 4, 40
+SEED = 4
 """The series that the benchmark takes 500 of."""
+NUMBERS = [range(16), *nightly(range(16, 40))]
+"""Of the instances that solvers are put to."""
 
 
 def available(solver: str) -> object:
@@ -197,17 +200,19 @@ def drawn(number: int) -> Job:
 
 
 @pytest.mark.slow
-def test_greedy_never_beats_the_optimum_and_says_what_is_true() -> None:
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_greedy_never_beats_the_optimum_and_says_what_is_true(numbers: range) -> None:
     """Greedy may miss the least Σ Ω, and a plan where memory is very tight; what it returns must be what it says."""
-    for number in range(COUNT):
+    for number in numbers:
         wrong = [sentence for sentence in disagreements(drawn(number), "greedy") if not sentence.startswith(MISSED)]
         assert wrong == [], drawn(number).instance.name
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("solver", [available(solver) for solver in PROVEN])
-def test_proven_plans_are_optimal(solver: str) -> None:
-    for number in range(COUNT):
+def test_proven_plans_are_optimal(solver: str, numbers: range) -> None:
+    for number in numbers:
         assert disagreements(drawn(number), solver) == [], drawn(number).instance.name
 
 

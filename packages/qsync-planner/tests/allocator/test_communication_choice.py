@@ -9,6 +9,7 @@ import attrs
 import pytest
 from planning_cases import Case, random_case, random_costs
 
+from nightly import each_once
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError, QSyncError
 from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, CommunicationSettings, MeasuredCollectives, buckets_under
@@ -151,8 +152,7 @@ def test_settings_without_costs_are_refused() -> None:
         allocate(*case.arguments, settings={"max_ctas": 2})
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("solver", ["auto", "greedy", "uniform", "full", "dynamic-batch"])
+@each_once({"solver": ["auto", "greedy", "uniform", "full", "dynamic-batch"], "seed": range(6)})
 def test_plan_limit_and_baselines_are_each_under_their_best_way(solver: str, seed: int) -> None:
     case, costs = job(seed)
     ways = ways_to_communicate(case.dag, costs, {})

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import attrs
 import pytest
 from chained_models import IMAGE, ChainBuilder, block, chained_dags, chained_profiles
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from random_models import RUNGS
 from synthetic import FLOAT32, INT8
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import InfeasibleError
 from qsync_core.ir.chain import ChainVariant, chains_of
@@ -82,7 +83,7 @@ def branching() -> PrecisionDag:
     return g.build(first_bucket=20, bucket=20)
 
 
-@settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate))
+@tries(4, phases=(Phase.explicit, Phase.generate))
 @given(jobs(branching()), st.data())
 def test_a_plan_in_the_program_takes_what_it_takes_when_replayed(job: Job, data: st.DataObject) -> None:
     """Its period, and its memory at every single moment."""
@@ -120,7 +121,7 @@ def every_plan(job: Job) -> list[tuple[float, int, int]]:
     return found
 
 
-@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
+@tries(12, phases=(Phase.explicit, Phase.generate))
 @given(jobs(), st.sampled_from([0.0, 0.05, 0.3]), st.floats(0, 1))
 def test_the_best_of_all_plans(job: Job, tolerance: float, share: float) -> None:
     group = job.group()
@@ -142,7 +143,7 @@ def test_the_best_of_all_plans(job: Job, tolerance: float, share: float) -> None
     assert fastest.predicted_iteration_ns == min(period for _, period, peak in plans if peak <= budget)
 
 
-@settings(max_examples=6, deadline=None, phases=(Phase.explicit, Phase.generate))
+@tries(6, phases=(Phase.explicit, Phase.generate))
 @given(jobs(image=(64, 3, 64, 64)))
 def test_the_least_memory_of_all_plans(job: Job) -> None:
     if math.prod(len(unit.rungs) for unit in job.group().units) > _MOST:

@@ -7,10 +7,11 @@ import random
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import FULL, Case, random_case, random_costs
 
+from hypothesis_profiles import tries
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -52,7 +53,7 @@ def best_by_enumeration(case: Case, limit_ns: int) -> float:
     return best
 
 
-@settings(deadline=None, max_examples=25)
+@tries(25)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from([*DeviceKind, None]), train=st.integers(1, 2))
 def test_finds_what_enumeration_of_splits_and_assignments_finds(seed: int, kind: DeviceKind | None, train: int) -> None:
     case = random_case(seed, blocks=1, kind=kind, train=train)
@@ -63,7 +64,7 @@ def test_finds_what_enumeration_of_splits_and_assignments_finds(seed: int, kind:
     assert gained or not_worth_it
 
 
-@settings(deadline=None, max_examples=25)
+@tries(25)
 @given(
     seed=st.integers(0, 10_000),
     infer_groups=st.integers(1, 3),
@@ -115,7 +116,7 @@ def test_batches_with_which_nothing_need_be_lowered_are_preferred_to_any_other()
     assert any(note.startswith("local batches differ: nothing is lowered, and a step takes ") for note in plan.notes)
 
 
-@settings(deadline=None, max_examples=10)
+@tries(10)
 @given(seed=st.integers(0, 10_000), infer_groups=st.integers(1, 2), share=st.sampled_from([None, 0.0, 0.3]), memory=st.booleans())
 def test_the_shortest_time_with_free_batches_keeps_its_limits(
     seed: int, infer_groups: int, share: float | None, memory: bool

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 import attrs
 import pytest
 from hand_models import BF16, FP32, I8, I8_BF16, profile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, random_case
 from synthetic import FLOAT32, GraphBuilder, resnet, transformer
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
@@ -296,7 +297,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=30)
+@tries(30)
 @given(case=CASES, share=st.floats(0.0, 1.0), tolerance=st.sampled_from([0.0, 0.1, 0.6]), start=st.sampled_from(STARTS))
 def test_recovers_as_written_and_keeps_time_and_memory(case: Case, share: float, tolerance: float, start: str) -> None:
     each = peaks(case)

@@ -6,11 +6,13 @@ import random
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import LADDERS, Case, random_case, random_costs
 from synthetic import BFLOAT16, INT8, GraphBuilder
 
+from hypothesis_profiles import tries
+from nightly import each_once
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import AlternatingDispatch, DeviceKind, StepMeasurement
@@ -92,8 +94,7 @@ def slow_int8(seed: int) -> Case:
     return attrs.evolve(case, profiles=profiles)
 
 
-@pytest.mark.parametrize("solver", ["auto", "exact", "greedy", "greedy-paper"])
-@pytest.mark.parametrize("measured", [False, True])
+@each_once({"solver": ["auto", "exact", "greedy", "greedy-paper"], "measured": [False, True]})
 def test_where_nothing_pays_all_run_at_the_base(solver: str, measured: bool) -> None:
     """The time limit is that of a step without a plan, which the plan then is; with every way to communicate, and with one."""
     for seed in range(4):
@@ -108,7 +109,7 @@ def test_where_nothing_pays_all_run_at_the_base(solver: str, measured: bool) -> 
 
 
 @given(st.integers(0, 10_000), st.integers(0, 2_000_000), st.booleans())
-@settings(max_examples=25, deadline=None)
+@tries(25)
 def test_there_is_always_a_plan_and_trials_know_a_step_without_one(seed: int, longer_ns: int, measured: bool) -> None:
     """Whatever the CPU takes beside lowered operators: the plan of the least Σ Ω of all that keep the limit when replayed."""
     case = amp_case(seed)

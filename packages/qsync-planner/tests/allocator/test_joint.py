@@ -8,10 +8,11 @@ from itertools import accumulate
 
 import attrs
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planning_cases import Case, random_case, random_costs
 
+from hypothesis_profiles import tries
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator.baselines import move_to_uniform
@@ -213,7 +214,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int]]:
 
 
 @given(steps(), st.integers(0, PARTS - 1), st.integers(0, PARTS - 1), st.integers(0, 100), st.integers(0, 300), st.integers(0, 300))
-@settings(max_examples=300, deadline=None)
+@tries(300)
 def test_deadlines_of_a_group_alone_are_never_later_than_the_jobs_period(
     drawn: tuple[list[int], list[int], list[int], list[int]], mine: int, other: int, delay: int, first_ns: int, second_ns: int
 ) -> None:
@@ -241,7 +242,7 @@ def test_deadlines_of_a_group_alone_are_never_later_than_the_jobs_period(
 # A rank that is early, then waits at a collective for longer than its next segment takes, and is the last in the end.
 @example(([10, 10], [0, 100, 2000], [1900, 10, 10], []), PARTS // 2, 0, 0, 0, 0)
 @given(steps(), st.integers(0, PARTS - 1), st.integers(0, PARTS - 1), st.integers(0, 100), st.integers(0, 300), st.integers(0, 900))
-@settings(max_examples=200, deadline=None)
+@tries(200)
 def test_rows_of_any_ranks_allow_their_period_and_nothing_shorter(
     drawn: tuple[list[int], list[int], list[int], list[int]], mine: int, other: int, delay: int, optimizer_ns: int, spare_ns: int
 ) -> None:

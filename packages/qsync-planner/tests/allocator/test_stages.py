@@ -11,12 +11,13 @@ import attrs
 import pytest
 from brute_force_instances import accumulating, handing_on, random_instance
 from chained_models import chained_dags, chained_profiles
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from planning_cases import LADDERS, Case, random_case, random_costs
 from random_models import RUNGS
 from synthetic import BFLOAT16, FLOAT32, INT8
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.chain import ChainVariant, chains_of
 from qsync_core.ir.cluster import Cluster, DeviceGroup
@@ -116,14 +117,14 @@ def test_plans_are_the_best_of_all_and_bounds_are_met(change: object) -> None:
             return
 
 
-@settings(max_examples=12)
+@tries(12)
 @given(seed=st.integers(0, 10**6), ladder=st.sampled_from(LADDERS[:3]), shared=st.booleans())
 def test_any_small_model_is_planned_as_by_enumeration(seed: int, ladder: tuple[Variant, ...], shared: bool) -> None:
     for drawn in groups_of(random_case(seed, blocks=1 if shared else 2, ladder=ladder, shared=shared)):
         assert_best(drawn, random.Random(seed))
 
 
-@settings(max_examples=6, deadline=None, phases=(Phase.explicit, Phase.generate))
+@tries(6, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_chains_are_fused_as_by_enumeration(data: st.DataObject) -> None:
     dag = data.draw(chained_dags(4))

@@ -7,10 +7,11 @@ import random
 
 import attrs
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planning_cases import FULL, Case, leanest, random_case, random_costs
 
+from hypothesis_profiles import tries
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.plan import Role, Verdict
 from qsync_core.ir.precision import Precision
@@ -76,7 +77,7 @@ def brute_force_best(case: Case) -> float:
     return best
 
 
-@settings(deadline=None, max_examples=8)
+@tries(8)
 @example(seed=45, kind=DeviceKind.CPU, train=1)  # missed where the ends of a pace are not known
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from([*DeviceKind, None]), train=st.integers(1, 2))
 def test_no_way_is_better_than_the_recommended_one_by_a_percent(seed: int, kind: DeviceKind | None, train: int) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import attrs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_models import RUNGS, Case, assignments, cases
 from synthetic import BFLOAT16, FLOAT32
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.communication import CollectiveCosts, MeasuredCollectives
 from qsync_core.ir.dag import OpClass
@@ -53,7 +54,7 @@ def measured_jobs(draw: st.DrawFn) -> tuple[Case, CollectiveCosts | None]:
     return case, costs
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(measured_jobs(), st.data())
 def test_less_to_do_never_takes_longer(job: tuple[Case, CollectiveCosts | None], data: st.DataObject) -> None:
     case, costs = job
@@ -75,7 +76,7 @@ def test_less_to_do_never_takes_longer(job: tuple[Case, CollectiveCosts | None],
     assert replayer(set()).replay(variants) == whole.replay(variants)
 
 
-@settings(max_examples=20, deadline=None)
+@tries(20)
 @given(measured_jobs(), st.data())
 def test_what_is_left_out_is_gone(job: tuple[Case, CollectiveCosts | None], data: st.DataObject) -> None:
     case, costs = job
@@ -96,7 +97,7 @@ def test_what_is_left_out_is_gone(job: tuple[Case, CollectiveCosts | None], data
                 assert mapper.states[position].evaluation.run == base.states[position].evaluation.run
 
 
-@settings(max_examples=20, deadline=None)
+@tries(20)
 @given(cases(most_operators=6, most_groups=2), st.sampled_from(RUNGS), st.sampled_from(Ablation))
 def test_trials_equal_a_replay_from_scratch(case: Case, rung: Variant, without: Ablation) -> None:
     replayer = Replayer(case.dag, case.cluster, case.profiles, without=without)

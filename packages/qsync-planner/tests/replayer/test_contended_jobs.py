@@ -7,11 +7,12 @@ import pytest
 from brute_force_clocks import bucket_places
 from fluid_reference import FluidProgram, fluid_period
 from hand_models import LADDER, profile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_models import TIME, Case, assignments, cases, changes
 from synthetic import FLOAT32, GraphBuilder
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import ClusterError, PlanError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
@@ -84,7 +85,7 @@ def running_free(case: Case) -> Case:
     return Case(case.dag, attrs.evolve(case.cluster, groups=groups), measured)
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(cases(), ways(), st.data())
 def test_trials_equal_replays_from_scratch_in_every_number(case: Case, way: CommunicationSettings, data: st.DataObject) -> None:
     measured = known_to_communicate(case, data.draw(costs(case)))
@@ -107,7 +108,7 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, way: Comm
         assert replayer.current() == replayer.replay(now)
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(cases(), ways(), st.data())
 def test_the_graph_of_stretched_nodes_has_the_predicted_period(case: Case, way: CommunicationSettings, data: st.DataObject) -> None:
     measured = known_to_communicate(case, data.draw(costs(case)))
@@ -119,7 +120,7 @@ def test_the_graph_of_stretched_nodes_has_the_predicted_period(case: Case, way: 
         assert period == predicted
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(cases(most_operators=6).map(running_free), st.data())
 def test_free_running_jobs_agree_with_a_fluid_simulation(case: Case, data: st.DataObject) -> None:
     measured = known_to_communicate(case, data.draw(costs(case)))
@@ -157,7 +158,7 @@ def test_free_running_jobs_agree_with_a_fluid_simulation(case: Case, data: st.Da
         assert prediction.iteration_ns == pytest.approx(max(fluid, dispatch), abs=slack)
 
 
-@settings(max_examples=30, deadline=None)
+@tries(30)
 @given(cases(), st.integers(0, 30), st.data())
 def test_costs_without_contention_change_no_number(case: Case, alpha: int, data: st.DataObject) -> None:
     share = data.draw(st.sampled_from([0.0, 0.5]))

@@ -6,9 +6,10 @@ from itertools import accumulate
 
 import pytest
 from fluid_reference import FluidProgram, fluid_period
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_planner.replayer.contention import PARTS, RankStep, joint_step, slowdown_parts
 
 TIME = st.integers(0, 1000)
@@ -40,7 +41,7 @@ def fluids_of(segments: list[list[int]], optimizers: list[int], shares: list[flo
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@tries(150)
 @given(jobs(), st.sampled_from([0, 0, 37]))
 def test_the_period_is_that_of_a_fluid_simulation(
     job: tuple[list[list[int]], list[int], list[int], list[float]], delay: int
@@ -53,7 +54,7 @@ def test_the_period_is_that_of_a_fluid_simulation(
         )
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(jobs(tails=True))
 def test_backward_passes_beyond_the_last_collective_are_bounded_from_above(
     job: tuple[list[list[int]], list[int], list[int], list[float]],
@@ -70,7 +71,7 @@ def test_backward_passes_beyond_the_last_collective_are_bounded_from_above(
         assert period == pytest.approx(fluid, abs=len(collectives) + 1)
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(jobs(tails=True), st.sampled_from([0, 37]), st.data())
 def test_nothing_that_grows_shortens_the_period(
     job: tuple[list[list[int]], list[int], list[int], list[float]], delay: int, data: st.DataObject
@@ -91,7 +92,7 @@ def test_nothing_that_grows_shortens_the_period(
     assert joint_step(steps_of(segments, optimizers, shares), collectives, delay).period_ns >= before.period_ns
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(jobs(tails=True), st.integers(0, 10**6))
 def test_a_rank_more_or_a_slower_start_never_shortens_the_period(
     job: tuple[list[list[int]], list[int], list[int], list[float]], delay: int
@@ -103,7 +104,7 @@ def test_a_rank_more_or_a_slower_start_never_shortens_the_period(
     assert joint_step(ranks, collectives, delay + 2).period_ns == joint_step(ranks, collectives, delay + 1).period_ns + 1
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(jobs(tails=True))
 def test_without_a_slowdown_the_period_has_a_closed_form(job: tuple[list[list[int]], list[int], list[int], list[float]]) -> None:
     segments, collectives, optimizers, _ = job

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import attrs
 import pytest
 from hand_models import BF16, FP16, FP32, I8, I8_BF16, cast_ns, op, profile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_models import assignments, changes, dags, profiles
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
+from hypothesis_profiles import tries
 from qsync_core.errors import PlanError
 from qsync_core.ir import semantics
 from qsync_core.ir.dag import PrecisionDag
@@ -217,7 +218,7 @@ def state(built: CostMapper) -> tuple[object, ...]:
     return [state.evaluation for state in built.states], built.charged, built.forward, built.backward
 
 
-@settings(max_examples=150, deadline=None)
+@tries(150)
 @given(st.data())
 def test_incremental_updates_equal_a_rebuild_bit_for_bit(data: st.DataObject) -> None:
     dag = data.draw(dags())

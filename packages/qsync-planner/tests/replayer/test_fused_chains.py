@@ -12,11 +12,12 @@ from brute_force_memory import levels_bytes
 from brute_force_walk import Walker
 from chained_models import CHOSEN, IMAGE, ChainBuilder, block, chained_dags, chained_profiles, chosen, way, with_chains
 from hand_models import BF16, FP32, I8, I8_BF16, cast_ns, op, profile, single_group
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_models import assignments, changes
 from synthetic import BFLOAT16, FLOAT32, INT8, GraphBuilder
 
+from hypothesis_profiles import tries
 from qsync_core.errors import PlanError
 from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant, chains_of
 from qsync_core.ir.dag import PrecisionDag
@@ -167,7 +168,7 @@ def plans(draw: st.DrawFn) -> tuple[PrecisionDag, Profile, dict[OpId, Chosen]]:
     return dag, made, {**draw(assignments(dag)), **said}
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(plans())
 def test_time_and_memory_equal_those_of_a_second_implementation(plan: tuple[PrecisionDag, Profile, dict[OpId, Chosen]]) -> None:
     dag, made, variants = plan
@@ -183,7 +184,7 @@ def test_time_and_memory_equal_those_of_a_second_implementation(plan: tuple[Prec
     assert replayer.replay({"g": variants}).iteration_ns == fastest_pace([program], [0] * len(dag.buckets))
 
 
-@settings(max_examples=50, deadline=None)
+@tries(50)
 @given(plans(), st.data())
 def test_updates_equal_a_model_made_anew(plan: tuple[PrecisionDag, Profile, dict[OpId, Chosen]], data: st.DataObject) -> None:
     dag, made, variants = plan

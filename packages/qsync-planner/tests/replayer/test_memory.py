@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import attrs
 from hand_models import BF16, FP32, I8, LADDER, op, profile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_models import assignments, changes, dags, profiles
 from synthetic import GraphBuilder
 
+from hypothesis_profiles import tries
 from qsync_core.ir.dag import Bucket, OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -281,7 +282,7 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
     return weights + measured.optimizer_state_bytes + measured.input_bytes + buckets + peak
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(st.data())
 def test_the_peak_equals_a_naive_walk_through_the_step(data: st.DataObject) -> None:
     dag = data.draw(dags())
@@ -294,7 +295,7 @@ def test_the_peak_equals_a_naive_walk_through_the_step(data: st.DataObject) -> N
     assert estimate.transient_bytes >= 0
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @given(st.data())
 def test_a_ledger_kept_up_to_date_equals_one_made_anew_at_every_moment(data: st.DataObject) -> None:
     dag = data.draw(dags(most=24))
@@ -321,7 +322,7 @@ def state(ledger: MemoryLedger) -> tuple[list[int], MemoryEstimate]:
     return moments, ledger.estimate()
 
 
-@settings(max_examples=40, deadline=None)
+@tries(40)
 @given(st.data())
 def test_keeping_more_never_lowers_the_peak(data: st.DataObject) -> None:
     dag = data.draw(dags())

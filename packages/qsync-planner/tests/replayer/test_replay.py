@@ -5,13 +5,14 @@ from __future__ import annotations
 import attrs
 import pytest
 from hand_models import BF16, LADDER, op, profile, single_group
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_models import Case, assignments, cases, changes
 from reference_simulator import reference_period
 from synthetic import FLOAT32, INT8_TO_FLOAT16_RUNG, GraphBuilder, hybrid_cluster, hybrid_profiles, resnet, transformer
 from synthetic import LADDER as CHIP_LADDER
 
+from hypothesis_profiles import tries
 from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import Bucket, PrecisionDag
@@ -22,7 +23,7 @@ from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import simulate
 
 
-@settings(max_examples=45, deadline=None)
+@tries(45)
 @given(cases(), st.data())
 def test_the_closed_form_equals_the_simulator_on_the_graph_of_nodes(case: Case, data: st.DataObject) -> None:
     replayer = Replayer(case.dag, case.cluster, case.profiles)
@@ -30,7 +31,7 @@ def test_the_closed_form_equals_the_simulator_on_the_graph_of_nodes(case: Case, 
     assert replayer.replay(variants).iteration_ns == simulate(replayer.global_dfg(variants))
 
 
-@settings(max_examples=25, deadline=None)
+@tries(25)
 @given(cases(most_operators=4, most_groups=4), st.data())
 def test_the_closed_form_equals_the_event_driven_reference(case: Case, data: st.DataObject) -> None:
     replayer = Replayer(case.dag, case.cluster, case.profiles)
@@ -38,7 +39,7 @@ def test_the_closed_form_equals_the_event_driven_reference(case: Case, data: st.
     assert replayer.replay(variants).iteration_ns == reference_period(replayer.global_dfg(variants))
 
 
-@settings(max_examples=45, deadline=None)
+@tries(45)
 @given(cases(), st.data())
 def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.DataObject) -> None:
     replayer = Replayer(case.dag, case.cluster, case.profiles)
@@ -57,7 +58,7 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.
         assert replayer.current() == replayer.replay(now)
 
 
-@settings(max_examples=20, deadline=None)
+@tries(20)
 @given(cases(), st.data())
 def test_groups_that_were_measured_to_synchronise_are_taken_as_such(case: Case, data: st.DataObject) -> None:
     measured = {name: attrs.evolve(profile, synchronises=data.draw(st.booleans())) for name, profile in case.profiles.items()}
@@ -78,7 +79,7 @@ LONG_LADDER = (*CHIP_LADDER[:1], INT8_TO_FLOAT16_RUNG, *CHIP_LADDER[1:])
 
 @pytest.mark.parametrize("model", LONG_MODELS)
 @pytest.mark.parametrize("sync_per_step", [False, True])
-@settings(max_examples=12, deadline=None)
+@tries(12)
 @given(st.data())
 def test_trials_of_long_models_equal_replays_and_old_predictions_stay(model: str, sync_per_step: bool, data: st.DataObject) -> None:
     dag = attrs.evolve(LONG_MODELS[model], buckets=_many_buckets(LONG_MODELS[model]))
@@ -107,7 +108,7 @@ def _many_buckets(dag: PrecisionDag) -> tuple[Bucket, ...]:
     return tuple(Bucket(part, sum(size[name] for name in part)) for part in parts)
 
 
-@settings(max_examples=45, deadline=None)
+@tries(45)
 @given(cases(), st.data())
 def test_a_slower_operator_never_shortens_the_iteration(case: Case, data: st.DataObject) -> None:
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
@@ -121,7 +122,7 @@ def test_a_slower_operator_never_shortens_the_iteration(case: Case, data: st.Dat
     assert Replayer(case.dag, case.cluster, slower).replay(variants).iteration_ns >= before.iteration_ns
 
 
-@settings(max_examples=20, deadline=None)
+@tries(20)
 @given(cases(), st.data())
 def test_more_ranks_of_a_group_change_nothing_but_communication(case: Case, data: st.DataObject) -> None:
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}

@@ -7,10 +7,11 @@ from fractions import Fraction
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_simulator import reference_period
 
+from hypothesis_profiles import tries
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_planner.replayer.max_plus import NEVER
 from qsync_planner.replayer.simulator import max_cycle_mean, simulate
@@ -44,13 +45,13 @@ def global_dfgs(draw: st.DrawFn) -> GlobalDfg:
     return GlobalDfg(tuple(groups), (1,) * len(groups))
 
 
-@settings(max_examples=150, deadline=None)
+@tries(150)
 @given(global_dfgs())
 def test_agrees_with_the_event_driven_reference(dfg: GlobalDfg) -> None:
     assert simulate(dfg) == reference_period(dfg)
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(global_dfgs(), st.data())
 def test_a_longer_node_never_shortens_the_period(dfg: GlobalDfg, data: st.DataObject) -> None:
     g = data.draw(st.sampled_from([i for i, group in enumerate(dfg.groups) if group.nodes] or [0]))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import attrs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_models import Case, assignments, cases
 from synthetic import hybrid_cluster, hybrid_profiles, transformer
@@ -14,6 +14,7 @@ from test_ablation import measured_jobs
 from test_replay import hand_job
 from test_simulator import local
 
+from hypothesis_profiles import tries
 from qsync_core.artifacts.files import from_bytes, to_bytes
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg, Phase, Resource
@@ -76,7 +77,7 @@ def check_serial(timeline: Timeline, groups: tuple[LocalDfg, ...]) -> None:
                 assert start >= end
 
 
-@settings(max_examples=50, deadline=None)
+@tries(50)
 @given(cases(), st.data())
 def test_nothing_is_lost_nothing_overlaps_and_the_file_reads_back(case: Case, data: st.DataObject) -> None:
     replayer = Replayer(case.dag, case.cluster, case.profiles)
@@ -99,7 +100,7 @@ def test_a_real_model_settles_into_its_period() -> None:
     assert max(i.end_ns for i in device) - min(i.start_ns for i in device) >= timeline.iteration_ns
 
 
-@settings(max_examples=50, deadline=None)
+@tries(50)
 @given(measured_jobs(), st.data())
 def test_every_step_is_all_there_and_who_comes_last_does_not_wait(
     job: tuple[Case, CollectiveCosts | None], data: st.DataObject

@@ -24,7 +24,7 @@ from qsync_planner.reporting.ways_to_run import predicted_timeline
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium on this machine")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(PROGRAM is None, reason="there is no chromium on this machine")]
 
 CONTRAST = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);

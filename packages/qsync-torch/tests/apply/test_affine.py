@@ -4,9 +4,10 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
@@ -42,7 +43,7 @@ def copied(x, granularity=TENSOR, rounding=Rounding.STOCHASTIC, seed=0):
     return q.double(), s, z, dequantize(q, scale, granularity, torch.float32, symmetric=False).double()
 
 
-@settings(max_examples=300, deadline=None)
+@tries(300)
 @given(vectors, st.sampled_from(Rounding), st.integers(0, 1 << 40))
 @example([-3.4e38, 0.0, 3.4e38], Rounding.STOCHASTIC, 1)
 @example([-1e-45], Rounding.FLOOR, 1)
@@ -60,7 +61,7 @@ def test_no_value_moves_by_a_step_and_zero_is_exact(values, rounding, seed):
     assert float(s) == pytest.approx(max((high - low) / (255 if low == 0 or high == 0 else 254), 2.0**-126) if high > low else 1.0)
 
 
-@settings(max_examples=25, deadline=None)
+@tries(25)
 @given(st.lists(st.floats(-4, 9, width=32), min_size=1, max_size=8), st.integers(0, 1 << 40))
 @example([-1.0, 2.0], 3)
 @example([-0.001, 6.0], 3)
@@ -73,7 +74,7 @@ def test_stochastic_rounding_is_unbiased_at_every_value(values, seed):
     assert (error <= 5 * (residual[:, 0] * (1 - residual[:, 0]) / 4000).sqrt() + 3 / 4000).all()
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=20), st.sampled_from(Rounding), st.booleans())
 def test_what_the_format_holds_comes_back(integers, rounding, negative):
     """255 steps of one sign, whatever the rounding: float32 and 16-bit activations of a ReLU among them."""

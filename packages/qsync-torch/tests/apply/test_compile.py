@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nightly import each_once, nightly
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
@@ -89,7 +90,7 @@ class CalledTwice(torch.nn.Module):
         return torch.nn.functional.linear(torch.relu(torch.nn.functional.linear(x, self.weight)), self.weight)
 
 
-@pytest.mark.parametrize("variant", [INT8, INT8_GRADIENTS])
+@pytest.mark.parametrize("variant", [INT8_GRADIENTS, *nightly(INT8)])
 def test_a_graph_break_does_not_compile_at_every_step(variant):
     model, x = Broken(), torch.randn(4, 16)
     applied = apply_(model, named(a=variant, b=variant))
@@ -133,8 +134,9 @@ class Checkpointing(torch.nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.use_reentrant).float().sin()
 
 
-@pytest.mark.parametrize("breaks, use_reentrant", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("variant", [BFLOAT16, Variant.of(Precision.INT8)])
+@each_once(
+    {"breaks, use_reentrant": [(False, False), (True, False), (True, True)], "variant": [Variant.of(Precision.INT8), BFLOAT16]}
+)
 def test_checkpoints_are_as_in_eager_mode_also_around_what_the_compiler_cannot_read(variant, breaks, use_reentrant):
     model, x = Checkpointing(breaks, use_reentrant), torch.randn(4, 16, requires_grad=True)
     applied = apply_(model, named(a=variant, b=variant))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nightly import each_once
 from qsync_torch import apply_, compile
 
 from .small_models import INT8, named
@@ -92,9 +93,9 @@ def gradients(way, breaks, order):
     return found
 
 
-@pytest.mark.parametrize("breaks, order", [(False, (0, 1, 2)), (False, (2, 0, 1)), (True, (2, 0, 1))])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_compiled_forwards_run_again_as_they_did(way, breaks, order):
+@each_once({"name": WAYS, "breaks, order": [(False, (0, 1, 2)), (False, (2, 0, 1)), (True, (2, 0, 1))]})
+def test_compiled_forwards_run_again_as_they_did(name, breaks, order):
+    way = WAYS[name]
     torch._dynamo.reset()
     once = (lambda model: between_eager(model, model)) if way is WAYS["eager too"] else lambda model: model
     found, expected = gradients(way, breaks, order), gradients(once, breaks, order)

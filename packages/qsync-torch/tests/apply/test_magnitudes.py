@@ -8,9 +8,10 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_core.errors import NumericsError
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
@@ -43,7 +44,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return (sizes * (2 * torch.rand(rows, columns, generator=generator, dtype=torch.float64) - 1)).to(dtype)
 
 
-@settings(max_examples=300, deadline=None)
+@tries(300)
 @given(tensors(), st.sampled_from([INT8, FLOAT8]), st.sampled_from(Granularity), st.sampled_from(Rounding))
 @example(torch.tensor([[1.4e36, -3.4e38, 1.0]]), INT8, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
 @example(torch.tensor([[9e-35, -5e-35]]), INT8, Granularity.PER_TENSOR, Rounding.STOCHASTIC)
@@ -67,7 +68,7 @@ def test_no_value_moves_by_more_than_a_step(x, precision, granularity, rounding)
     assert torch.isfinite(dequantize(q, scale, granularity, torch.float32)[x.float().abs() < 3.4e38]).all()
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(tensors(), st.sampled_from([INT8, FLOAT8]), st.sampled_from(Granularity), st.sampled_from(Rounding))
 @example(torch.tensor([[1e-45, 0.0]]), INT8, Granularity.PER_TENSOR, Rounding.NEAREST)
 def test_noise_of_every_magnitude_is_a_number(x, precision, granularity, rounding):
@@ -101,7 +102,7 @@ VARIANT = Variant.of(INT8, output=Precision.FLOAT32)
 GRADIENTS = {"bfloat16": VARIANT, "int8": attrs.evolve(VARIANT, grad_input=INT8)}
 
 
-@settings(max_examples=400, deadline=None)
+@tries(400)
 @given(
     x=st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 4, 6]), st.integers(1, 5), st.integers(1, 5)),
     w=st.tuples(st.sampled_from([1, 2, 4, 6]), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 4)),
@@ -148,7 +149,7 @@ def test_gradients_of_no_convolution_are_refused(groups, variant):
             run()
 
 
-@settings(max_examples=100, deadline=None)
+@tries(100)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
 def test_products_of_operands_that_do_not_fit_are_refused(m, k, other, n):
     a, b = torch.ones(m, k, dtype=torch.int8), torch.ones(n, other, dtype=torch.int8)

@@ -1,10 +1,10 @@
 """What ranks must agree on, in two processes over gloo."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import Forked
 
 pytestmark = pytest.mark.distributed
 
@@ -30,11 +30,7 @@ def run_ranks(tmp_path: Path, body: str) -> list[str]:
     """Standard output of two processes; an error in either fails the test with its text."""
     script = tmp_path / "rank.py"
     script.write_text(PREAMBLE + body + ENDING)
-    command = [sys.executable, str(script)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    processes = [Forked([str(script), str(rank), str(tmp_path / "store")]) for rank in range(2)]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert all(process.returncode == 0 for process in processes), outputs
     return [out for out, _ in outputs]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nightly import each_once
 from qsync_core.ir.op_id import OpId
 from qsync_torch import apply_
 
@@ -81,8 +82,9 @@ class Projection(nn.Module):
         return F.linear(x, self.weight)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("order", [("own", "computed", "task"), ("computed", "task", "own"), ("task", "own", "computed")])
+@each_once(
+    {"order": [("own", "computed", "task"), ("computed", "task", "own"), ("task", "own", "computed")], "compiled": [False, True]}
+)
 def test_what_a_forward_puts_into_a_weights_place_runs_as_the_trace_names_it(x, order, compiled):
     """A weight that is computed is no parameter, and no operator of a plan; another parameter is an operator of its own."""
 

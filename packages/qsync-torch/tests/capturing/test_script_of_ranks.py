@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import Forked
 from processes import free_port
 from qsync_core.errors import JobError
 from qsync_torch.capturing.script import job_of_script
@@ -38,22 +39,18 @@ def script(folder: Path, *, destroys: bool) -> Path:
     ("torchrun", "destroys"), [(True, True), (False, False)], ids=["torchrun, destroyed", "environment alone, left"]
 )
 def test_another_process_group_is_made_in_place_of_the_scripts(tmp_path, torchrun, destroys):
-    command = [sys.executable, str(DRIVER), str(script(tmp_path, destroys=destroys))]
+    command = [str(DRIVER), str(script(tmp_path, destroys=destroys))]
     if torchrun:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *command[1:]]
-        started = [start(launch, tmp_path)]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *command]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started = [subprocess.Popen(launch, cwd=tmp_path, **pipes)]
     else:
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        started = [start(command, tmp_path, RANK=str(rank), **place) for rank in range(2)]
+        started = [Forked(command, cwd=tmp_path, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(2)]
     ended = [process.communicate(timeout=100) for process in started]
     assert [process.returncode for process in started] == [0] * len(started), ended
     said = re.findall(r"rank (\d): (\w+) (\w+) \[([\d., ]+)\]", "".join(out for out, _ in ended))
     assert sorted(said) == [(str(rank), "Net", "False", "3.0, 3.0") for rank in range(2)]
-
-
-def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=folder, env={**os.environ, **environment}, **pipes)
 
 
 def test_a_script_cannot_make_its_process_group_where_there_is_one(tmp_path):

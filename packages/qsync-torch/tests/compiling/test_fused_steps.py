@@ -316,6 +316,7 @@ def test_a_chain_that_no_named_backend_runs_stays_as_it_is(fused, monkeypatch):
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
+@pytest.mark.nightly
 def test_inductor(fused):
     """The rest is inductor's; one of the chains is behind a residual, with bits for its ReLU."""
     model, x = nn.Sequential(*(block for block in ResNet().blocks[1:])), images(channels=16)

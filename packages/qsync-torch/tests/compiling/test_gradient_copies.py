@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import qsync_torch as qsync
+from nightly import nightly
 from qsync_core.ir.chain import Producer
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
@@ -40,11 +41,8 @@ def distances(found, expected):
     return [((a - b).norm() / (b.norm() + nothing)).item() for a, b in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("saved", [None, "int8"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "saved"), [("aot_eager", "int8"), *nightly(("aot_eager", None), ("inductor", None))])
 def test_gradients_are_as_good_as_from_copies_made_by_themselves(copies, saved, backend):
-    if backend == "inductor" and saved:
-        pytest.skip("inductor is tried once: it takes long")
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = ResNet(), images()

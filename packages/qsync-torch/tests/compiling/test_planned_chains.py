@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import qsync_torch as qsync
+from nightly import each_once, nightly
 from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant, chains_of
 from qsync_core.ir.op_id import OpId
@@ -66,7 +67,7 @@ def traced(model, batch):
     return trace(Job("m", model, lambda *_: Batch((batch,)), lambda y, _: y.square().sum(), torch.optim.SGD, batch_size=len(batch)))
 
 
-@pytest.mark.parametrize("make, x", [(ResNet, images), (Bert, tokens), (Repeated, tokens)])
+@pytest.mark.parametrize("make, x", [(ResNet, images), (Bert, tokens), *nightly((Repeated, tokens))])
 def test_names_are_those_of_a_trace(make, x):
     model, batch = make(), x()
     kinds = ("batch_norm", "layer_norm", "relu", "gelu", "silu")
@@ -215,7 +216,9 @@ class Reversed(ResNet):
         return self.fc(self.blocks[1:](block.relu(shortcut)).mean((2, 3)))
 
 
-@pytest.mark.parametrize("make, x", [(ResNet, images), (Reversed, images), (Vgg, images), (Bert, tokens), (Repeated, tokens)])
+@pytest.mark.parametrize(
+    "make, x", [(Vgg, images), (Bert, tokens), *nightly((ResNet, images), (Reversed, images), (Repeated, tokens))]
+)
 def test_chains_have_the_forms_of_a_trace(make, x, fused):
     """All of a model's chains, and every other one."""
     model, batch = make(), x()
@@ -241,13 +244,14 @@ def with_another_function(model):
     model.layers[5] = nn.LeakyReLU()
 
 
-@pytest.mark.parametrize("change", [scaled_by_a_hook, with_another_function])
-@pytest.mark.parametrize(
-    "form, planned",
-    [
-        (ChainForm(Activation.RELU), "batch_norm + relu"),
-        (ChainForm(residual=True), "batch_norm + residual"),
-    ],
+@each_once(
+    {
+        "form, planned": [
+            (ChainForm(Activation.RELU), "batch_norm + relu"),
+            (ChainForm(residual=True), "batch_norm + residual"),
+        ],
+        "change": [scaled_by_a_hook, with_another_function],
+    }
 )
 def test_a_chain_of_another_form_is_refused(change, form, planned):
     model = Vgg()
@@ -268,7 +272,7 @@ def test_what_a_plan_does_not_say_of_a_form_is_not_compared(forms, fused):
     assert fused() == ["fused: batch_norm (batch_norm_1), 0 readers, float"]
 
 
-@pytest.mark.parametrize("momentum", [0, 1])
+@pytest.mark.parametrize("momentum", [0, *nightly(1)])
 def test_a_momentum_that_is_an_integer(momentum, fused):
     models = [Vgg() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -300,6 +304,7 @@ def test_a_chain_behind_a_graph_break(fused):
     assert fused() == ["fused: batch_norm + relu (relu), 1 readers"]
 
 
+@pytest.mark.nightly
 def test_calls_in_several_graphs_cannot_be_told_apart():
     class Twice(Broken):
         def forward(self, x):

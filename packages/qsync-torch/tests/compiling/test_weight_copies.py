@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import qsync_torch as qsync
+from nightly import nightly
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_torch import apply_
 from qsync_torch.compiling import weight_copies
@@ -32,11 +33,11 @@ def first_step(make, batch, backend):
         return step(qsync.compile(model, backend=backend, fullgraph=True), model, x), len(entries)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(("make", "batch"), [(ResNet, images), (Bert, tokens)])
+@pytest.mark.parametrize(
+    ("make", "batch", "backend"),
+    [(Bert, tokens, "aot_eager"), (ResNet, images, "inductor"), *nightly((ResNet, images, "aot_eager"))],
+)
 def test_the_bits_are_those_of_weights_quantized_one_by_one(gone, monkeypatch, make, batch, backend):
-    if backend == "inductor" and make is Bert:
-        pytest.skip("inductor is tried once: it takes long")
     found = []
     for kinds in (frozenset({"cuda"}), frozenset({"cpu"})):
         monkeypatch.setattr(weight_copies, "DEVICE_KINDS", kinds)

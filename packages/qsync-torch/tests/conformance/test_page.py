@@ -64,6 +64,7 @@ def test_the_backend_of_the_page_passes(installed):
     assert passed(installed) > 40
 
 
+@pytest.mark.nightly
 def test_the_backend_with_the_fused_activation_passes(installed):
     activation, backend = blocks("python")[4:]
     write_modules(installed, activation=activation, backend=backend)
@@ -80,6 +81,7 @@ product.linear_output = lambda *arguments: calls.append(1) or kernel(*arguments)
     assert result.stdout == "1 torch.Size([32, 64])\n", result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_commands_of_the_pages_run(installed):
     """Those that list and time kernels, as they stand there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_torch.demo import workloads
@@ -25,7 +25,6 @@ def test_ranks_share_out_one_global_batch(name):
         assert [part.size for part in parts] == [7, 5]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(0, 3))
 def test_an_epoch_uses_no_sample_twice(global_batch, epoch):
     taken = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import Forked
 
 pytestmark = pytest.mark.distributed
 JOB = f"{Path(__file__).parents[4] / 'examples' / 'digits_net.py'}:job"
@@ -45,8 +45,7 @@ def ended(command: list[str], folder: Path, *devices: str) -> list[str]:
         group = ("train", "infer")[rank]
         more = ["--device", device, *(["--group", group] if command[0] == "profile" else [])]
         environment = os.environ | job | {"RANK": str(rank), "QSYNC_GROUP": group}
-        arguments = [sys.executable, "-m", "qsync_core.cli", *command, *more]
-        processes.append(subprocess.Popen(arguments, env=environment, cwd=folder, stderr=subprocess.PIPE, text=True))
+        processes.append(Forked(["-m", "qsync_core.cli", *command, *more], env=environment, cwd=folder))
     try:
         errors = [process.communicate(timeout=90)[1] for process in processes]
     finally:

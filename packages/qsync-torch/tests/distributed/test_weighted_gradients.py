@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from forked import Forked
 from qsync_core.errors import PlanError
 from qsync_torch import weight_gradients
 
@@ -25,12 +24,7 @@ EXACT = (
 
 def run_ranks(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, list[float]]]:
     arguments = [str(folder / "store"), ",".join(map(str, sizes))]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(len(sizes))
-    ]
+    processes = [Forked([str(SCRIPT), str(rank), *arguments]) for rank in range(len(sizes))]
     ended = [process.communicate(timeout=240) for process in processes]
     assert all(process.returncode == 0 for process in processes), ended
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]

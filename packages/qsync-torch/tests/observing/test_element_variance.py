@@ -1,8 +1,9 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from hypothesis_profiles import tries
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.aten.quantize import dequantize
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -75,7 +76,7 @@ def test_float8_scaled_mean_squared_error():
 
 
 @given(st.floats(2.0**-13, 60000.0), st.booleans())
-@settings(max_examples=60)
+@tries(60)
 def test_float16_spacing_is_the_distance_to_the_next_value(value, negative):
     x = torch.tensor([-value if negative else value]).to(torch.float16)
     toward = torch.tensor([float("-inf") if negative else float("inf")], dtype=torch.float16)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from nightly import nightly
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
@@ -252,7 +253,7 @@ def test_nothing_is_changed(parts):
     assert other != first
 
 
-@pytest.mark.parametrize(("model", "parts"), [(Everything, 1), (Everything, 2), (Once, 1)])
+@pytest.mark.parametrize(("model", "parts"), [(Everything, 2), (Once, 1), *nightly((Everything, 1))])
 def test_nothing_stays_alive(model, parts, monkeypatch):
     step = _step(model)
     graphs = []

@@ -3,10 +3,10 @@
 import attrs
 import torch
 from hypothesis import given as drawn
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from hypothesis_profiles import tries
 from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
@@ -68,7 +68,7 @@ def fused(problem, grad):
     return [written.out, *(t for t in (found.x, residual, found.weight, found.bias) if t is not None)]
 
 
-@settings(max_examples=80, deadline=None)
+@tries(80)
 @drawn(
     form=st.sampled_from(list(FORMS)),
     dtype=st.sampled_from(FLOATS),
@@ -108,7 +108,7 @@ def floors(problem):
     return 2.0**-23 * (2 + (expected.s.abs() * slope).max()), slope.max()
 
 
-@settings(max_examples=60, deadline=None)
+@tries(60)
 @drawn(
     form=st.sampled_from(list(FORMS)),
     compute=st.sampled_from((Precision.INT8, Precision.FLOAT8_E4M3FN)),

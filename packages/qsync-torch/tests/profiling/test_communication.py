@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import attrs
@@ -15,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forked import Forked
 from qsync_core.artifacts.codec import from_plain
 from qsync_core.artifacts.files import load
 from qsync_core.cluster_file import read_cluster
@@ -39,11 +38,7 @@ MODEL_BYTES = 4 * (6 * 5 + 5 + 5 * 3 + 3)
 def run(commands: list[list[str]], variables: list[dict[str, str]]) -> list[tuple[int, str, str]]:
     """Status, standard output and standard error of each process."""
     environment = {name: value for name, value in os.environ.items() if name != "QSYNC_GROUP"} | SETTINGS
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([sys.executable, *command], env=environment | added, **pipes)
-        for command, added in zip(commands, variables, strict=True)
-    ]
+    processes = [Forked(command, env=environment | added) for command, added in zip(commands, variables, strict=True)]
     try:
         outputs = [process.communicate(timeout=180) for process in processes]
     finally:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import nn
 
+from hypothesis_profiles import tries
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_torch.job import Batch, Job
@@ -129,7 +130,7 @@ def steps_of(operations: Sequence[str]) -> st.SearchStrategy[list[Step]]:
     return st.lists(st.tuples(st.sampled_from(operations), position, position), min_size=1, max_size=8)
 
 
-slow_machine = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+slow_machine = tries(15, suppress_health_check=[HealthCheck.too_slow])
 
 
 @slow_machine

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nightly import each_once
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -95,8 +96,7 @@ def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("text", MODELS)
+@each_once({"text": MODELS, "seed": range(2)})
 def test_formats_of_a_real_run_are_those_the_graph_predicts(text: str, seed: int) -> None:
     job = mixed_job() if text == "mixed" else load_job(text, batch_size=2)
     dag = trace(job)
@@ -111,8 +111,7 @@ def test_formats_of_a_real_run_are_those_the_graph_predicts(text: str, seed: int
     assert found == {name: expected[name] for name in found}
 
 
-@pytest.mark.parametrize("lowered", [False, True], ids=["at the base", "some in int8"])
-@pytest.mark.parametrize("text", MODELS)
+@each_once({"text": MODELS, "lowered": [False, True]})
 def test_formats_under_autocast_do_not_depend_on_the_plan(text: str, lowered: bool) -> None:
     job = attrs.evolve(mixed_job() if text == "mixed" else load_job(text, batch_size=2), amp="bfloat16")
     dag = trace(job)

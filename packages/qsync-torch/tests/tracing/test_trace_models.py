@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from nightly import nightly_but
 from qsync_core.artifacts import files as artifact
 from qsync_core.ir.chain import chains_of
 from qsync_core.ir.dag import OpClass, PrecisionDag
@@ -28,6 +29,7 @@ JOBS = {
     "roberta-base": f"roberta-base:layers=12,{BERT}",
     "roberta-mlm": f"roberta-base:layers=2,{BERT},head=mlm",
 }
+IN_CI = {"resnet50", "resnet18-small-stem", "vgg16_bn", "bert-base", "bert-eager", "roberta-mlm"}
 ADJUSTABLE = {
     "resnet18": {"conv2d": 20, "linear": 1},
     "resnet50": {"conv2d": 53, "linear": 1},
@@ -43,7 +45,7 @@ ADJUSTABLE = {
 }
 
 
-@pytest.fixture(scope="module", params=JOBS)
+@pytest.fixture(scope="module", params=nightly_but(IN_CI, JOBS))
 def named(request) -> tuple[str, Job, PrecisionDag]:
     job = load_job(JOBS[request.param], batch_size=2)
     return request.param, job, trace(job)

@@ -1,0 +1,3 @@
+"""Loads hypothesis's profile."""
+
+import hypothesis_profiles  # noqa: F401
