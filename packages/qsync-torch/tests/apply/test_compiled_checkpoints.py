@@ -1,6 +1,5 @@
 """Checkpoints around compiled models: compiled forwards run again with the random numbers that they took first."""
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -6,6 +6,7 @@ from torch import nn
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
+from qsync_torch.operators.step_key import advance
 
 INT8 = Variant.parse("int8>float32")
 
@@ -111,6 +112,7 @@ def step(run, model, x):
     x = x.clone().requires_grad_()
     y = run(x)
     y.square().sum().backward()
+    advance()
     return {"y": y.detach().clone(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 

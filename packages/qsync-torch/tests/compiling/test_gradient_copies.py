@@ -16,6 +16,7 @@ from qsync_torch import apply_
 from qsync_torch.compiling import rewriting
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.producers import ProducerBinding
+from qsync_torch.operators.step_key import advance
 
 from .chained_models import INT8, Bert, ResNet, images, lowered, tokens
 
@@ -76,6 +77,7 @@ def test_gradients_are_unbiased(copies):
     for _ in range(300):
         taken = x.clone().requires_grad_()
         (run(taken) * along).sum().backward()
+        advance()
         drawn.append((taken.grad.double() * factors).sum().item())
     assert copies == [1]
     found = torch.tensor(drawn, dtype=torch.float64)

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from qsync_torch.apply.lowered_call import LoweredCall
 from torch import nn
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
+from qsync_torch.apply.operator import Operator
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import product
@@ -145,8 +145,8 @@ def test_each_call_is_told_by_its_own_name(kind, count, monkeypatch):
     ]
     assert len(hook.seen) == count
     lowered = []
-    linear = LoweredCall.linear
-    monkeypatch.setattr(LoweredCall, "linear", lambda self, *args: lowered.append(self.op_id) or linear(self, *args))
+    linear = Operator.linear
+    monkeypatch.setattr(Operator, "linear", lambda self, *args: lowered.append(self.op_id) or linear(self, *args))
     # All calls with one weight are one there.
     expected = [OpId(o.op_id.fqn) for o in dag.adjustable]
     for precision in (Precision.INT8, Precision.BFLOAT16):

@@ -8,19 +8,19 @@ from torch import nn
 from qsync_core.errors import BackendError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.tuning.record import TuningRecord
 from qsync_torch import apply_
 from qsync_torch.apply import kernel_check as planned_kernels
+from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.kernels import selection as kernel_selection
 from qsync_torch.kernels.installed import open_store
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
 
-INT8, BFLOAT16 = Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)
+INT8, BFLOAT16 = Variant.parse("int8>float32"), Variant.parse("bfloat16>float32")
 # An empty configuration is the first candidate.
 PINNED = "linear.output=one/b&linear.grad_input=one/&linear.grad_weight=two/b&quantize=two/b&quantize.weight=one/a"
 
@@ -74,7 +74,7 @@ def test_a_missing_backend_stops_the_run_before_its_first_step(install):
         "install what is missing, plan again on this machine, or say which kernels to take instead: "
         "apply_(..., backend='auto') takes the fastest that are installed, backend='aten' PyTorch's own"
     )
-    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(map(is_planned, model.modules()))
 
 
 def test_a_disabled_backend_is_named_with_the_reason(install):
@@ -119,18 +119,18 @@ def test_refusals_of_backward_kernels_stop_it_too_with_all_reasons(install):
         apply_(model, plan)
     message = str(caught.value)
     assert message.startswith("3 of 3 operators cannot run on cpu as they are planned: ")
-    assert "0#0: conv2d.grad_input as int8 (one: too narrow; two: too wide)" in message
-    assert "0#0: conv2d.grad_weight as int8 (one: not offered; two: no)" in message
-    assert "2#0, 4#0: linear.grad_input as int8 (one: too narrow; two: too wide)" in message
+    assert "0#0: conv2d.grad_input as int8>float32 (one: too narrow; two: too wide)" in message
+    assert "0#0: conv2d.grad_weight as int8>float32 (one: not offered; two: no)" in message
+    assert "2#0, 4#0: linear.grad_input as int8>float32 (one: too narrow; two: too wide)" in message
     assert "4#0: linear.grad_weight as int8 (two: no)" in message
 
 
 def test_float_formats_do_not_run_silently_on_aten(install):
     install(NamedBackend("one"))
-    with pytest.raises(BackendError, match=r"4#0: as bfloat16 it runs PyTorch's own kernels \(backend aten\), and one was named"):
+    with pytest.raises(BackendError, match=r"4#0: as bfloat16>float32 it runs PyTorch's own kernels \(backend aten\), and one was named"):
         apply_(net(), assigned(_2=(INT8, "one", ""), _4=(BFLOAT16, "one", "")))
     apply_(net(), assigned(_2=(INT8, "one", ""), _4=(BFLOAT16, "one+aten", "")))
-    with pytest.raises(BackendError, match=r"4#0: as bfloat16 it runs PyTorch's own kernels"):
+    with pytest.raises(BackendError, match=r"4#0: as bfloat16>float32 it runs PyTorch's own kernels"):
         apply_(net(), {OpId("4"): BFLOAT16}, backend="one")
 
 
@@ -146,7 +146,7 @@ def test_functional_calls_are_asked_for_too(install):
             return nn.functional.linear(x, self.weight)
 
     model = nn.Sequential(Functional())
-    with pytest.raises(BackendError, match=r"0\.weight#0: linear\.grad_weight as int8 \(one: no\)"):
+    with pytest.raises(BackendError, match=r"0\.weight#0: linear\.grad_weight as int8>float32 \(one: no\)"):
         apply_(model, {OpId("0.weight"): INT8}, backend="one")
 
 
@@ -201,9 +201,9 @@ def test_a_configuration_that_its_backend_does_not_have_stops_the_run_before_its
 
     install(Strict("one"))
     model = net()
-    with pytest.raises(BackendError, match=r"2#0: linear.output as int8 \(one: there is no configuration 'tile=9'\)"):
+    with pytest.raises(BackendError, match=r"2#0: linear.output as int8>float32 \(one: there is no configuration 'tile=9'\)"):
         apply_(model, assigned(_2=(INT8, "one", "linear.output=one/tile=9")))
-    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(map(is_planned, model.modules()))
     request = operator_requests(CallShapes("linear", (4, 6), (8, 6), (4, 8)), INT8, "cpu")[-1].request
     with pytest.raises(Unobtainable):
         kernel_selection.build_kernel(request, KernelChoice.parse("one", f"{request.op}=one/tile=9"))
@@ -256,14 +256,14 @@ def test_a_pinned_kernel_that_can_not_be_had_stops_the_run_before_its_first_step
         "install what is missing, plan again on this machine, or say which kernels to take instead: "
         "apply_(..., backend='auto') takes the fastest that are installed, backend='aten' PyTorch's own"
     )
-    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(map(is_planned, model.modules()))
 
 
 def test_a_pinned_kernel_that_does_not_fit_nominal_shapes_is_left_to_the_first_step(install, as_on_a_gpu):
     install(refusing_to_build(BackendError("7 parts are more than k has tiles")))
     model = net()
     apply_(model, assigned(_2=(INT8, "one", "linear.output=one/b")))
-    assert "forward" in model[2].__dict__
+    assert is_planned(model[2])
 
 
 def test_a_choice_that_can_not_be_read_is_refused(install):
@@ -277,7 +277,7 @@ def test_any_convolution_is_asked_for(install, padding):
     install(NamedBackend("one"))
     model = nn.Sequential(nn.Conv2d(4, 8, (3, 80), padding=padding, dilation=(2, 1), groups=2))
     apply_(model, {OpId("0"): INT8}, backend="one")
-    assert "forward" in model[0].__dict__
+    assert is_planned(model[0])
 
 
 def test_a_mapping_of_variants_runs_on_aten_on_a_cpu(install):

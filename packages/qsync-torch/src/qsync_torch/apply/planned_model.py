@@ -33,6 +33,7 @@ from qsync_torch.distributed.communication import check_communication, check_red
 from qsync_torch.distributed.ranks import together
 from qsync_torch.failures import deepest_line
 from qsync_torch.kernels.canary import Canary
+from qsync_torch.operators.lowered_ops import OFFSET_OF_STEP
 from qsync_torch.operators.step_key import StepKey
 from qsync_torch.sharing.job_check import check_job
 
@@ -202,7 +203,7 @@ class PlannedModel:
             if self._training and torch.is_grad_enabled():
                 torch.ops.qsync.share_buffers(buffers_of(model), self._training)
             if self._planned.fuses:
-                torch.ops.qsync.offset_of_step(self._key.on(device_of(model)))
+                OFFSET_OF_STEP(self._key.on(device_of(model)))
             return inner(model, *args, **kwargs)
         if torch._C._len_torch_function_stack():
             _name_modes()

@@ -142,7 +142,7 @@ class Cuts:
             if not readers and (last is given or self._planned is None):
                 continue
             scopes = scopes_of(self._model)
-            names = [place_of(reader, scopes, "") for reader in readers]
+            names = [place_of(reader, scopes, "linear") for reader in readers]
             names = names or [place_of(last, scopes, nodes.function_of(last) or "add")]
             chain = f"eager {end.producer}" if end.name is None else end.name.fqn
             yield f"{chain} before {' and '.join(dict.fromkeys(names))}"

@@ -178,6 +178,13 @@ class MonteCarloCollector:
         half = self.draws // 2
         return sum(changes[:half]) / half, sum(changes[half:]) / half
 
+    @staticmethod
+    def _change(step: ObservedStep, applied: AppliedPlan, undisturbed: Sequence[torch.Tensor | None]) -> float:
+        """Squared change of the gradients by one draw."""
+        change = squared_norm(step_gradients(step), undisturbed)
+        applied.advance()
+        return change
+
     def _halves(
         self,
         step: ObservedStep,
@@ -187,7 +194,7 @@ class MonteCarloCollector:
         name: str,
     ) -> tuple[float, float]:
         """Mean squared change over the first and over the second half of the draws; equal where nothing is drawn."""
-        # Rounds differently at every update, and, because the applied model counts its forwards, in every pass.
+        # Rounds differently at every update, and in every pass.
         seed = stream_key(step.seed, step.update)
         half = self.draws // 2
         try:
@@ -196,7 +203,7 @@ class MonteCarloCollector:
             )
             try:
                 sums = [
-                    sum(squared_norm(step_gradients(step), undisturbed) for _ in range(half if is_random(variant) else 1))
+                    sum(self._change(step, applied, undisturbed) for _ in range(half if is_random(variant) else 1))
                     for _ in range(2 if is_random(variant) else 1)
                 ]
             finally:
