@@ -6,7 +6,7 @@ from torch import nn
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_torch.operators.step_key import advance
+from qsync_torch.apply.applied_plan import applied_to
 
 INT8 = Variant.parse("int8>float32")
 
@@ -112,7 +112,8 @@ def step(run, model, x):
     x = x.clone().requires_grad_()
     y = run(x)
     y.square().sum().backward()
-    advance()
+    if (applied := applied_to(model)) is not None:
+        applied.advance()
     return {"y": y.detach().clone(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 

@@ -15,10 +15,10 @@ from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch import apply_
+from qsync_torch.apply.applied_plan import applied_to
 from qsync_torch.compiling import rewriting
 from qsync_torch.kernels.producers import producer_binding, producer_choice
 from qsync_torch.operators.chains import CHAINS
-from qsync_torch.operators.step_key import advance
 
 from .chained_models import INT8, Bert, ResNet, Vgg, distance, images, lowered, step, tokens
 
@@ -128,7 +128,7 @@ def test_their_kept_inputs_are_rounded_without_bias(any_size_pays):
     def gradients():
         model.zero_grad(set_to_none=True)
         sum((y * factors).sum() for y in run(x)).backward()
-        advance()
+        applied_to(model).advance()
         return torch.stack([norm.weight.grad for norm in model.norms])
 
     draws = torch.stack([gradients() for _ in range(200)])
@@ -175,7 +175,7 @@ def test_stochastic_rounding_is_unbiased(saved):
     for _ in range(runs):
         model.zero_grad(set_to_none=True)
         run(x, residual).backward()
-        advance()
+        applied_to(model).advance()
         for name, parameter in model.named_parameters():
             draws[name].append(parameter.grad)
     assert len({tuple(grads.flatten().tolist()) for grads in draws["conv.weight"]}) == runs  # no two steps draw alike

@@ -13,10 +13,10 @@ from qsync_core.ir.chain import Producer
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_torch import apply_
+from qsync_torch.apply.applied_plan import applied_to
 from qsync_torch.compiling import rewriting
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.producers import ProducerBinding
-from qsync_torch.operators.step_key import advance
 
 from .chained_models import INT8, Bert, ResNet, images, lowered, tokens
 
@@ -77,7 +77,7 @@ def test_gradients_are_unbiased(copies):
     for _ in range(300):
         taken = x.clone().requires_grad_()
         (run(taken) * along).sum().backward()
-        advance()
+        applied_to(model).advance()
         drawn.append((taken.grad.double() * factors).sum().item())
     assert copies == [1]
     found = torch.tensor(drawn, dtype=torch.float64)

@@ -30,7 +30,7 @@ from qsync_torch.distributed.process_group import in_process_group, own_rank
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.elastic.job_ranks import JobRanks
 from qsync_torch.elastic.resizing import MicroBatch, Resize, step_batches
-from qsync_torch.operators.step_key import LARGEST_STEP, advance
+from qsync_torch.operators.step_key import LARGEST_STEP
 
 MARK = "_qsync_applied"
 """Attribute of a model that has a plan: its :class:`AppliedPlan`."""
@@ -58,7 +58,7 @@ class AppliedPlan(PlannedModel):
 
     @property
     def step(self) -> int:
-        """How many optimizer steps there were under the plan, of any optimizer in this process; it picks the random numbers.
+        """How many steps of the model's optimizers there were under the plan; it picks the random numbers.
 
         PyTorch's optimizers count by themselves, also in compiled code and in replays of CUDA graphs; a loop without one calls
         :meth:`advance`.  Set it when training resumes from a checkpoint.  Reading it waits for a GPU.
@@ -76,7 +76,7 @@ class AppliedPlan(PlannedModel):
 
     def advance(self) -> None:
         """Say that an optimizer step has ended, in a loop that has no optimizer of PyTorch's."""
-        advance()
+        self._key.advance()
 
     @property
     def place(self) -> str:

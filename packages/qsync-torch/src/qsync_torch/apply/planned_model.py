@@ -63,7 +63,7 @@ class PlannedModel:
         check_weights(model, self._addressed, planned.plan, planned.caller)
         self.variants = {op_id: entry.variant for op_id, entry in self._addressed.entries.items()}
         self.group, self.base = planned.group, planned.base
-        self._key = StepKey(seed)
+        self._key = StepKey(seed, model)
         self._key.ends.append(self._step_ended)
         self._in_force = InForce(model, self._key, self.base, lower_eval, planned.caller)
         self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
@@ -364,12 +364,9 @@ class PlannedModel:
             operator.assign(self._addressed.entries[op_id])
         self._placed_on = device
 
-    def _step_ended(self, optimizer: Any) -> None:
+    def _step_ended(self) -> None:
         """Say after the first step of this model which lowered operators it did not run."""
         if not self._awaits_calls or not self._operators:
-            return
-        own = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
         self._awaits_calls = False
         missing = [op_id for op_id, operator in self._operators.items() if not operator.has_run and operator.is_lowered]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qsync_torch.aten.random_bits import Offset
@@ -25,19 +26,23 @@ LARGEST_STEP = (1 << 29) - 1
 _KEYS = 1 << 62
 
 _OFFSETS: list[torch.Tensor] = []
-"""The offsets of all plans in force, on all devices: one optimizer's step advances them all, and a graph may do so."""
+"""The offsets of all plans in force, on all devices: what a compiled optimizer advances, and one of which no model is known."""
 
 
 class StepKey:
     """The offset of a rank's random numbers: ``key + STEP_STRIDE * steps``.
 
+    Args:
+        key: of the seed and the rank.
+        model: whose optimizers count.
+
     Attributes:
-        ends: called when a step has ended, outside of compiled code, with the optimizer.
+        ends: called when a step of the model has ended, outside of compiled code.
     """
 
-    def __init__(self, key: int) -> None:
-        self._key, self._memory = key % _KEYS, array("q", [key % _KEYS])
-        self.ends: list[Callable[[Any], None]] = []
+    def __init__(self, key: int, model: nn.Module) -> None:
+        self._key, self._memory, self._model = key % _KEYS, array("q", [key % _KEYS]), weakref.ref(model)
+        self.ends: list[Callable[[], None]] = []
         with torch.inference_mode(False):
             self._on_cpu = torch.frombuffer(self._memory, dtype=torch.int64).view(())
         self._on_gpu: dict[torch.device, torch.Tensor] = {}
@@ -94,47 +99,64 @@ class StepKey:
         key, offset = self._key, next(iter(self._on_gpu.values())).clone()
         return lambda: (int(offset) - key) // STEP_STRIDE
 
+    def advance(self) -> None:
+        """Say that a step has ended."""
+        with torch.no_grad():
+            for offset in self._own:
+                offset.add_(STEP_STRIDE)
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Whether a parameter of the model is among these, given by ``id``."""
+        model = self._model()
+        return model is not None and any(id(parameter) in parameters for parameter in model.parameters())
+
 
 _IN_FORCE: weakref.WeakSet[StepKey] = weakref.WeakSet()
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[int, list[weakref.ref[StepKey]]]] = weakref.WeakKeyDictionary()
+"""The plans that an optimizer's steps count for, and how many plans were in force when that was found."""
+_PENDING: set[StepKey] = set()
+"""Plans of which a step has ended inside the backward pass that runs."""
 
 
 def _forget(own: list[torch.Tensor]) -> None:
     _OFFSETS[:] = [offset for offset in _OFFSETS if not any(offset is one for one in own)]
 
 
-def advance() -> None:
-    """Say that a step has ended, in a loop without an optimizer of PyTorch's; these say so by themselves."""
-    with torch.no_grad():
-        for offset in _OFFSETS:
-            offset.add_(STEP_STRIDE)
-
-
-class _Pending:
-    """Whether a step that ended inside a backward pass is still to be counted."""
-
-    step = False
+def _plans_of(optimizer: Any) -> list[StepKey]:
+    """The plans whose parameters an optimizer holds; all of them where it holds none (copies of parameters, in float32)."""
+    count, known = _KNOWN.get(optimizer, (-1, []))
+    if count != len(_IN_FORCE):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [key for key in _IN_FORCE if key.holds(held)] or list(_IN_FORCE)
+        known = [weakref.ref(key) for key in found]
+        _KNOWN[optimizer] = len(_IN_FORCE), known
+    return [key for reference in known if (key := reference()) is not None]
 
 
 def _ended(optimizer: Any, *_: Any) -> None:
     """Count a step; one inside a backward pass when that ends: what the pass computes again rounds as it did before."""
     if torch.compiler.is_compiling():
-        advance()
+        for offset in _OFFSETS:
+            offset.add_(STEP_STRIDE)
         return
+    if not _IN_FORCE:
+        return
+    keys = _plans_of(optimizer)
     try:
         torch.autograd.Variable._execution_engine.queue_callback(_count_pending)
-        _Pending.step = True
+        _PENDING.update(keys)
     except RuntimeError:  # outside of every backward pass
-        advance()
-    for key in list(_IN_FORCE):
+        for key in keys:
+            key.advance()
+    for key in keys:
         for end in key.ends:
-            end(optimizer)
+            end()
 
 
 def _count_pending() -> None:
     """Many optimizers may step in one pass, and it counts once."""
-    if _Pending.step:
-        _Pending.step = False
-        advance()
+    while _PENDING:
+        _PENDING.pop().advance()
 
 
 register_optimizer_step_post_hook(_ended)
