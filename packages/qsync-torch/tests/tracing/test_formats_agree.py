@@ -14,12 +14,12 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind
-from qsync_core.ir.semantics import AUTOCAST_IN_BASE, AUTOCAST_IN_FLOAT32_ON_CUDA, Autocast, output_precision
+from qsync_core.ir.functions import FUNCTIONS, UnderAutocast
+from qsync_core.ir.semantics import Autocast, output_precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
-from qsync_torch.tracing.classify import LOSSES
 from qsync_torch.tracing.trace import trace
 
 BERT = "layers=2,hidden=16,heads=2,vocab=50,seq=8"
@@ -173,7 +173,8 @@ def test_autocast_lists_are_those_of_pytorch() -> None:
     }
     private = {"scaled_dot_product_flash_attention", "thnn_fused_gru_cell", "thnn_fused_lstm_cell"}
     recurrent = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-    assert listed["LOWER_PRECISION_FP"] - private == AUTOCAST_IN_BASE - recurrent
-    float32 = (listed["FP32"] | listed["FP32_SET_OPT_DTYPE"]) - set(LOSSES)
-    assert float32 - AUTOCAST_IN_FLOAT32_ON_CUDA == set()
-    assert AUTOCAST_IN_FLOAT32_ON_CUDA - float32 <= {"norm"}
+    ours = {how: {kind for kind, row in FUNCTIONS.items() if row.autocast is how} for how in UnderAutocast}
+    assert listed["LOWER_PRECISION_FP"] - private == ours[UnderAutocast.BASE] - recurrent
+    float32 = (listed["FP32"] | listed["FP32_SET_OPT_DTYPE"]) - {kind for kind, row in FUNCTIONS.items() if row.loss}
+    assert float32 - ours[UnderAutocast.FLOAT32_ON_CUDA] == set()
+    assert ours[UnderAutocast.FLOAT32_ON_CUDA] - float32 <= {"norm"}

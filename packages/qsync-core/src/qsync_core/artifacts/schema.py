@@ -37,7 +37,7 @@ KINDS: dict[str, type] = {
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 5,
-    "PrecisionDag": 4,
+    "PrecisionDag": 5,
     "PrecisionPlan": 6,
     "Profile": 7,
     "Timeline": 2,
@@ -48,6 +48,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionDag", 2): {"base": "float32", "batch_axes": {}},
     ("PrecisionDag", 3): {},
     ("PrecisionDag", 4): {"accumulate": 1},
+    ("PrecisionDag", 5): {"calls_are_known": False},
     ("PrecisionPlan", 2): {
         "base": "float32",
         "software": {},
@@ -82,6 +83,7 @@ name it, stay what they were.
 _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("CollectiveCosts", 2): ("measured", {"transfer_share": {}}),
     ("PrecisionDag", 3): ("operators", {"views": []}),
+    ("PrecisionDag", 5): ("operators", {"in_place": False, "also_read_by": []}),
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
     ("PrecisionPlan", 4): ("groups", {"chain_forms": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),

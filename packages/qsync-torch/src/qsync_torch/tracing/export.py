@@ -237,7 +237,7 @@ def _as_in_training() -> Iterator[None]:
 
 
 class _AsRecorded(TorchFunctionMode):
-    """What a forward does besides operators, in a way that an export can record: choices that need no values, and ``.data``.
+    """What a forward does besides operators, in a way that an export can record: choices without values, ``.data``, ``.dtype``.
 
     Choices are those of an ordinary step.  ``x.data`` is ``x.detach()``, and what is assigned to it is written into ``x``.
 
@@ -255,6 +255,11 @@ class _AsRecorded(TorchFunctionMode):
             return args[0].detach()
         if func == _SET_DATA:
             return _write_data(*args)
+        if func == _GET_DTYPE:
+            dtype = func(*args, **(kwargs or {}))
+            if dtype.is_floating_point:
+                _record_format_read(args[0], dtype)
+            return dtype
         if func in _BELOW and isinstance(args[1], (int, float)) and any(args[0] is drawn for drawn in self._drawn):
             return torch.tensor(args[1] > 0.5).reshape(args[0].shape)
         if func in _OF_ALL and len(args) == 1 and not kwargs:
@@ -271,6 +276,11 @@ class _AsRecorded(TorchFunctionMode):
         return result
 
 
+def _record_format_read(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """``h.dtype``, as an export records it by itself before a cast: a call that stays in the graph and does nothing."""
+    torch.ops.aten._assert_tensor_metadata.default(tensor, dtype=dtype)
+
+
 def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """``tensor.data = value``, as an export can record it.
 
@@ -284,6 +294,7 @@ def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
 
 
+_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 _OF_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)
