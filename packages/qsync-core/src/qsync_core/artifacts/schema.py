@@ -38,7 +38,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 5,
     "PrecisionDag": 5,
-    "PrecisionPlan": 6,
+    "PrecisionPlan": 7,
     "Profile": 7,
     "Timeline": 2,
 }
@@ -63,6 +63,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionPlan", 4): {},
     ("PrecisionPlan", 5): {"recommended_way": None},
     ("PrecisionPlan", 6): {"accumulate": 1},
+    ("PrecisionPlan", 7): {"output_formats": None},
     ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},

@@ -145,9 +145,11 @@ def _read(
             needs[root].update(*(value.roots for value in others))
     elif fixed or any(value.is_wide for value in inputs):
         wide |= roots
-    else:
-        for root in roots:
-            needs[root] |= roots
+    else:  # each operand in the format of all others
+        for value in inputs:
+            others = [other.roots for other in inputs if other is not value]
+            for root in value.roots:
+                needs[root].update(*others)
 
 
 def _closed(needs: Mapping[str, Iterable[str]]) -> dict[str, frozenset[str]]:

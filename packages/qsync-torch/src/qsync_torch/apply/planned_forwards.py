@@ -188,7 +188,7 @@ class PlannedForwards(Installation):
         self.install(
             addressed,
             self._lowered,
-            promote=sixteen_bit and self.base not in LOW_BASES,
+            promote=False,  # who reads 16 bits, takes them: a plan's outputs are decided from its graph
             refused=weights,
             remedy=self._planned.caller.trace_again,
         )
