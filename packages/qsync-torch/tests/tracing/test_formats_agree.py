@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -12,8 +13,10 @@ from torch import nn
 
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.functions import FUNCTIONS, UnderAutocast
 from qsync_core.ir.semantics import Autocast, output_precision
 from qsync_core.ir.variant import Variant
@@ -75,6 +78,11 @@ def predicted(dag: PrecisionDag, variants: dict[OpId, Variant], autocast: Autoca
     return {str(op_id): str(precision) for op_id, precision in formats.items()}
 
 
+def whole(variants: Mapping[OpId, Variant]) -> dict[OpId, Assignment]:
+    """Assignments, whose outputs are taken as they are."""
+    return {op_id: Assignment(variant, "", "", "") for op_id, variant in variants.items()}
+
+
 def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict[str, str]:
     """Format of the outputs of all modules that operators are named after, by operator."""
     modules = dict(job.model.named_modules())
@@ -87,7 +95,7 @@ def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict
 
     names = {o.op_id.fqn for o in dag.operators if o.op_id.fqn in modules}
     handles = [modules[name].register_forward_hook(lambda _, __, output, name=name: note(name, output)) for name in names]
-    applied = apply_(job.model, variants, base=dag.base)
+    applied = apply_(job.model, whole(variants), base=dag.base)
     job.compute_loss(job.batch(0, job.batch_size)).backward()
     applied.remove()
     for handle in handles:
@@ -105,6 +113,7 @@ def test_formats_of_a_real_run_are_those_the_graph_predicts(text: str, seed: int
     by_group = {operator.variant_group: draw.choice(rungs) for operator in dag.adjustable}
     variants = {operator.op_id: by_group[operator.variant_group] for operator in dag.adjustable}
     assert len(set(variants.values())) > 1
+    variants = OutputFormats.of(dag).decided(variants)
     expected = predicted(dag, variants)
     found = measured(job, dag, variants)
     assert len(found) > 5
@@ -150,12 +159,13 @@ def test_logarithms_of_sums_are_in_float32_for_a_plan_and_as_they_arrive_under_a
     kinds, job = ("logsumexp", "logcumsumexp"), attrs.evolve(mixed_job(), model=Sums(), amp=amp)
     dag = trace(job)
     variants = dict.fromkeys((o.op_id for o in dag.adjustable), Variant.of(Precision.INT8, output=Precision.BFLOAT16))
-    formats = predicted(dag, variants, Autocast.of(dag.base, DeviceKind.CPU))
+    formats = predicted(dag, OutputFormats.of(dag).decided(variants), Autocast.of(dag.base, DeviceKind.CPU))
     assert {o.kind: formats[str(o.op_id)] for o in dag.operators if "sumexp" in o.kind} == dict.fromkeys(kinds, expected)
     seen = []
     for module in (job.model.sums, job.model.running):
         module.register_forward_hook(lambda _, __, output: seen.append(str(output.dtype).removeprefix("torch.")))
-    apply_(job.model, variants, base=dag.base)
+    variants = OutputFormats.of(dag).decided(variants)
+    apply_(job.model, whole(variants), base=dag.base)
     job.compute_loss(job.batch(0, job.batch_size))
     assert seen == [expected] * 2
 
