@@ -131,9 +131,7 @@ class GroupJob:
         for names, rungs in self.choices:
             carried_out = variants[names[0]]
             rated = [
-                math.fsum(self._omega_of(name, rung) for name in names)
-                for rung in rungs
-                if carried_out in (rung, in_float32(rung))
+                math.fsum(self._omega_of(name, rung) for name in names) for rung in rungs if carried_out in (rung, in_float32(rung))
             ]
             low.append(min(rated))
             high.append(max(rated))
@@ -358,7 +356,8 @@ def _wrong_predictions(job: Job, plan: PrecisionPlan, limit_ns: int) -> list[str
 def _wrong_objective(job: Job, plan: PrecisionPlan, least: float, solver: str) -> list[str]:
     variants = _planned(job, plan)
     low, high = (
-        math.fsum(parts) for parts in zip((0.0, 0.0), *(group.possible_omega(variants[group.group.name]) for group in job.inference), strict=True)
+        math.fsum(parts)
+        for parts in zip((0.0, 0.0), *(group.possible_omega(variants[group.group.name]) for group in job.inference), strict=True)
     )
     found = []
     if not (low <= plan.objective <= high or close(plan.objective, low) or close(plan.objective, high)):

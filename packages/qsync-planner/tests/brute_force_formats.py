@@ -92,11 +92,10 @@ def delivered(dag: PrecisionDag, variants: Mapping[OpId, Variant]) -> dict[OpId,
             if operator.op_id in variants or (operator.kind in PROMOTED and operator.op_class is not OpClass.ADJUSTABLE):
                 continue
             mixed = None in arriving or (
-                len(set(operator.inputs)) > 1 and _clash([set(origins[name] or ()) for name in dict.fromkeys(operator.inputs)], found)
+                len(set(operator.inputs)) > 1
+                and _clash([set(origins[name] or ()) for name in dict.fromkeys(operator.inputs)], found)
             )
-            if mixed or operator.op_class in (OpClass.FIXED, OpClass.ADJUSTABLE):
-                changed |= take_back(several)
-            elif not _takes_one_format(operator):
+            if mixed or operator.op_class in (OpClass.FIXED, OpClass.ADJUSTABLE) or not _takes_one_format(operator):
                 changed |= take_back(several)
         if not changed:
             return found

@@ -151,9 +151,7 @@ def decided(plan: PrecisionPlan, variants: Mapping[str, Variant]) -> dict[str, V
     """The variants with the outputs that the graph allows, by FQN."""
     assert plan.output_formats is not None
     outputs = {name: variant.output for name, variant in variants.items()}
-    return {
-        name: attrs.evolve(variant, output=plan.output_formats.delivered(name, outputs)) for name, variant in variants.items()
-    }
+    return {name: attrs.evolve(variant, output=plan.output_formats.delivered(name, outputs)) for name, variant in variants.items()}
 
 
 def plans_of(plan: PrecisionPlan) -> Iterator[tuple[str, dict[str, Variant]]]:

@@ -83,7 +83,11 @@ def test_a_result_that_nothing_reads_is_float32() -> None:
 
 def test_operands_of_a_product_of_activations_go_together() -> None:
     q, k, v = (linear(name, "x") for name in "qkv")
-    products = (called("scores", "matmul", "q", "k"), called("p", "softmax", "scores", op_class=GUARDED), called("c", "bmm", "p", "v"))
+    products = (
+        called("scores", "matmul", "q", "k"),
+        called("p", "softmax", "scores", op_class=GUARDED),
+        called("c", "bmm", "p", "v"),
+    )
     assert together(q, k, v, *products) == dict.fromkeys("qkv", {"q", "k", "v"})
     # One tensor twice is in one format.
     assert together(q, called("square", "matmul", "q", "q")) == {"q": {"q"}}

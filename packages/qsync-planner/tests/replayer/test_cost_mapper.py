@@ -188,7 +188,9 @@ def test_bad_changes_are_refused_by_name_and_leave_nothing_behind() -> None:
     with pytest.raises(PlanError, match=r"relu#0 cannot be chosen: a relu is dependent, it follows its inputs"):
         built.update({op("fc"): BF16, op("relu"): BF16})
     float8 = Variant.of(Precision.FLOAT8_E4M3FN)
-    with pytest.raises(PlanError, match=r"no cost of operator fc#0 \(linear\) in float8_e4m3fn>float32, only in: bfloat16, float16"):
+    with pytest.raises(
+        PlanError, match=r"no cost of operator fc#0 \(linear\) in float8_e4m3fn>float32, only in: bfloat16, float16"
+    ):
         built.update({op("fc"): float8})
     assert (built.states, built.forward, built._variant) == before
     built.update({op("fc"): BF16})

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.functions import FUNCTIONS, UnderAutocast
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind
-from qsync_core.ir.formats import OutputFormats
-from qsync_core.ir.functions import FUNCTIONS, UnderAutocast
 from qsync_core.ir.semantics import Autocast, output_precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_

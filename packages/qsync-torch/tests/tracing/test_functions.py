@@ -1,4 +1,4 @@
-"""The table of functions against PyTorch: every row is an operator of ATen's, and what it takes gives right results and gradients."""
+"""The table of functions against PyTorch: each row is an operator of ATen, and what it takes gives right results and gradients."""
 
 from __future__ import annotations
 

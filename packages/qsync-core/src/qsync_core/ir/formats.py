@@ -59,9 +59,7 @@ class OutputFormats:
     def decided(self, variants: Mapping[OpId, Variant]) -> dict[OpId, Variant]:
         """The variants of a whole plan with the output that each operator has."""
         outputs = {op_id.fqn: variant.output for op_id, variant in variants.items()}
-        return {
-            op_id: attrs.evolve(variant, output=self.delivered(op_id.fqn, outputs)) for op_id, variant in variants.items()
-        }
+        return {op_id: attrs.evolve(variant, output=self.delivered(op_id.fqn, outputs)) for op_id, variant in variants.items()}
 
     def first_wrong(self, variants: Mapping[OpId, Variant]) -> tuple[OpId, str] | None:
         """The first operator of a plan that delivers 16 bits and must not, and the reason; None where there is none."""
@@ -123,9 +121,7 @@ def _result(operator: Operator, inputs: list[_Value]) -> _Value:
     return _Value(False, frozenset().union(*(value.roots for value in inputs)))
 
 
-def _read(
-    operator: Operator, inputs: list[_Value], calls_are_known: bool, wide: set[str], needs: dict[str, set[str]]
-) -> None:
+def _read(operator: Operator, inputs: list[_Value], calls_are_known: bool, wide: set[str], needs: dict[str, set[str]]) -> None:
     """Note what a reader asks of the operators whose results it reads."""
     takes, fixed = _takes(operator), operator.op_class is OpClass.FIXED
     in_place = operator.in_place or not calls_are_known

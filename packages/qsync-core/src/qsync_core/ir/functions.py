@@ -34,7 +34,7 @@ class Takes(enum.StrEnum):
 
 
 class UnderAutocast(enum.StrEnum):
-    """In which format PyTorch's autocast runs a function."""
+    """The format in which PyTorch's autocast runs a function."""
 
     OF_INPUTS = "of inputs"
     BASE = "base"
@@ -162,7 +162,7 @@ _LOSSES = {
 }
 
 FUNCTIONS: dict[str, Function] = dict(_rows())
-"""By the kind of an operator."""
+"""Every row, by the kind of an operator."""
 
 
 def function_of(kind: str) -> Function:

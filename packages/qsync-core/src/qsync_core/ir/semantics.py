@@ -98,9 +98,7 @@ def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Aut
     """The format that an operator without a variant runs in, given the formats of its inputs and the job's autocast."""
     if autocast is not None and (forced := autocast.format_of(operator.kind)) is not None:
         return forced
-    follows = operator.op_class is not OpClass.FIXED or (
-        autocast is not None and function_of(operator.kind).fixed_for_plans_alone
-    )
+    follows = operator.op_class is not OpClass.FIXED or (autocast is not None and function_of(operator.kind).fixed_for_plans_alone)
     return promote(*inputs) if follows and inputs else Precision.FLOAT32
 
 

@@ -256,9 +256,7 @@ def _check_base_measured(dag: PrecisionDag, group: DeviceGroup, profile: Profile
             )
 
 
-def _omega(
-    sensitivity: Sensitivity | None, op_id: OpId, variant: Variant, group: DeviceGroup, formats: OutputFormats
-) -> float:
+def _omega(sensitivity: Sensitivity | None, op_id: OpId, variant: Variant, group: DeviceGroup, formats: OutputFormats) -> float:
     """Ω of an operator at a rung: where it delivers float32 whatever the others do, that without the rounding of its output.
 
     One that delivers 16 bits together with others counts that rounding, also where they do not.

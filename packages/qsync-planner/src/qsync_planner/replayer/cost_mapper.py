@@ -225,8 +225,8 @@ class CostMapper:
         return ((position, self._variant[position]) for position in self._adjustable.values())
 
     def _read_formats(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """By position of those that may deliver 16 bits: with whom they do; and by position whose format an operator's variant
-        decides beside its own."""
+        """Find with whom operators deliver 16 bits, of those that may, and whose format an operator's variant decides beside its
+        own; both by position."""
         formats = self.model.formats
         calls: dict[str, list[int]] = {}
         for op_id, position in self._adjustable.items():

@@ -425,7 +425,9 @@ class CostModel:
             ),
             saves_output=cost.saves_output,
             saved_own_bytes=own + sum(alone[index] for index in cost.saves_inputs if index in alone),
-            workspace_bytes=cost.workspaces[0] + passing + (operator.output_numel * written.nbytes if written is not run.output else 0),
+            workspace_bytes=cost.workspaces[0]
+            + passing
+            + (operator.output_numel * written.nbytes if written is not run.output else 0),
             backward_workspace_bytes=cost.workspaces[1],
             gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
             memory_correction_bytes=memory_correction,

@@ -123,7 +123,8 @@ def _probes(
     for name, variants in wanted.items():
         prediction = replayer.replay({INFER: variants})
         groups = tuple(
-            _with_variants(group, variants, profiles[INFER], name, OutputFormats.of(dag)) if group.group == INFER else group for group in template.groups
+            _with_variants(group, variants, profiles[INFER], name, OutputFormats.of(dag)) if group.group == INFER else group
+            for group in template.groups
         )
         made[name] = attrs.evolve(
             template, solver="probe", objective=0.0, groups=groups, predicted_iteration_ns=prediction.iteration_ns
