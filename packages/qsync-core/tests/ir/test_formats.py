@@ -88,7 +88,7 @@ def test_operands_of_a_product_of_activations_go_together() -> None:
         called("p", "softmax", "scores", op_class=GUARDED),
         called("c", "bmm", "p", "v"),
     )
-    assert together(q, k, v, *products) == dict.fromkeys("qkv", {"q", "k", "v"})
+    assert together(q, k, v, *products) == {name: {"q", "k", "v"} for name in "qkv"}
     # One tensor twice is in one format.
     assert together(q, called("square", "matmul", "q", "q")) == {"q": {"q"}}
 

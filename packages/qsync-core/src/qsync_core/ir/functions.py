@@ -4,9 +4,9 @@ One row per kind of operator (ATen's plain name).  Tracing reads an operator's c
 does, and :mod:`qsync_core.ir.formats` decides by it which operators of a plan may deliver 16 bits.  A kind that no row names is
 dependent, and taken to want float32.
 
-Sources, of PyTorch 2.13: ``aten/src/ATen/autocast_mode.h`` for autocast; ``TensorIterator`` for what promotes; for norms
-``native/cuda/layer_norm_kernel.cu``, which refuses float32 weights beside 16-bit activations, ``group_norm_kernel.cu``, which keeps
-statistics in the activation's format, and ``native/cudnn/BatchNorm.cpp``, which takes float32 weights.
+Sources, in PyTorch 2.13: the header of autocast (ATen's autocast_mode.h); what TensorIterator promotes; kernels of norms, of which
+CUDA's layer norm refuses float32 weights beside 16-bit activations, its group norm keeps statistics in the activation's format, and
+batch norm takes float32 weights and statistics on CPUs, CUDA and in cuDNN.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _rows() -> Iterator[tuple[str, Function]]:
     yield from row("pow", Function(takes=_MIXED, autocast=_WIDE))
     yield from row("softplus", Function(takes=_ONE, autocast=_WIDE))
     yield from row(
-        "add sub subtract rsub mul multiply div divide true_divide where maximum minimum cat concat concatenate stack hstack vstack",
+        "add sub subtract rsub mul multiply div divide true_divide where maximum minimum cat concat concatenate stack hstack "
+        "vstack",
         Function(takes=_MIXED),
     )
     # Products of activations, which refuse mixed formats.
@@ -111,7 +112,8 @@ def _rows() -> Iterator[tuple[str, Function]]:
     # Fixed: float32 in and out.
     yield from row("embedding embedding_bag weight_norm", Function(OpClass.FIXED))
     yield from row(
-        "fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft "
+        "fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn "
+        "fft_irfft "
         "fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig "
         "linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor "
         "linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve "
@@ -128,7 +130,8 @@ def _rows() -> Iterator[tuple[str, Function]]:
     yield from row("special_logsumexp", Function(OpClass.FIXED))
     # Sums and functions that leave the range or the digits of 16 bits.
     yield from row(
-        "norm frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm renorm cosine_similarity dist sum prod cumsum cumprod "
+        "norm frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm renorm cosine_similarity dist sum prod cumsum "
+        "cumprod "
         "exp expm1 log log10 log1p log2 reciprocal rsqrt acos asin cosh sinh tan erfinv upsample_nearest1d upsample_nearest2d "
         "upsample_nearest3d upsample_nearest_exact1d upsample_nearest_exact2d upsample_nearest_exact3d upsample_linear1d "
         "upsample_bilinear2d upsample_bilinear2d_aa upsample_bicubic2d upsample_bicubic2d_aa upsample_trilinear3d",

@@ -5,8 +5,8 @@ steps at the base precision and at every rung uniformly; the model reproduces ea
 corrections:
 
 1. at the base precision every operator's kernels are scaled by measured over modelled, per phase and resource, in all its variants;
-2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators as they run there, in proportion to their
-   kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops
+2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators as they run there, in proportion to
+   their kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops
    throughout would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time tenfold;
 3. beside lowered operators, those that stay at the base precision take the CPU longer than without a plan, equally much each.
 

@@ -1,10 +1,10 @@
 """What every operator of a group may cost, as indicators over the columns of a program.
 
 A column ``x[u, r]`` says that unit u runs at rung r.  Where a rung delivers 16 bits only together with other units
-(:mod:`qsync_core.ir.formats`), a column says that all of them do.  The format of a tensor is an indicator for each format that it may have: of
-an adjustable operator a sum of its unit's columns, of a dependent one what its inputs decide.  An operator's *choice* is what
-it costs for one combination of its rung and its inputs' formats; where two of these are free, columns of their own stand for the
-combinations, tied to both by marginal sums.  Once the units' columns are integers, so is everything else.
+(:mod:`qsync_core.ir.formats`), a column says that all of them do.  The format of a tensor is an indicator for each format that it
+may have: of an adjustable operator a sum of its unit's columns, of a dependent one what its inputs decide.  An operator's *choice*
+is what it costs for one combination of its rung and its inputs' formats; where two of these are free, columns of their own stand
+for the combinations, tied to both by marginal sums.  Once the units' columns are integers, so is everything else.
 
 An operator of a chain has the chain's rungs, and the last one beside them what it writes, which the rungs of its readers decide.
 """
