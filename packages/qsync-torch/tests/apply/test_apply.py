@@ -7,6 +7,7 @@ from torch import nn
 
 from qsync_core.errors import BackendError, NumericsError, PlanError
 from qsync_core.ir.chain import UNFUSED, ChainVariant
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -35,6 +36,7 @@ def plan_of(variants, model="small", backend="aten", group="infer"):
         bound=None,
         groups=groups,
         rank0_group=group,
+        output_formats=OutputFormats(decides=False),  # as they say
     )
 
 
@@ -226,7 +228,7 @@ def test_shared_modules_share_a_variant():
     model[2] = model[0]
     apply_(model, {OpId("0", 0): INT8, OpId("0", 1): INT8}).remove()
     with pytest.raises(
-        PlanError, match="calls of 0 are to run as int8>float32 and as bfloat16; calls that share a weight share a v"
+        PlanError, match="calls of 0 are to run as int8>float32 and as bfloat16>float32; calls that share a weight share a v"
     ):
         apply_(model, {OpId("0", 0): INT8, OpId("0", 1): BFLOAT16})
 
@@ -290,7 +292,7 @@ def test_a_refused_plan_leaves_the_model_alone():
     float8 = Variant.parse("float8_e4m3fn")
     with pytest.raises(
         BackendError,
-        match=r"1 of 2 operators cannot run on cpu as .* planned: conv1#0: conv2d\.output as float8_e4m3fn \(aten: ",
+        match=r"1 of 2 operators cannot run on cpu as .* planned: conv1#0: conv2d\.output as float8_e4m3fn>float32 \(aten: ",
     ):
         apply_(model, named(fc=INT8, conv1=float8))
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -304,7 +306,7 @@ def test_a_backend_that_is_not_installed_is_named():
 
 def test_operators_and_variants_may_be_texts():
     applied = apply_(ConvNet(), {"fc#0": "int8", "conv1": INT8})
-    assert applied.variants == {OpId("fc"): Variant.parse("int8"), OpId("conv1"): INT8}
+    assert applied.variants == {OpId("fc"): Variant.parse("int8>float32"), OpId("conv1"): INT8.in_float32}
 
 
 @pytest.mark.parametrize(

@@ -259,8 +259,8 @@ class _AsRecorded(TorchFunctionMode):
     Numbers are finite (the encoders of DETR ask that in every layer, some losses ask it of themselves).  A random number of 0..1 is
     on the likelier side of what it is compared with: with LayerDrop (Wav2Vec2, Whisper, BART), no layer is left out.
 
-    Of the reads of a format those of the model's code count, each tensor's once: PyTorch reads the formats of all tensors when it writes
-    a graph down.
+    Of the reads of a format those of the model's code count, each tensor's once: PyTorch reads the formats of all tensors when it
+    writes a graph down.
     """
 
     def __init__(self) -> None:
