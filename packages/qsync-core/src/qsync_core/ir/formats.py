@@ -143,9 +143,9 @@ def _read(operator: Operator, inputs: list[_Value], calls_are_known: bool, wide:
         wide |= roots
     else:  # each operand in the format of all others
         for value in inputs:
-            others = [other.roots for other in inputs if other is not value]
+            elsewhere = [other.roots for other in inputs if other is not value]
             for root in value.roots:
-                needs[root].update(*others)
+                needs[root].update(*elsewhere)
 
 
 def _closed(needs: Mapping[str, Iterable[str]]) -> dict[str, frozenset[str]]:
