@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -64,7 +65,21 @@ def plan_for(variants: dict[str, Precision], device: DeviceType | None = None, l
         return GroupPlan(name, role, 1, kind, Precision.FLOAT32, entries)
 
     groups = (group("train", Role.TRAIN, False), group("infer", Role.INFER, lowered))
-    return PrecisionPlan("net", "", tuple(map(OpId, variants)), {}, "by hand", "", 1, 1, 0.0, None, groups, "train")
+    return PrecisionPlan(
+        "net",
+        "",
+        tuple(map(OpId, variants)),
+        {},
+        "by hand",
+        "",
+        1,
+        1,
+        0.0,
+        None,
+        groups,
+        "train",
+        output_formats=OutputFormats(decides=False),
+    )
 
 
 def apply_plan(model: nn.Module, variants: dict[str, Precision] | None = None, **options: Any) -> AppliedPlan:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from compatibility.job import difference
 from qsync_core.errors import PlanError
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision, Rounding
@@ -27,7 +28,7 @@ from robustness.reference import SUMS, Reference, sums_by
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-INT8, BFLOAT16 = (Variant.of(precision, rounding=Rounding.NEAREST) for precision in (Precision.INT8, Precision.BFLOAT16))
+INT8, BFLOAT16 = (Variant.of(precision, rounding=Rounding.NEAREST).in_float32 for precision in (Precision.INT8, Precision.BFLOAT16))
 LAYER = "bert.encoder.layer.{}.{}"
 VARIANTS = {
     LAYER.format(0, "attention.self.query"): INT8,
@@ -100,7 +101,7 @@ def whole_plan() -> PrecisionPlan:
     names = [OpId(name) for name, module in bert().named_modules() if isinstance(module, torch.nn.Linear)]
     entries = {name: Assignment(VARIANTS.get(name.fqn, Variant.of(Precision.FLOAT32)), "aten", "", "by hand") for name in names}
     group = GroupPlan("infer", Role.INFER, 1, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32, entries)
-    return PrecisionPlan("bert", "", tuple(names), {}, "by hand", "", 1, 1, 0.0, None, (group,), "")
+    return PrecisionPlan("bert", "", tuple(names), {}, "by hand", "", 1, 1, 0.0, None, (group,), "", output_formats=OutputFormats())
 
 
 @pytest.mark.parametrize("entries", [plan, whole_plan])

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import EXAMPLES
 
 from qsync_core.artifacts.files import digest, save
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -55,6 +56,7 @@ def make_plan(tmp_path_factory):
             bound=None,
             groups=(group("train", Role.TRAIN, {}), group("infer", Role.INFER, lowered)),
             rank0_group="train",
+            output_formats=OutputFormats(decides=False),
         )
         path = folder / f"{name}.qsync"
         save(plan, path)

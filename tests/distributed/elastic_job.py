@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.artifacts.files import digest, save
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
@@ -66,6 +67,7 @@ def make_run_folder(path: Path, batch_size: int = 8) -> RunFolder:
         plan = PrecisionPlan(
             dag.model, digest(dag), ids, {}, "by hand", "", 0, 0, 0.0, None, tuple(entries[name] for name in present),
             "train" if "train" in present else "", local_batches=dict.fromkeys(present, batch_size),
+            output_formats=OutputFormats(decides=False),
         )  # fmt: skip
         save(plan, run.plan(present))
     return run

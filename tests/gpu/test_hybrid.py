@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from qsync_core.artifacts.files import save
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -70,7 +71,9 @@ def plan_of(train: float = 1.0, infer: float = 0.5, memory_bytes: int = 0) -> Pr
         group("train", Role.TRAIN, train, Precision.FLOAT32, 0),
         group("infer", Role.INFER, infer, Precision.BFLOAT16, memory_bytes),
     )
-    return PrecisionPlan("m", "", OPERATORS, {}, "by hand", "", 1, 1, 0.0, None, groups, "train")
+    return PrecisionPlan(
+        "m", "", OPERATORS, {}, "by hand", "", 1, 1, 0.0, None, groups, "train", output_formats=OutputFormats(decides=False)
+    )
 
 
 def start(plan: PrecisionPlan, case: str, folder: Path, *variables: dict[str, str]) -> list[tuple[int, dict, str]]:

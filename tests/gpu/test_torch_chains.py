@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import qsync_torch as qsync  # noqa: E402
 from qsync_core.ir.chain import ChainVariant, chains_of  # noqa: E402
+from qsync_core.ir.formats import OutputFormats  # noqa: E402
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
@@ -77,10 +78,12 @@ def test_a_step_under_a_plan_keeps_less(job):
     """The plan's losses are near those of full precision, and its forward keeps less than the same operators unfused."""
     dag = trace(job)
     said = {chain.name: ChainAssignment(ChainVariant(saved=Precision.INT8), BACKEND, "", "") for chain in chains_of(dag)}
-    assignments = {operator.op_id: Assignment(INT8, BACKEND, "", "") for operator in dag.adjustable}
+    formats = OutputFormats.of(dag)
+    variants = formats.decided({operator.op_id: INT8 for operator in dag.adjustable})
+    assignments = {op_id: Assignment(variant, BACKEND, "", "") for op_id, variant in variants.items()}
     plan = PrecisionPlan(
         "chained", "", tuple(assignments), {}, "greedy", "lossvar", time_limit_ns=1, predicted_iteration_ns=1, objective=0.0,
-        bound=None, rank0_group="infer", groups=(GroupPlan(
+        bound=None, rank0_group="infer", output_formats=formats, groups=(GroupPlan(
             "infer", Role.INFER, 1, device_type(torch.device(DEVICE), 1.0, 0), Precision.FLOAT32, assignments, chains=said,
         ),),
     )  # fmt: skip

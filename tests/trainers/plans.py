@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from qsync_core.ir.communication import CommunicationSettings, PlannedCommunication
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -31,8 +32,11 @@ def plan_of(
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     assert set(lowered) <= set(names)
 
+    def delivered(variant: Variant) -> Variant:
+        return variant if base is not Precision.FLOAT32 else variant.in_float32
+
     def group(name: str, role: Role, precisions: Mapping[str, Precision]) -> GroupPlan:
-        entries = {OpId(fqn): Assignment(Variant.of(precisions.get(fqn, base)), "aten", "", "by hand") for fqn in names}
+        entries = {OpId(fqn): Assignment(delivered(Variant.of(precisions.get(fqn, base))), "aten", "", "by hand") for fqn in names}
         needs = scaling and role is Role.INFER
         return GroupPlan(name, role, 1, DeviceType("cpu", DeviceKind.CPU), base, entries, needs_loss_scaling=needs)
 
@@ -50,6 +54,7 @@ def plan_of(
         "groups": (group("train", Role.TRAIN, {}), group("infer", Role.INFER, lowered)),
         "rank0_group": "train",
         "base": base,
+        "output_formats": OutputFormats(decides=base is Precision.FLOAT32),
         "communication": None if communication is None else PlannedCommunication(communication, "by hand"),
     }
     return PrecisionPlan(**known | changes)

@@ -18,6 +18,7 @@ from qsync_core.ir.communication import (
 )
 from qsync_core.ir.dag import ADJUSTABLE_KINDS, Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role, Verdict
@@ -104,6 +105,8 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
                 depth=draw(counts),
                 not_applicable=draw(texts),
                 variant=draw(variants),
+                in_place=draw(st.booleans()),
+                also_read_by=draw(tuples(texts)),
             )
         )
     found = draw(tuples(parameters, unique_by=lambda parameter: parameter.fqn))
@@ -112,7 +115,7 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
     buckets = tuple(Bucket(tuple(part), draw(measured)) for part in (order[:cut], order[cut:]) if draw(st.booleans()))
     return PrecisionDag(
         draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(batches), draw(bases),
-        draw(st.dictionaries(texts, counts, max_size=2)),
+        draw(st.dictionaries(texts, counts, max_size=2)), calls_are_known=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -234,6 +237,9 @@ chain_assignments = st.builds(ChainAssignment, chain_variants, texts, texts, tex
 verdicts = st.builds(Verdict, counts, counts, finite, texts)
 
 
+output_formats = st.builds(OutputFormats, st.dictionaries(names, tuples(names), max_size=3), st.booleans())
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> PrecisionPlan:
     group_names = draw(st.lists(names, max_size=3, unique=True))
@@ -279,6 +285,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
         communication=draw(st.none() | communication),
         memory={name: draw(parts) for name in group_names if draw(st.booleans())},
         batch_axes=draw(st.dictionaries(texts, counts, max_size=2)),
+        output_formats=draw(st.none() | output_formats),
     )
 
 

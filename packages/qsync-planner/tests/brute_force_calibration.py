@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import attrs
-from brute_force_formats import BEFORE_FORWARD, WantedCast, size
+from brute_force_formats import BEFORE_FORWARD, RESULT, WantedCast, size
 from brute_force_memory import bucket_bytes, peak_bytes
 from brute_force_walk import Walked, Walker
 
@@ -101,9 +101,10 @@ def learn(walker: Walker, base: Variant) -> WholeSteps:
         known = attrs.evolve(known, bytes_always=_lacking_bytes(walker, known, base_step, least))
     at_rung: dict[tuple[int, Variant], Columns] = {}
     bytes_at_rung: dict[tuple[int, Variant], int] = {}
-    for step in profile.steps:
+    for step in sorted(profile.steps, key=lambda step: step.variant.output != "float32"):  # what it says of others' runs first
         if step is not base_step and all(step.variant in profile.cost_index[name] for name in _adjustable(walker)):
-            _learn_rung(walker, known, step, least, at_rung, bytes_at_rung)
+            so_far = attrs.evolve(known, at_rung=dict(at_rung), bytes_at_rung=dict(bytes_at_rung))
+            _learn_rung(walker, so_far, step, least, at_rung, bytes_at_rung)
     return attrs.evolve(known, at_rung=at_rung, bytes_at_rung=bytes_at_rung, least_bytes=least)
 
 
@@ -139,8 +140,8 @@ def _learn_rung(
     bytes_at_rung: dict[tuple[int, Variant], int],
 ) -> None:
     names = _adjustable(walker)
-    places = [walker.place[name] for name in names]
     walked = walker.walk(dict.fromkeys(names, step.variant))
+    places = [place for place in map(walker.place.__getitem__, names) if (place, walked[place].variant) not in known.at_rung]
     kernels, casts = _sums(walker, known, walked)
     own = [known.kernel(walker, place, walked[place]) for place in places]
     shares = []
@@ -158,8 +159,8 @@ def _learn_rung(
     ]
     lacking = _lacking_bytes(walker, known, step, least) if step.peak_bytes else 0
     for place, a, b, c, d, nbytes in zip(places, *shares, share_out(lacking, elements), strict=True):
-        at_rung[place, step.variant] = (a, b, c, d)
-        bytes_at_rung[place, step.variant] = nbytes
+        at_rung[place, walked[place].variant] = (a, b, c, d)
+        bytes_at_rung[place, walked[place].variant] = nbytes
 
 
 def _adjustable(walker: Walker) -> list[OpId]:
@@ -175,7 +176,7 @@ def _sums(walker: Walker, known: WholeSteps, walked: Sequence[Walked]) -> tuple[
         for column, time in enumerate(known.kernel(walker, place, one)):
             kernels[column] += time
         for cast in one.performed:
-            first = 0 if cast.where in BEFORE_FORWARD else 2
+            first = 0 if cast.where in (*BEFORE_FORWARD, RESULT) else 2
             dispatch, compute = cast_times(walker, cast)
             casts[first] += dispatch
             casts[first + 1] += compute
@@ -211,6 +212,7 @@ def _lacking_bytes(walker: Walker, known: WholeSteps, step: StepMeasurement, lea
     """What the model lacks of a measured peak; a step at the least peak only says that the model may not exceed it."""
     walked = walker.walk(dict.fromkeys(_adjustable(walker), step.variant))
     lacking = step.peak_bytes - peak_bytes(walker, walked, several_ranks=False) - known.bytes_always
+    lacking -= sum(known.bytes_at_rung.get((place, one.variant), 0) for place, one in enumerate(walked))
     return min(0, lacking) if step.peak_bytes == least else lacking
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import attrs
 from brute_force_calibration import WholeSteps, cast_times, one_clock
-from brute_force_formats import BEFORE_FORWARD, INPUT_GRADIENT, OUTPUT_GRADIENT
+from brute_force_formats import BEFORE_FORWARD, INPUT_GRADIENT, OUTPUT_GRADIENT, RESULT
 from brute_force_walk import Walked, Walker
 
 from qsync_core.ir.dag import PrecisionDag
@@ -82,6 +82,7 @@ def write_program(
         for place, one in enumerate(walked):
             cast(one, *BEFORE_FORWARD)
             issue(*whole.kernel(walker, place, one)[:2])
+            cast(one, RESULT)
 
     def backward(place: int) -> None:
         one = walked[place]

@@ -5,11 +5,12 @@ Shares no code with the product: only the names of formats and the classes that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.profile import CastKey
 from qsync_core.ir.variant import Variant
@@ -18,6 +19,11 @@ BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 
 EIGHT_BIT = ("int8", "float8_e4m3fn")
 INPUT, WEIGHT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "weight", "gradient of the output", "gradient of the input"
 BEFORE_FORWARD = (INPUT, WEIGHT)
+RESULT = "result"
+"""After forward: from the format that was measured to the one that is delivered."""
+PROMOTED = ("add", "mul", "sub", "cat")
+PASSED_ON = ("relu", "gelu", "dropout", "max_pool2d", "avg_pool2d", "clone", "matmul", "bmm", "softmax")
+"""Functions that run in 16 bits, where all their operands have one format; those that take any formats."""
 
 
 @attrs.frozen
@@ -53,6 +59,62 @@ def follows(operator: Operator, arriving: Sequence[Precision]) -> Precision:
     if operator.op_class is OpClass.FIXED or not arriving:
         return Precision.FLOAT32
     return widest(arriving)
+
+
+def delivered(dag: PrecisionDag, variants: Mapping[OpId, Variant]) -> dict[OpId, Variant]:
+    """The variants with the outputs that operators have: 16 bits that some reader does not take are taken back, until all fit."""
+    found = dict(variants)
+    origins: dict[OpId, list[OpId] | None] = {}
+    """The operators of the plan whose formats decide that of a result; None where it is float32."""
+    for operator in dag.operators:
+        arriving = [origins[name] for name in operator.inputs]
+        takes = operator.kind in PROMOTED or _takes_one_format(operator)
+        if operator.op_id in variants:
+            origins[operator.op_id] = [name for name in variants if name.fqn == operator.op_id.fqn]
+        elif operator.op_class in (OpClass.FIXED, OpClass.ADJUSTABLE) or None in arriving or not arriving or not takes:
+            origins[operator.op_id] = None
+        else:
+            origins[operator.op_id] = [name for names in arriving for name in names or ()]
+
+    def take_back(names: Iterable[OpId], unless: Precision | None = None) -> bool:
+        low = [name for name in names if found[name].output not in (Precision.FLOAT32, unless)]
+        found.update({name: attrs.evolve(found[name], output=Precision.FLOAT32) for name in low})
+        return bool(low)
+
+    read = {name for operator in dag.operators for name in operator.inputs}
+    while True:
+        changed = False
+        for operator in dag.operators:
+            arriving = [origins[name] for name in operator.inputs]
+            several = [name for names in arriving for name in names or ()]
+            if operator.op_id not in read:
+                changed |= take_back(origins[operator.op_id] or ())
+            if operator.op_id in variants or (operator.kind in PROMOTED and operator.op_class is not OpClass.ADJUSTABLE):
+                continue
+            mixed = None in arriving or (
+                len(set(operator.inputs)) > 1
+                and _clash([set(origins[name] or ()) for name in dict.fromkeys(operator.inputs)], found)
+            )
+            if mixed or operator.op_class in (OpClass.FIXED, OpClass.ADJUSTABLE) or not _takes_one_format(operator):
+                changed |= take_back(several)
+        if not changed:
+            return found
+
+
+def _clash(operands: Sequence[set[OpId]], variants: Mapping[OpId, Variant]) -> bool:
+    """Whether some origin of an operand delivers 16 bits, and one of another operand something else."""
+    return any(
+        variants[mine].output not in (Precision.FLOAT32, variants[others].output)
+        for place, operand in enumerate(operands)
+        for other in (*operands[:place], *operands[place + 1 :])
+        for mine in operand
+        for others in other
+    )
+
+
+def _takes_one_format(operator: Operator) -> bool:
+    """Norms read 16 bits where they have no float32 parameters, a batch norm beside these too."""
+    return operator.kind in (*PASSED_ON, "batch_norm") or (operator.kind == "layer_norm" and not operator.parameters)
 
 
 def gradient_reads(operator: Operator, variant: Variant) -> list[Precision]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import attrs
-from brute_force_formats import EIGHT_BIT, INPUT, WantedCast, follows, wanted_casts
+from brute_force_formats import BYTES, EIGHT_BIT, INPUT, RESULT, WantedCast, delivered, follows, size, wanted_casts
 
 from qsync_core.ir.chain import Chain, ChainForm, ChainVariant
 from qsync_core.ir.dag import OpClass, PrecisionDag
@@ -66,7 +66,7 @@ class Walker:
 
     def walk(self, said: Mapping[OpId, Variant | ChainVariant]) -> list[Walked]:
         """Every operator in the order of execution."""
-        variants = {name: variant for name, variant in said.items() if isinstance(variant, Variant)}
+        variants = delivered(self.dag, {name: variant for name, variant in said.items() if isinstance(variant, Variant)})
         fused: dict[int, tuple[Chain, ChainVariant]] = {}
         for chain in self.chains:
             how = said.get(chain.name)
@@ -146,9 +146,19 @@ class Walker:
             operator = self.dag.operators[place]
             leaving = follows(operator, arriving) if variant is None else variant.output
             runs_as = Variant(leaving, leaving, leaving, leaving, leaving) if variant is None else variant
-            cost = NOTHING
+            cost, wanted = NOTHING, wanted_casts(operator, variant, arriving)
             if operator.kind != "input":
-                cost = self.profile.costs[self.profile.cost_index[operator.op_id][runs_as]]
-            wanted = tuple(wanted_casts(operator, variant, arriving))
+                measured = self.profile.cost_index[operator.op_id]
+                if runs_as not in measured and runs_as.output == Precision.FLOAT32:
+                    both = (attrs.evolve(runs_as, output=output) for output in (Precision.BFLOAT16, Precision.FLOAT16))
+                    runs_as = next(twin for twin in both if twin in measured)
+                cost = self.profile.costs[measured[runs_as]]
+                if runs_as.output != leaving:
+                    elements = size(operator.output_shape)
+                    wanted.append(WantedCast(RESULT, CastKey(runs_as.output, leaving), elements))
+                    forward, backward = cost.workspaces
+                    forward += elements * BYTES[runs_as.output]
+                    cost = attrs.evolve(cost, workspace_bytes=forward, backward_workspace_bytes=backward)
+            wanted = tuple(wanted)
             self._seen[key] = Walked(variant, arriving, leaving, cost, wanted, wanted)
         return self._seen[key]

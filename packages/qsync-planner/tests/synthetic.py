@@ -211,7 +211,7 @@ def resnet(
 
     x = g.unary("stem.relu", "relu", conv_norm("stem", g.input("image", (batch, 3, image, image)), width, 7, 2))
     side = image // 4
-    x = g.unary("stem.pool", "max_pool", x, shape=(batch, width, side, side))
+    x = g.unary("stem.pool", "max_pool2d", x, shape=(batch, width, side, side))
     for stage, count in enumerate(blocks):
         inner = width * 2**stage
         for i in range(count):
@@ -221,7 +221,7 @@ def resnet(
             y = conv_norm(f"{at}.3", y, 4 * inner, 1, 1)
             shortcut = x if i else conv_norm(f"{at}.downsample", x, 4 * inner, 1, stride)
             x = g.unary(f"{at}.relu3", "relu", g.join(f"{at}.add", "add", [y, shortcut]))
-    x = g.unary("pool", "avg_pool", x, shape=(batch, 4 * width * 2 ** (len(blocks) - 1)))
+    x = g.unary("pool", "adaptive_avg_pool2d", x, shape=(batch, 4 * width * 2 ** (len(blocks) - 1)))
     g.loss(g.linear("fc", x, classes))
     return g.build()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_planner.replayer.cost_mapper import BEFORE_FORWARD
+from qsync_planner.replayer.cost_mapper import AFTER_FORWARD, BEFORE_FORWARD
 from qsync_planner.replayer.replay import Replayer
 
 from .stored import TITLES, read_job
@@ -29,7 +29,7 @@ def composition(replayer: Replayer, group: str, variants: Mapping[OpId, Variant]
         mine["forward"] += state.evaluation.forward_compute_ns
         mine["backward"] += state.evaluation.backward_compute_ns
         for priced in charged:
-            mine["cast-forward" if priced.cast.site in BEFORE_FORWARD else "cast-backward"] += priced.compute_ns
+            mine["cast-forward" if priced.cast.site in (*BEFORE_FORWARD, *AFTER_FORWARD) else "cast-backward"] += priced.compute_ns
     return found
 
 

@@ -7,8 +7,9 @@ import torch
 
 from nightly import nightly_but
 from qsync_core.errors import TraceError
+from qsync_core.ir.formats import OutputFormats
 from qsync_torch.tracing.trace import trace
-from robustness import zoo_runs
+from robustness import zoo_formats, zoo_runs
 from robustness.zoo import ZOO
 
 REFUSED = {"Branching": "operators.py:"}
@@ -48,6 +49,17 @@ def test_a_job_runs_right_under_plans(name: str) -> None:
     outcome = zoo_runs.run(name, swaps=1)
     assert outcome.status == "right", outcome.detail
     assert outcome.steps == 9
+
+
+@pytest.mark.parametrize("name", ["adds in place", "reads formats", "convolutions", "Encoder", "GPT2LMHeadModel"])
+def test_functions_between_operators_need_no_promotion(name: str) -> None:
+    row = zoo_formats.run(name)
+    assert row["status"] == "right", row
+
+
+def test_with_all_outputs_in_16_bits_a_job_that_needs_float32_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OutputFormats, "delivered", lambda self, fqn, outputs: outputs[fqn])
+    assert zoo_formats.run("adds in place")["status"] == "silent"
 
 
 @pytest.mark.parametrize("name", ["Bilinear", "Branching"])

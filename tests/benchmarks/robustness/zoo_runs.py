@@ -147,6 +147,13 @@ def with_variants(plan: PrecisionPlan, variants: Mapping[str, Variant]) -> Preci
     return attrs.evolve(plan, groups=tuple(changed(g) if g.group == "infer" else g for g in plan.groups))
 
 
+def decided(plan: PrecisionPlan, variants: Mapping[str, Variant]) -> dict[str, Variant]:
+    """The variants with the outputs that the graph allows, by FQN."""
+    assert plan.output_formats is not None
+    outputs = {name: variant.output for name, variant in variants.items()}
+    return {name: attrs.evolve(variant, output=plan.output_formats.delivered(name, outputs)) for name, variant in variants.items()}
+
+
 def plans_of(plan: PrecisionPlan) -> Iterator[tuple[str, dict[str, Variant]]]:
     """By name, variants by FQN."""
     planned = {key.fqn: entry.variant for key, entry in plan.group("infer").assignments.items()}
@@ -364,7 +371,8 @@ def run(name: str, swaps: int = 6) -> Outcome:
             warnings.simplefilter("ignore")
             plan = made_plan(name)
             outcome = attrs.evolve(outcome, operators=len(plan.operator_ids))
-            for label, variants in plans_of(plan):
+            for label, wanted in plans_of(plan):
+                variants = decided(plan, wanted)
                 worst, told, unseen = tried(name, label, variants, plan, swaps)
                 outcome = attrs.evolve(
                     outcome, steps=outcome.steps + STEPS, worst=max(outcome.worst, worst), swaps=outcome.swaps + told,

@@ -23,6 +23,7 @@ from qsync_core.errors import ArtifactError
 from qsync_core.ir.chain import ChainForm, ChainVariant
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import ChainAssignment, PrecisionPlan, RecommendedWay
 from qsync_core.ir.precision import Precision
@@ -147,7 +148,7 @@ def version_of(stored: Any) -> int:
 
 def test_graphs_and_plans_of_one_micro_batch_are_stored_as_before_there_were_several() -> None:
     made = examples(layers=1)
-    dag = attrs.evolve(made[PrecisionDag], accumulate=1)
+    dag = attrs.evolve(made[PrecisionDag], accumulate=1, calls_are_known=False)
     plan = attrs.evolve(made[PrecisionPlan], accumulate=1)
     for stored, newest in ((dag, 4), (plan, 6)):
         several = attrs.evolve(stored, accumulate=8)
@@ -230,7 +231,7 @@ def test_profiles_that_say_nothing_of_their_kernels_are_stored_as_before() -> No
 
 
 def test_graphs_without_views_are_stored_as_before() -> None:
-    dag = attrs.evolve(examples(layers=1)[PrecisionDag], base=Precision.FLOAT32, batch_axes={})
+    dag = attrs.evolve(examples(layers=1)[PrecisionDag], base=Precision.FLOAT32, batch_axes={}, calls_are_known=False)
     reader = next(operator for operator in dag.operators if len(operator.inputs) == 1)
     seeing = attrs.evolve(dag, operators=tuple(attrs.evolve(o, views=(1,)) if o is reader else o for o in dag.operators))
     assert [version_of(d) for d in (dag, seeing)] == [1, 3]
@@ -238,6 +239,19 @@ def test_graphs_without_views_are_stored_as_before() -> None:
     for wrong in ((1, 1), (-1,)):
         with pytest.raises(ValueError, match=rf"{reader.op_id}: views .* must be a number from 0 for each of its 1 inputs"):
             attrs.evolve(reader, views=wrong)
+
+
+def test_graphs_and_plans_from_before_outputs_were_decided_are_stored_as_they_were() -> None:
+    dag = attrs.evolve(examples(layers=1)[PrecisionDag], base=Precision.FLOAT32, batch_axes={}, calls_are_known=False)
+    first, *others = dag.operators
+    saying = attrs.evolve(dag, calls_are_known=True)
+    in_place = attrs.evolve(dag, operators=(attrs.evolve(first, in_place=True, also_read_by=("argmax",)), *others))
+    assert [version_of(d) for d in (dag, saying, in_place)] == [1, 5, 5]
+    assert [artifact.from_bytes(artifact.to_bytes(d), PrecisionDag) for d in (dag, saying, in_place)] == [dag, saying, in_place]
+    plan = attrs.evolve(examples(layers=1)[PrecisionPlan], output_formats=None)
+    decided = attrs.evolve(plan, output_formats=OutputFormats({"a": ("a", "b"), "b": ("b",)}))
+    assert version_of(plan) < version_of(decided) == 7
+    assert artifact.from_bytes(artifact.to_bytes(decided), PrecisionPlan) == decided
 
 
 def test_costs_without_transfer_shares_are_stored_as_before() -> None:
@@ -266,7 +280,8 @@ def test_a_newer_version_than_the_content_needs_is_refused() -> None:
 def test_a_float32_base_is_not_stored_and_another_one_is(kind: type) -> None:
     """Files from before AMP keep their bytes, and with them the digest that profiles and plans name."""
     plain: Any = examples(layers=1)[kind]
-    plain = attrs.evolve(plain, software={}, communication=None) if kind is PrecisionPlan else plain
+    before = {"software": {}, "communication": None} if kind is PrecisionPlan else {"calls_are_known": False}
+    plain = attrs.evolve(plain, **before)
     data = artifact.to_bytes(plain)
     assert int.from_bytes(data[24:28], "big") == 1
     assert "base" not in msgpack.unpackb(data[artifact.HEADER_BYTES :])

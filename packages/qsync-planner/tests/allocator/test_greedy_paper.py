@@ -10,11 +10,12 @@ from collections.abc import Mapping
 
 import attrs
 import pytest
+from brute_force_formats import delivered
 from hand_models import BF16, FP32, I8, I8_BF16, profile
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, random_case
-from synthetic import FLOAT32, GraphBuilder, resnet, transformer
+from synthetic import FLOAT16, FLOAT32, GraphBuilder, resnet, transformer
 
 from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
@@ -22,7 +23,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.profile import OpCost
 from qsync_core.ir.semantics import run_precision
 from qsync_core.ir.sensitivity import Sensitivity
@@ -35,6 +36,8 @@ from qsync_planner.allocator.greedy_paper import STARTS, initial_plan, memory_bu
 from qsync_planner.allocator.problem import GroupProblem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.replayer.replay import Replayer
+
+BY_ROW = attrs.evolve(I8, x_granularity=Granularity.PER_ROW)
 
 
 @attrs.frozen
@@ -111,9 +114,13 @@ def subgraph_cost(case: Case, group: str, choice: Mapping[OpId, Variant], inside
     measured = case.profiles[group]
     formats: dict[OpId, Precision] = {}
     dispatch = compute = nbytes = 0
+    low = {op_id: Variant.of(FLOAT16) for op_id in choice}
+    may_deliver = {op_id for op_id, variant in delivered(case.dag, low).items() if variant.output is FLOAT16}
     for operator in [case.dag.operators[position] for position in inside]:
         inputs = [formats.get(producer, FLOAT32) for producer in operator.inputs]
         run = choice.get(operator.op_id) or Variant.plain(run_precision(operator, inputs))
+        if operator.op_id in choice and operator.op_id not in may_deliver:
+            run = attrs.evolve(run, output=FLOAT32)
         cost = measured.cost(operator.op_id, run)
         formats[operator.op_id] = run.output if operator.op_id in choice else run.compute
         launch, work = cost.forward_dispatch_ns + cost.backward_dispatch_ns, cost.forward_compute_ns + cost.backward_compute_ns
@@ -230,9 +237,9 @@ def test_an_initial_plan_that_exceeds_memory_gives_way_to_uniform_precision() ->
 
 
 def test_a_refused_step_hides_the_rungs_above_it() -> None:
-    # One operator: int8 with a bfloat16 output does not fit the time, bfloat16 would.
-    costs = {"a": {I8: work(1_000), I8_BF16: work(9_000), BF16: work(1_100), FP32: work(20_000)}}
-    case = chain_case(costs, {I8: 8.0, I8_BF16: 4.0, BF16: 1.0, FP32: 0.0}, (I8, I8_BF16, BF16, FP32))
+    # One operator: int8 with a scale for each row does not fit the time, bfloat16 would.
+    costs = {"a": {I8: work(1_000), BY_ROW: work(9_000), BF16: work(1_100), FP32: work(20_000)}}
+    case = chain_case(costs, {I8: 8.0, BY_ROW: 4.0, BF16: 1.0, FP32: 0.0}, (I8, BY_ROW, BF16, FP32))
     begun = begin(case, tolerance=1.0)
     solution = begun.solve()
     assert initial_plan(begun.state, "g") == solution.rungs["g"] == (0,)

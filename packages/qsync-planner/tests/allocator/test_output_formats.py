@@ -21,8 +21,8 @@ from qsync_planner.replayer.replay import Replayer
 
 LADDER = (I8_BF16, I8, FP32)
 OMEGA = {I8_BF16: 5.0, I8: 4.0, FP32: 0.0}
-MIDDLE, RESULT = 4 * 16, 4 * 8
-"""Elements behind the first operator, whose reader takes any float format and keeps its result; and before the loss."""
+MIDDLE = 4 * 16
+"""Elements behind the first operator, whose reader takes any float format and keeps its result."""
 
 
 def case() -> Case:
@@ -43,16 +43,15 @@ def predicted(job: Case, first: Variant, second: Variant) -> GroupPrediction:
     return Replayer(job.dag, job.cluster, job.profiles).replay({"g": plan}).groups["g"]
 
 
-def test_16_bit_saves_two_casts_before_a_reader_that_takes_it_and_costs_two_before_one_that_does_not() -> None:
+def test_16_bit_saves_two_casts_before_a_reader_that_takes_it_and_is_not_delivered_before_one_that_does_not() -> None:
     job = case()
     wide = predicted(job, I8, I8).busy_ns
     # Before the second operator: float32 takes a dearer quantization, and a cast of the gradient on either side of the ReLU.
     saved = cast_ns(FLOAT32, INT8, MIDDLE) - cast_ns(BFLOAT16, INT8, MIDDLE)
     saved += cast_ns(FLOAT32, BFLOAT16, MIDDLE) + cast_ns(BFLOAT16, FLOAT32, MIDDLE)
     assert wide - predicted(job, I8_BF16, I8).busy_ns == saved > 0
-    # Before the loss: bfloat16 is cast to float32 and its gradient back; a float32 output casts its gradient alone.
-    added = cast_ns(BFLOAT16, FLOAT32, RESULT) + cast_ns(FLOAT32, BFLOAT16, RESULT) - cast_ns(FLOAT32, BFLOAT16, RESULT)
-    assert predicted(job, I8, I8_BF16).busy_ns - wide == added > 0
+    # Before the loss, which reads float32, the operator delivers that whatever the rung says.
+    assert predicted(job, I8, I8_BF16) == predicted(job, I8, I8)
 
 
 @pytest.mark.parametrize("solver", ["exact", "greedy"])

@@ -126,7 +126,7 @@ def test_a_plan_says_what_it_does_as_a_whole_where_that_is_not_the_sum() -> None
     rates = attrs.evolve(case.sensitivity, flips=omega, masks=dict.fromkeys(omega, 1.0))
     noted = allocate(case.dag, case.cluster, case.profiles, rates, solver="uniform")
     variants = {op_id: assignment.variant for op_id, assignment in noted.group("infer0").assignments.items()}
-    parts = [omega[op_id][variant] for op_id, variant in variants.items()]
+    parts = [omega[op_id][variant.known_as(omega[op_id])] for op_id, variant in variants.items()]
     together = math.hypot(*parts)
     (note,) = [note for note in noted.notes if "as a whole" in note]
     expected = f"group infer0 as a whole is about {together:.3g} a device, {together / sum(parts):.0%} of its Σ Ω {sum(parts):.3g}:"

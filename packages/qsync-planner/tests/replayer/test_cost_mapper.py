@@ -81,8 +81,9 @@ def query_key_value(variants: Mapping[str, Variant]) -> CostMapper:
     g = GraphBuilder("m")
     x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
     q, k, v = (g.linear(name, x, 8) for name in "qkv")
-    g.loss(g.join("context", "matmul", [q, k, v]))
-    return mapper(g.build(), {op(name): variant for name, variant in variants.items()})
+    context = g.join("context", "matmul", [q, k, v])
+    g.loss(g.linear("out", context, 8))
+    return mapper(g.build(), {op(name): variant for name, variant in ({"out": FP32} | dict(variants)).items()})
 
 
 def test_consumers_of_one_tensor_share_a_cast_charged_to_the_first() -> None:
@@ -91,7 +92,7 @@ def test_consumers_of_one_tensor_share_a_cast_charged_to_the_first() -> None:
         "q": [("input", FLOAT32, BFLOAT16, 32), weight, *grad_out, ("grad_input", BFLOAT16, FLOAT32, 32)],
         "k": [weight],
         "v": [weight],
-        "loss": [("input", BFLOAT16, FLOAT32, 32), ("grad_input", FLOAT32, BFLOAT16, 32)],
+        "out": [("input", BFLOAT16, FLOAT32, 32), ("grad_input", FLOAT32, BFLOAT16, 32)],
     }
 
 
@@ -113,10 +114,13 @@ def test_the_shared_cast_moves_on_when_its_first_consumer_no_longer_needs_it() -
     found = charges(built)
     assert "q" not in found
     assert found["k"][0] == ("input", FLOAT32, BFLOAT16, 32)
-    assert found["k"][-1] == ("grad_input", BFLOAT16, FLOAT32, 32)
-    assert found["v"] == [("weight", FLOAT32, BFLOAT16, 64)]
-    # The product takes the widest of its inputs, so k's and v's bfloat16 outputs are cast to float32, each once.
-    assert [c for c in found["context"] if c[0] == "input"] == [("input", BFLOAT16, FLOAT32, 32)] * 2
+    assert ("grad_input", BFLOAT16, FLOAT32, 32) in found["k"]
+    # The product wants one format: k and v, measured in bfloat16, deliver float32 beside q's, each by a cast of its own result.
+    own = [("output", BFLOAT16, FLOAT32, 32), ("grad_output", FLOAT32, BFLOAT16, 32)]
+    assert found["v"] == [("weight", FLOAT32, BFLOAT16, 64), own[1], own[0]]
+    assert "context" not in found
+    built.rollback()
+    assert charges(built) == charges(query_key_value(dict.fromkeys("qkv", BF16)))
 
 
 def test_int8_consumers_share_the_quantized_copy_but_not_the_gradient_casts() -> None:
@@ -135,8 +139,9 @@ def test_an_operator_that_reads_one_tensor_twice_casts_it_once() -> None:
     g = GraphBuilder("m")
     x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
     low = g.linear("low", x, 8)
-    g.loss(g.join("sum", "add", [low, low, g.linear("high", x, 8)]))
-    found = charges(mapper(g.build(), {op("low"): BF16, op("high"): FP32}))
+    total = g.join("sum", "add", [low, low, g.linear("high", x, 8)])
+    g.loss(g.linear("out", total, 8))
+    found = charges(mapper(g.build(), {op("low"): BF16, op("high"): FP32, op("out"): FP32}))
     assert found["sum"] == [("input", BFLOAT16, FLOAT32, 32), ("grad_input", FLOAT32, BFLOAT16, 32)]
 
 
@@ -160,8 +165,8 @@ def test_dependents_follow_the_widest_input_and_float16_with_bfloat16_gives_floa
 
 def test_an_input_without_gradient_has_none_to_cast() -> None:
     g = GraphBuilder("m")
-    g.loss(g.linear("fc", g.input("x", (4, 8)), 8))
-    assert [c[0] for c in charges(mapper(g.build(), {op("fc"): I8_BF16}))["fc"]] == ["input", "weight"]
+    g.loss(g.linear("out", g.linear("fc", g.input("x", (4, 8)), 8), 8))
+    assert [c[0] for c in charges(mapper(g.build(), {op("fc"): I8_BF16, op("out"): FP32}))["fc"]] == ["input", "weight"]
 
 
 def test_an_operator_that_can_not_be_lowered_stays_as_traced() -> None:
@@ -184,7 +189,9 @@ def test_bad_changes_are_refused_by_name_and_leave_nothing_behind() -> None:
     with pytest.raises(PlanError, match=r"relu#0 cannot be chosen: a relu is dependent, it follows its inputs"):
         built.update({op("fc"): BF16, op("relu"): BF16})
     float8 = Variant.of(Precision.FLOAT8_E4M3FN)
-    with pytest.raises(PlanError, match=r"no cost of operator fc#0 \(linear\) in float8_e4m3fn, only in: bfloat16, float16"):
+    with pytest.raises(
+        PlanError, match=r"no cost of operator fc#0 \(linear\) in float8_e4m3fn>float32, only in: bfloat16, float16"
+    ):
         built.update({op("fc"): float8})
     assert (built.states, built.forward, built._variant) == before
     built.update({op("fc"): BF16})

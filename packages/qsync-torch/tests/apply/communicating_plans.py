@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync_core.ir.communication import CommunicationSettings, PlannedCommunication
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -28,7 +29,22 @@ def plan_with(settings: CommunicationSettings | None) -> PrecisionPlan:
     planned = None if settings is None else PlannedCommunication(settings, "by hand")
     groups = (group("train", Role.TRAIN, {}), group("infer", Role.INFER, LOWERED))
     ids = tuple(map(OpId, LOWERED))
-    return PrecisionPlan("m", "", ids, {}, "by hand", "", 1, 1, 0.0, None, groups, "train", communication=planned)
+    return PrecisionPlan(
+        "m",
+        "",
+        ids,
+        {},
+        "by hand",
+        "",
+        1,
+        1,
+        0.0,
+        None,
+        groups,
+        "train",
+        communication=planned,
+        output_formats=OutputFormats(decides=False),
+    )
 
 
 def small_model() -> torch.nn.Module:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from qsync_core.artifacts.files import save
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -44,7 +45,9 @@ def plan_of(fqn: str = "0", backend: str = "aten", on_gpus: bool = False) -> Pre
 
     train = group("train", Role.TRAIN, Variant.of(Precision.FLOAT32), "aten")
     infer = group("infer", Role.INFER, Variant.of(Precision.BFLOAT16), backend)
-    return PrecisionPlan("m", "", (op_id,), {}, "by hand", "", 1, 1, 0.0, None, (train, infer), "train")
+    return PrecisionPlan(
+        "m", "", (op_id,), {}, "by hand", "", 1, 1, 0.0, None, (train, infer), "train", output_formats=OutputFormats(decides=False)
+    )
 
 
 def model() -> nn.Sequential:

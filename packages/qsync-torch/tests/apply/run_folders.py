@@ -10,6 +10,7 @@ from torch import nn
 
 from qsync_core.artifacts.files import save
 from qsync_core.ir.communication import CommunicationSettings, PlannedCommunication
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -37,6 +38,7 @@ def plan_for(groups: Collection[str], note: str = "", *, batches: bool = False) 
     communication = PlannedCommunication(CommunicationSettings(max_ctas=len(entries)), "by hand")
     return PrecisionPlan(
         "m", "", (op_id,), {}, "by hand", "", 1, 1, 0.0, None, tuple(entries), "".join(training), notes=(note,),
+        output_formats=OutputFormats(decides=False),
         communication=communication, local_batches={name: BATCHES[name] for name in groups} if batches else {},
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from qsync_core.errors import BackendError, NumericsError, PlanError
 from qsync_core.ir.chain import UNFUSED, ChainVariant
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
@@ -36,6 +37,7 @@ def plan_of(variants, model="small", backend="aten", group="infer"):
         bound=None,
         groups=groups,
         rank0_group=group,
+        output_formats=OutputFormats(decides=False),  # as they say
     )
 
 
@@ -310,7 +312,7 @@ def test_a_backend_that_is_not_installed_is_named():
 
 def test_operators_and_variants_may_be_texts():
     applied = apply_(ConvNet(), {"fc#0": "int8", "conv1": INT8})
-    assert applied.variants == {OpId("fc"): Variant.parse("int8>float32"), OpId("conv1"): INT8}
+    assert applied.variants == {OpId("fc"): Variant.parse("int8>float32"), OpId("conv1"): INT8.in_float32}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import casts, output_precision
 from qsync_core.ir.variant import Variant
@@ -68,15 +70,17 @@ def listed(dag, variants):
 
 
 def inside_operators(dag, variants):
-    """What belongs to a float operator itself: its bias in its format, and the gradients of its parameters in float32."""
+    """What belongs to a float operator itself: bias and result in their formats, and the gradients of its parameters in float32."""
     found = Counter()
     for operator in dag.adjustable:
-        compute = variants[operator.op_id].compute
+        compute, output = variants[operator.op_id].compute, variants[operator.op_id].output
         if not compute.needs_scale and compute is not Precision.FLOAT32:
             dtype, bias = getattr(torch, compute), operator.weight_shape[0]
             found[torch.float32, dtype, bias] += 1
             found[dtype, torch.float32, bias] += 1
             found[dtype, torch.float32, operator.weight_numel] += 1
+            if output is not compute:
+                found[dtype, getattr(torch, output), operator.output_numel] += 1
     return found
 
 
@@ -92,7 +96,9 @@ def test_the_casts_that_happen_are_those_of_the_table(monkeypatch):
 
     dag = trace(Job("mixed", model, batch, lambda y, _: y.square().mean(), optimizer, 3))
     variants = {operator.op_id: Variant.parse(VARIANTS[operator.op_id.fqn]) for operator in dag.adjustable}
-    apply_(model, variants)
+    variants = OutputFormats.of(dag).decided(variants)
+    assert {op_id.fqn for op_id, variant in variants.items() if variant.output is not Precision.FLOAT32} == {"emb", "q", "k", "v"}
+    apply_(model, {op_id: Assignment(variant, "", "", "") for op_id, variant in variants.items()})
     with CastLog() as log:
         model(torch.randn(3, 6, 12)).square().mean().backward()
     assert log.seen == listed(dag, variants) + inside_operators(dag, variants)

@@ -21,8 +21,8 @@ def test_a_plan_names_its_groups_what_they_run_as_and_its_report(tmp_path, monke
 def test_variants_by_operator_are_counted():
     network = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     applied = qsync_torch.apply_(network, {"0": "int8", "1": "bfloat16", "2": "int8"})
-    assert repr(applied) == "AppliedPlan(operators: 2 int8, 1 bfloat16)"
-    assert applied.summary() == "Sequential under variants by operator: 2 int8, 1 bfloat16"
+    assert repr(applied) == "AppliedPlan(operators: 2 int8>float32, 1 bfloat16>float32)"
+    assert applied.summary() == "Sequential under variants by operator: 2 int8>float32, 1 bfloat16>float32"
 
 
 def test_the_line_of_a_script_says_on_rank_0_what_is_in_force(tmp_path, monkeypatch, capsys):

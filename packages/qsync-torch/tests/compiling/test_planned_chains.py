@@ -13,6 +13,7 @@ import qsync_torch as qsync
 from nightly import each_once, nightly
 from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant, chains_of
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision, Rounding
@@ -39,7 +40,7 @@ def plan_of(model, variant, chains, backend="aten", forms=None):
     )  # fmt: skip
     return PrecisionPlan(
         "chained", "", tuple(variants), {}, "greedy", "lossvar", time_limit_ns=1, predicted_iteration_ns=1, objective=0.0,
-        bound=None, groups=(group,), rank0_group="infer",
+        bound=None, groups=(group,), rank0_group="infer", output_formats=OutputFormats(decides=False),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -12,15 +13,17 @@ from torch import nn
 
 from nightly import each_once
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.functions import FUNCTIONS, UnderAutocast
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind
-from qsync_core.ir.semantics import AUTOCAST_IN_BASE, AUTOCAST_IN_FLOAT32_ON_CUDA, Autocast, output_precision
+from qsync_core.ir.semantics import Autocast, output_precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
-from qsync_torch.tracing.classify import LOSSES
 from qsync_torch.tracing.trace import trace
 
 BERT = "layers=2,hidden=16,heads=2,vocab=50,seq=8"
@@ -76,6 +79,11 @@ def predicted(dag: PrecisionDag, variants: dict[OpId, Variant], autocast: Autoca
     return {str(op_id): str(precision) for op_id, precision in formats.items()}
 
 
+def whole(variants: Mapping[OpId, Variant]) -> dict[OpId, Assignment]:
+    """Assignments, whose outputs are taken as they are."""
+    return {op_id: Assignment(variant, "", "", "") for op_id, variant in variants.items()}
+
+
 def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict[str, str]:
     """Format of the outputs of all modules that operators are named after, by operator."""
     modules = dict(job.model.named_modules())
@@ -88,7 +96,7 @@ def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict
 
     names = {o.op_id.fqn for o in dag.operators if o.op_id.fqn in modules}
     handles = [modules[name].register_forward_hook(lambda _, __, output, name=name: note(name, output)) for name in names]
-    applied = apply_(job.model, variants, base=dag.base)
+    applied = apply_(job.model, whole(variants), base=dag.base)
     job.compute_loss(job.batch(0, job.batch_size)).backward()
     applied.remove()
     for handle in handles:
@@ -105,6 +113,7 @@ def test_formats_of_a_real_run_are_those_the_graph_predicts(text: str, seed: int
     by_group = {operator.variant_group: draw.choice(rungs) for operator in dag.adjustable}
     variants = {operator.op_id: by_group[operator.variant_group] for operator in dag.adjustable}
     assert len(set(variants.values())) > 1
+    variants = OutputFormats.of(dag).decided(variants)
     expected = predicted(dag, variants)
     found = measured(job, dag, variants)
     assert len(found) > 5
@@ -149,12 +158,13 @@ def test_logarithms_of_sums_are_in_float32_for_a_plan_and_as_they_arrive_under_a
     kinds, job = ("logsumexp", "logcumsumexp"), attrs.evolve(mixed_job(), model=Sums(), amp=amp)
     dag = trace(job)
     variants = dict.fromkeys((o.op_id for o in dag.adjustable), Variant.of(Precision.INT8, output=Precision.BFLOAT16))
-    formats = predicted(dag, variants, Autocast.of(dag.base, DeviceKind.CPU))
+    formats = predicted(dag, OutputFormats.of(dag).decided(variants), Autocast.of(dag.base, DeviceKind.CPU))
     assert {o.kind: formats[str(o.op_id)] for o in dag.operators if "sumexp" in o.kind} == dict.fromkeys(kinds, expected)
     seen = []
     for module in (job.model.sums, job.model.running):
         module.register_forward_hook(lambda _, __, output: seen.append(str(output.dtype).removeprefix("torch.")))
-    apply_(job.model, variants, base=dag.base)
+    variants = OutputFormats.of(dag).decided(variants)
+    apply_(job.model, whole(variants), base=dag.base)
     job.compute_loss(job.batch(0, job.batch_size))
     assert seen == [expected] * 2
 
@@ -172,7 +182,8 @@ def test_autocast_lists_are_those_of_pytorch() -> None:
     }
     private = {"scaled_dot_product_flash_attention", "thnn_fused_gru_cell", "thnn_fused_lstm_cell"}
     recurrent = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-    assert listed["LOWER_PRECISION_FP"] - private == AUTOCAST_IN_BASE - recurrent
-    float32 = (listed["FP32"] | listed["FP32_SET_OPT_DTYPE"]) - set(LOSSES)
-    assert float32 - AUTOCAST_IN_FLOAT32_ON_CUDA == set()
-    assert AUTOCAST_IN_FLOAT32_ON_CUDA - float32 <= {"norm"}
+    ours = {how: {kind for kind, row in FUNCTIONS.items() if row.autocast is how} for how in UnderAutocast}
+    assert listed["LOWER_PRECISION_FP"] - private == ours[UnderAutocast.BASE] - recurrent
+    float32 = (listed["FP32"] | listed["FP32_SET_OPT_DTYPE"]) - {kind for kind, row in FUNCTIONS.items() if row.loss}
+    assert float32 - ours[UnderAutocast.FLOAT32_ON_CUDA] == set()
+    assert ours[UnderAutocast.FLOAT32_ON_CUDA] - float32 <= {"norm"}

@@ -432,3 +432,45 @@ def test_inputs_without_gradient_are_marked() -> None:
     assert {str(o.op_id): o.no_grad_inputs for o in dag.adjustable} == {"a#0": (0,), "b#0": (0,)}
     assert dag[OpId("b")].inputs == ids("a#0")
     assert dag[OpId("add")].no_grad_inputs == ()
+
+
+class ReadsFormats(nn.Module):
+    """What an operator's result is read by, beside operators that take its values."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.read = nn.Linear(8, 8), nn.Linear(8, 8), read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.b(self.read(h))
+
+
+def also_read(read: Callable[[torch.Tensor], torch.Tensor]) -> tuple[str, ...]:
+    return traced(ReadsFormats(read), torch.randn(4, 8))[OpId("a")].also_read_by
+
+
+def test_reads_of_a_format_and_by_functions_that_are_no_operators_are_noted() -> None:
+    assert also_read(torch.relu) == ()
+    assert also_read(lambda h: h.view(2, 16).reshape(4, 8).transpose(0, 1).t()[:, :8]) == ()
+    assert also_read(lambda h: h + torch.arange(8, dtype=h.dtype)) == ("dtype",)
+    assert "to" in also_read(lambda h: h.float() * 2)
+    assert also_read(lambda h: h * (h.argmax(1, keepdim=True) > 3)) == ("argmax",)
+    assert also_read(lambda h: torch.softmax(h, -1, dtype=torch.float32)) == ("softmax",)
+    assert also_read(lambda h: torch.as_strided(h, (4, 8), (8, 1)) * 2) == ("as_strided",)
+    assert also_read(lambda h: h.unfold(1, 2, 2).flatten(1)) == ("unfold",)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    dag = traced(model, torch.randn(4, 8))
+    assert [dag[OpId(name)].also_read_by for name in "01"] == [(), ("loss",)]
+
+
+def test_calls_in_place_are_noted() -> None:
+    def add(h: torch.Tensor) -> torch.Tensor:
+        h += 1
+        return torch.relu_(h) + h.sin().mul_(2)
+
+    dag = traced(ReadsFormats(add), torch.randn(4, 8))
+    assert {(o.kind, o.in_place) for o in dag.operators if o.op_class is OpClass.DEPENDENT and o.kind != "square"} == {
+        ("add", True), ("relu", True), ("sin", False), ("mul", True), ("add", False),
+    }  # fmt: skip
+    assert dag.calls_are_known

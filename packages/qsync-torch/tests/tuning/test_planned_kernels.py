@@ -127,9 +127,7 @@ def test_refusals_of_backward_kernels_stop_it_too_with_all_reasons(install):
 
 def test_float_formats_do_not_run_silently_on_aten(install):
     install(NamedBackend("one"))
-    with pytest.raises(
-        BackendError, match=r"4#0: as bfloat16>float32 it runs PyTorch's own kernels \(backend aten\), and one"
-    ):
+    with pytest.raises(BackendError, match=r"4#0: as bfloat16>float32 it runs PyTorch's own kernels \(backend aten\), and one"):
         apply_(net(), assigned(_2=(INT8, "one", ""), _4=(BFLOAT16, "one", "")))
     apply_(net(), assigned(_2=(INT8, "one", ""), _4=(BFLOAT16, "one+aten", "")))
     with pytest.raises(BackendError, match=r"4#0: as bfloat16>float32 it runs PyTorch's own kernels"):

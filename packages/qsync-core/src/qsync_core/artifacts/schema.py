@@ -37,8 +37,8 @@ KINDS: dict[str, type] = {
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 5,
-    "PrecisionDag": 4,
-    "PrecisionPlan": 6,
+    "PrecisionDag": 5,
+    "PrecisionPlan": 7,
     "Profile": 7,
     "Timeline": 2,
 }
@@ -48,6 +48,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionDag", 2): {"base": "float32", "batch_axes": {}},
     ("PrecisionDag", 3): {},
     ("PrecisionDag", 4): {"accumulate": 1},
+    ("PrecisionDag", 5): {"calls_are_known": False},
     ("PrecisionPlan", 2): {
         "base": "float32",
         "software": {},
@@ -62,6 +63,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionPlan", 4): {},
     ("PrecisionPlan", 5): {"recommended_way": None},
     ("PrecisionPlan", 6): {"accumulate": 1},
+    ("PrecisionPlan", 7): {"output_formats": None},
     ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},
@@ -82,6 +84,7 @@ name it, stay what they were.
 _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("CollectiveCosts", 2): ("measured", {"transfer_share": {}}),
     ("PrecisionDag", 3): ("operators", {"views": []}),
+    ("PrecisionDag", 5): ("operators", {"in_place": False, "also_read_by": []}),
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
     ("PrecisionPlan", 4): ("groups", {"chain_forms": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),

@@ -92,6 +92,10 @@ class Operator:
         no_grad_inputs: positions of the inputs that need no gradient (images, whatever is detached): backward skips them.
         views: per input which of a producer's tensors it is, where operators read several (parts of it, or another shape for each):
             equal numbers are one tensor, of which they may share a cast; empty where all are 0.
+        in_place: the call writes its result into its first operand (``h += x``, ``relu_``), so that it has that one's format.
+        also_read_by: what reads its result and is no operator of the graph, or reads more of it than its values: ``loss``, a
+            function that delivers no floating-point tensor (``argmax``), one that is given its format (``to``, ``h.dtype``), a
+            view that PyTorch's gradients sum up entry by entry (``as_strided``).
     """
 
     op_id: OpId
@@ -110,6 +114,8 @@ class Operator:
     variant: Variant = attrs.field(factory=lambda: Variant.plain(Precision.FLOAT32))
     no_grad_inputs: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
+    in_place: bool = False
+    also_read_by: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.is_adjustable and self.kind not in ADJUSTABLE_KINDS:
@@ -203,6 +209,8 @@ class PrecisionDag:
             the first of those without a name, ``batch.0`` and ``batch.pixels`` are parts of one.
         accumulate: micro-batches of ``batch_size`` samples whose gradients add up to an optimizer step's; gradients are exchanged
             in the last one.
+        calls_are_known: whether operators say which calls are in place and what else reads their results; graphs of schema version
+            4 and before do not.
     """
 
     model: str
@@ -215,6 +223,7 @@ class PrecisionDag:
     base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
     batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int), hash=False)
     accumulate: int = attrs.field(default=1, validator=checks.micro_batches)
+    calls_are_known: bool = True
 
     def __attrs_post_init__(self) -> None:
         if not self.operators:

@@ -10,6 +10,7 @@ import attrs
 from qsync_core.ir import checks
 from qsync_core.ir.chain import ChainForm, ChainVariant
 from qsync_core.ir.communication import PlannedCommunication
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceType
@@ -145,6 +146,8 @@ class PrecisionPlan:
             empty where there is no verdict.
         recommended_way: the best way of all, which may be another plan; None where there is no verdict.
         accumulate: micro-batches of a step, as in the graph; predicted times are of whole steps, local batches of micro-batches.
+        output_formats: what the graph says of the formats in which operators may deliver, by which the outputs of all variants were
+            decided; None in plans from before that, whose outputs are float32 when they are carried out.
     """
 
     model: str
@@ -174,6 +177,7 @@ class PrecisionPlan:
     recommended_groups: tuple[str, ...] = ()
     recommended_way: RecommendedWay | None = None
     accumulate: int = attrs.field(default=1, validator=checks.micro_batches)
+    output_formats: OutputFormats | None = None
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]

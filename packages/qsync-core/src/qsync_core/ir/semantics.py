@@ -17,6 +17,7 @@ import attrs
 
 from qsync_core.ir.chain import Chain, ChainForm, ChainVariant, Producer
 from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.functions import UnderAutocast, function_of
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
 from qsync_core.ir.profile import CastKey, DeviceKind
@@ -32,6 +33,8 @@ class CastSite(enum.StrEnum):
     """Forward: the float32 parameter to the compute format."""
     BIAS = "bias"
     """Forward: the float32 bias to the format in which the product adds it, as a part of the operator itself."""
+    OUTPUT = "output"
+    """Forward: the result, from the format that the product writes to the one that the operator delivers."""
     GRAD_OUTPUT = "grad_output"
     """Backward: the incoming gradient, from the output's format (autograd's rule) to the gradient format."""
     GRAD_INPUT = "grad_input"
@@ -51,32 +54,6 @@ class Cast:
     numel: int
     input_index: int = 0
     shared: bool = False
-
-
-AUTOCAST_IN_BASE = frozenset(
-    [
-        "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
-        "convolution", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "addr", "chain_matmul",
-        "linalg_multi_dot", "linalg_vecdot", "einsum", "scaled_dot_product_attention", "prelu", "lstm", "gru", "rnn_tanh",
-        "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-    ]
-)  # fmt: skip
-"""Kinds that autocast runs in its format: PyTorch's own list, and the recurrent layers' kernels."""
-AUTOCAST_IN_FLOAT32_ON_CUDA = frozenset(
-    [
-        "softmax", "log_softmax", "logsumexp", "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "norm",
-        "frobenius_norm", "nuclear_norm", "linalg_vector_norm", "linalg_matrix_norm", "renorm", "cosine_similarity", "cdist",
-        "pdist", "dist", "sum", "prod", "cumsum", "cumprod", "exp", "expm1", "log", "log10", "log1p", "log2", "pow",
-        "reciprocal", "rsqrt", "softplus", "acos", "asin", "cosh", "sinh", "tan", "erfinv", "upsample_nearest1d",
-        "upsample_nearest2d", "upsample_nearest3d", "upsample_nearest_exact1d", "upsample_nearest_exact2d",
-        "upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bilinear2d_aa", "upsample_bicubic2d",
-        "upsample_bicubic2d_aa", "upsample_trilinear3d",
-    ]
-)  # fmt: skip
-"""Kinds that autocast runs in float32 on CUDA: PyTorch's own list without the losses, which are float32 in any case."""
-
-FIXED_FOR_PLANS_ALONE = frozenset(["logsumexp", "logcumsumexp"])
-"""Kinds whose inputs a plan brings to float32, and autocast leaves as they arrive (but for those that it lists)."""
 
 
 @attrs.frozen
@@ -111,16 +88,17 @@ class Autocast:
 
     def format_of(self, kind: str) -> Precision | None:
         """The format in which it runs an operator of that kind whatever its inputs have; None where that follows the inputs."""
-        if kind in AUTOCAST_IN_BASE:
+        how = function_of(kind).autocast
+        if how is UnderAutocast.BASE:
             return self.base
-        return Precision.FLOAT32 if self.device is DeviceKind.CUDA and kind in AUTOCAST_IN_FLOAT32_ON_CUDA else None
+        return Precision.FLOAT32 if self.device is DeviceKind.CUDA and how is UnderAutocast.FLOAT32_ON_CUDA else None
 
 
 def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Autocast | None = None) -> Precision:
     """The format that an operator without a variant runs in, given the formats of its inputs and the job's autocast."""
     if autocast is not None and (forced := autocast.format_of(operator.kind)) is not None:
         return forced
-    follows = operator.op_class is not OpClass.FIXED or (autocast is not None and operator.kind in FIXED_FOR_PLANS_ALONE)
+    follows = operator.op_class is not OpClass.FIXED or (autocast is not None and function_of(operator.kind).fixed_for_plans_alone)
     return promote(*inputs) if follows and inputs else Precision.FLOAT32
 
 

@@ -6,7 +6,7 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import attrs
@@ -118,6 +118,21 @@ class Variant:
         if base is Precision.FLOAT32 or self == Variant.plain(base):
             return self
         return attrs.evolve(self, output=base) if self.compute.needs_scale else None
+
+    @property
+    def in_float32(self) -> Variant:
+        """The same, delivering float32."""
+        return self if self.output is Precision.FLOAT32 else attrs.evolve(self, output=Precision.FLOAT32)
+
+    def known_as(self, known: Container[Variant]) -> Variant | None:
+        """The variant under which something is known of this one: itself, or where it delivers float32 the same in 16 bits.
+
+        None where neither is known.
+        """
+        if self in known or self.output is not Precision.FLOAT32:
+            return self if self in known else None
+        delivering = (attrs.evolve(self, output=output) for output in (Precision.BFLOAT16, Precision.FLOAT16))
+        return next((variant for variant in delivering if variant in known), None)
 
     @property
     def label(self) -> str:

@@ -11,6 +11,7 @@ from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings
 from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
@@ -437,6 +438,7 @@ def _plan(
         baselines=baselines,
         local_batches=local_batches,
         accumulate=dag.accumulate,
+        output_formats=OutputFormats.of(dag),
         notes=notes,
         unaddressed_ids=tuple(
             operator.op_id

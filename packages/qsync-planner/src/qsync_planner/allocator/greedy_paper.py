@@ -194,7 +194,15 @@ class _Subgraph:
         self._model = model
         self._units = [group.units[index] for index in block.units]
         unit_of = {dag.index[op_id]: i for i, unit in enumerate(self._units) for op_id in unit.operators}
-        self._numbers = [[model.intern(variant) for variant in unit.variants] for unit in self._units]
+        # A block by itself does not know what other blocks deliver: an operator delivers 16 bits where these can let it.
+        decides, together = model.formats.decides, model.formats.together
+        self._numbers = [
+            [
+                model.intern(variant if not decides or all(o.fqn in together for o in unit.operators) else variant.in_float32)
+                for variant in unit.variants
+            ]
+            for unit in self._units
+        ]
         self._outside = outside
         # Per operator: its position, its unit (-1: it has none), and the positions of its producers.
         self._rows = [

@@ -19,6 +19,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.chain import UNFUSED, ChainVariant
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
@@ -184,9 +185,10 @@ def _units(
         members.setdefault(operator.variant_group or operator.op_id.fqn, []).append(operator.op_id)
     _check_base_measured(dag, group, profile)
     units = []
+    formats = OutputFormats.of(dag)
     for name, op_ids in members.items():
         rungs = tuple(v for v in group.ladder if all(v in profile.cost_index[op_id] for op_id in op_ids))
-        omega = tuple(sum(_omega(sensitivity, op_id, rung, group) for op_id in op_ids) for rung in rungs)
+        omega = tuple(sum(_omega(sensitivity, op_id, rung, group, formats) for op_id in op_ids) for rung in rungs)
         units.append(Unit(name, tuple(op_ids), rungs, omega))
     _check_rungs_measured(group, profile, units)
     units = [unit.at_base() if any(op_id in keep for op_id in unit.operators) else unit for unit in units]
@@ -254,10 +256,17 @@ def _check_base_measured(dag: PrecisionDag, group: DeviceGroup, profile: Profile
             )
 
 
-def _omega(sensitivity: Sensitivity | None, op_id: OpId, variant: Variant, group: DeviceGroup) -> float:
+def _omega(sensitivity: Sensitivity | None, op_id: OpId, variant: Variant, group: DeviceGroup, formats: OutputFormats) -> float:
+    """Ω of an operator at a rung: where it delivers float32 whatever the others do, that without the rounding of its output.
+
+    One that delivers 16 bits together with others counts that rounding, also where they do not.
+    """
     if sensitivity is None:
         return 0.0
-    value = sensitivity.omega.get(op_id, {}).get(variant)
+    rated = sensitivity.omega.get(op_id, {})
+    value = rated.get(variant)
+    if formats.decides and op_id.fqn not in formats.together:
+        value = rated.get(variant.in_float32, value)
     if value is not None:
         return value
     if variant == Variant.plain(group.base):

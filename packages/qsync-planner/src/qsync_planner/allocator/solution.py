@@ -10,6 +10,7 @@ import attrs
 from qsync_core.ir.chain import ChainForm, ChainVariant, chains_of
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, Role
 from qsync_core.ir.precision import Precision
@@ -95,9 +96,10 @@ def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> Grou
                 chains[unit.operators[0]] = ChainAssignment(picked, _producer(profile, unit.operators[0], picked), "", reason)
             else:
                 chosen |= dict.fromkeys(unit.operators, (picked, reason))
+    delivered = OutputFormats.of(problem.dag).decided({op_id: variant for op_id, (variant, _) in chosen.items()})
     assignments = {}
     for op_id in (operator.op_id for operator in problem.dag.adjustable):
-        variant, reason = chosen[op_id]
+        variant, reason = delivered[op_id], chosen[op_id][1]
         cost = profile.cost(op_id, variant)
         assignments[op_id] = Assignment(variant, cost.backend, cost.config, reason)
     prediction = solution.prediction.groups[group.name]

@@ -218,7 +218,7 @@ def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> fl
         variants: by operator; what the sensitivity does not rate counts 0, as the base precision does.
     """
     error, shared = 0.0, []
-    for op_id, variant in variants.items():
+    for op_id, variant in _as_rated(sensitivity, variants).items():
         whole = sensitivity.omega.get(op_id, {}).get(variant, 0.0)
         part = sensitivity.flips.get(op_id, {}).get(variant, 0.0)
         masks = sensitivity.masks.get(op_id)
@@ -228,6 +228,11 @@ def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> fl
             error += whole - part
             shared.append((masks, part / masks))
     return error + sum(width * math.sqrt(noise) for width, noise in noise_at_masks(shared))
+
+
+def _as_rated(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> dict[OpId, Variant]:
+    """Variants as a sensitivity has them: what delivers float32 may be rated with an output in 16 bits."""
+    return {op_id: variant.known_as(sensitivity.omega.get(op_id, {})) or variant for op_id, variant in variants.items()}
 
 
 def noise_at_masks(operators: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
@@ -257,6 +262,7 @@ def error_notes(sensitivity: Sensitivity | None, groups: Iterable[GroupPlan]) ->
             continue
         variants = {op_id: assignment.variant for op_id, assignment in group.assignments.items()}
         variants |= {name: assignment.variant.rated_as for name, assignment in group.chains.items()}
+        variants = _as_rated(sensitivity, variants)
         total = sum(sensitivity.omega.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
         error = sum(sensitivity.errors.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
         together = plan_error(sensitivity, variants)

@@ -5,8 +5,8 @@ steps at the base precision and at every rung uniformly; the model reproduces ea
 corrections:
 
 1. at the base precision every operator's kernels are scaled by measured over modelled, per phase and resource, in all its variants;
-2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators in that rung, in proportion to their
-   kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops
+2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators as they run there, in proportion to
+   their kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops
    throughout would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time tenfold;
 3. beside lowered operators, those that stay at the base precision take the CPU longer than without a plan, equally much each.
 
@@ -23,10 +23,11 @@ import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.ablation import NOTHING, Ablation
-from qsync_planner.replayer.cost_mapper import BEFORE_FORWARD, CostMapper
+from qsync_planner.replayer.cost_mapper import AFTER_FORWARD, BEFORE_FORWARD, CostMapper
 from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale
 from qsync_planner.replayer.max_plus import sequence
 from qsync_planner.replayer.memory import MemoryLedger
@@ -69,9 +70,10 @@ def calibrated_model(
     if base_step.peak_bytes:
         calibration = attrs.evolve(calibration, memory_bytes=_missing_memory(dag, profile, calibration, base_step))
     rungs: dict[tuple[int, Variant], Correction] = {}
-    for step in profile.steps:
+    # Operators that may not deliver 16 bits run as those of the rung that delivers float32, where that was measured too.
+    for step in sorted(profile.steps, key=lambda step: step.variant.output is not Precision.FLOAT32):
         if step.variant != base:
-            rungs.update(_fit_rung(dag, profile, calibration, step))
+            rungs.update(_fit_rung(dag, profile, attrs.evolve(calibration, corrections=rungs), step))
     if lowers:
         rungs.update(_fit_alternating(dag, profile, attrs.evolve(calibration, corrections=rungs), base))
     return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs), without, lowers=lowers)
@@ -200,7 +202,7 @@ def _cast_times(mapper: CostMapper) -> PhaseTimes:
     times = [0, 0, 0, 0]
     for charged in mapper.charged:
         for priced in charged:
-            first = 0 if priced.cast.site in BEFORE_FORWARD else 2
+            first = 0 if priced.cast.site in (*BEFORE_FORWARD, *AFTER_FORWARD) else 2
             times[first] += priced.dispatch_ns
             times[first + 1] += priced.compute_ns
     return PhaseTimes(*times)
@@ -217,7 +219,8 @@ def _fit_rung(
     modelled = _modelled(mapper)
     optimizer = (calibration.optimizer_dispatch_ns, calibration.optimizer_compute_ns)
     target = _target(step, profile.device.is_synchronous, optimizer, modelled)
-    positions = [i for i, operator in enumerate(dag.operators) if operator.is_adjustable]
+    runs = {i: mapper.states[i].evaluation.run for i, operator in enumerate(dag.operators) if operator.is_adjustable}
+    positions = [i for i, run in runs.items() if (i, run) not in calibration.corrections]
     evaluations = [mapper.states[i].evaluation for i in positions]
     flops = [dag.operators[i].flops for i in positions]
     columns: list[list[int]] = []
@@ -232,4 +235,4 @@ def _fit_rung(
         elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
         memory = spread_integer(_missing_memory(dag, profile, calibration, step), elements)
     rows = zip(positions, zip(*columns, strict=True), memory, strict=True)
-    return {(position, step.variant): Correction(PhaseTimes(*times), nbytes) for position, times, nbytes in rows}
+    return {(position, runs[position]): Correction(PhaseTimes(*times), nbytes) for position, times, nbytes in rows}

@@ -7,6 +7,9 @@ or the format of one of its inputs changed, and passes the change on only where 
 that several consumers share are charged to the first of them, forward and backward: it is the first to need the copy, and the last
 to hand its gradient back.
 
+In which format an operator delivers follows from the variants of all operators that it goes together with
+(:mod:`qsync_core.ir.formats`): a change of one of these may be a change of it too.
+
 A fused chain (:mod:`qsync_planner.replayer.chains`) runs at its last operator.  What it writes follows from its readers' variants,
 so that a change of one of these visits it as well; a cast that it writes costs its readers nothing.
 
@@ -31,6 +34,7 @@ from qsync_planner.replayer.cost_model import CostModel, Evaluation, PricedCast
 from qsync_planner.replayer.max_plus import Work, kernel, sequence
 
 BEFORE_FORWARD = (CastSite.INPUT, CastSite.WEIGHT)
+AFTER_FORWARD = (CastSite.OUTPUT,)
 BEFORE_BACKWARD = (CastSite.GRAD_OUTPUT,)
 AFTER_BACKWARD = (CastSite.GRAD_INPUT,)
 """When casts happen, beside an operator's kernels."""
@@ -121,7 +125,7 @@ def _with_casts(charged: tuple[PricedCast, ...], forward: Work, backward: Work) 
 
     return ChargedCost(
         charged,
-        sequence([*work(BEFORE_FORWARD), forward]),
+        sequence([*work(BEFORE_FORWARD), forward, *work(AFTER_FORWARD)]),
         sequence([*work(BEFORE_BACKWARD), backward, *work(AFTER_BACKWARD)]),
     )
 
@@ -156,6 +160,11 @@ class CostMapper:
         self.wiring = model.wiring
         self._adjustable = {operator.op_id: i for i, operator in enumerate(dag.operators) if operator.is_adjustable}
         self._variant = self._initial_variants({op_id: v for op_id, v in variants.items() if isinstance(v, Variant)})
+        self._wanted = dict(self._variant_of_adjustable())
+        """The variants of adjustable operators as they are given; what they run as is decided from those."""
+        self._together, self._concerns = self._read_formats()
+        for position in self._wanted:
+            self._variant[position] = self._decided(position)
         self._chosen: dict[int, ChainVariant] = {}
         """What fused chains run as, by their number."""
         for number, chosen in self._chains_in(variants).items():
@@ -212,6 +221,37 @@ class CostMapper:
             raise self._not_adjustable(unknown[0])
         return numbers
 
+    def _variant_of_adjustable(self) -> Iterator[tuple[int, int]]:
+        return ((position, self._variant[position]) for position in self._adjustable.values())
+
+    def _read_formats(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """Find with whom operators deliver 16 bits, of those that may, and whose format an operator's variant decides beside its
+        own; both by position."""
+        formats = self.model.formats
+        calls: dict[str, list[int]] = {}
+        for op_id, position in self._adjustable.items():
+            calls.setdefault(op_id.fqn, []).append(position)
+        together, concerns = {}, dict[int, list[int]]()
+        for name, others in formats.together.items():
+            members = tuple(position for other in others for position in calls.get(other, ()))
+            for position in calls.get(name, ()):
+                together[position] = members
+                for member in members:
+                    if member != position:
+                        concerns.setdefault(member, []).append(position)
+        return together, {position: tuple(found) for position, found in concerns.items()}
+
+    def _decided(self, position: int) -> int:
+        """What an adjustable operator runs as: as it is given, or the same delivering float32."""
+        number, model = self._wanted[position], self.model
+        output = model.variant(number).output
+        if output is Precision.FLOAT32 or not model.formats.decides:
+            return number
+        together = self._together.get(position)
+        if together is not None and all(model.variant(self._wanted[other]).output is output for other in together):
+            return number
+        return model.in_float32(number)
+
     def _not_adjustable(self, op_id: OpId) -> PlanError:
         if op_id not in self.dag.index:
             return PlanError(f"model {self.dag.model!r} has no operator {op_id}; is the plan for another model?")
@@ -260,7 +300,9 @@ class CostMapper:
             position = self._adjustable.get(op_id)
             if position is None:
                 raise self._not_adjustable(op_id)
-            self._run_as(position, self.model.intern(variant), changed, undo)
+            self._want(position, self.model.intern(variant), undo)
+        for position in undo.concerned:
+            self._run_as(position, self._decided(position), changed, undo)
         if of_chains:
             self._update_chains(variants, changed, undo)
         heapq.heapify(changed)
@@ -273,6 +315,15 @@ class CostMapper:
             if before.evaluation.written != self.states[position].evaluation.written:
                 recosted.update(self.wiring.readers[position])
         return Change(evaluated, self._recost(recosted, undo), list(producers))
+
+    def _want(self, position: int, number: int, undo: _Undo) -> None:
+        """Give an operator another variant, and note whose formats that may change."""
+        before = self._wanted[position]
+        if number != before:
+            undo.wanted.append((position, before))
+            self._wanted[position] = number
+            undo.concerned[position] = None
+            undo.concerned.update(dict.fromkeys(self._concerns.get(position, ())))
 
     def _run_as(self, position: int, number: int, changed: list[int], undo: _Undo) -> None:
         if number != self._variant[position]:
@@ -342,6 +393,8 @@ class CostMapper:
         undo, self._undo = self._undo, None
         if undo is None:
             return
+        for position, number in reversed(undo.wanted):
+            self._wanted[position] = number
         for position, number in reversed(undo.variant):
             self._variant[position] = number
         for chain, chosen in reversed(undo.chosen):
@@ -391,6 +444,8 @@ class _Undo:
     """What a pending update overwrote."""
 
     def __init__(self) -> None:
+        self.wanted: list[tuple[int, int]] = []
+        self.concerned: dict[int, None] = {}
         self.variant: list[tuple[int, int]] = []
         self.chosen: list[tuple[int, ChainVariant]] = []
         self.state: list[tuple[int, OpState]] = []

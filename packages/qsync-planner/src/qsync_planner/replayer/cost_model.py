@@ -15,6 +15,7 @@ import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
@@ -266,6 +267,7 @@ class CostModel:
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant | Absorbed | ChainEnd, int] = {}
         self._variant_of: list[Variant | Absorbed | ChainEnd] = []
+        self._in_float32: dict[int, int] = {}
         self._autocast = Autocast.of(dag.base, profile.device.kind, beside_plan=lowers)
         self._cast_before = _cast_before(dag, self._autocast)
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
@@ -280,6 +282,18 @@ class CostModel:
     def chains(self) -> Chains:
         """The chains of the model."""
         return Chains.of(self.dag)
+
+    @cached_property
+    def formats(self) -> OutputFormats:
+        """Which of its operators may deliver 16 bits."""
+        return OutputFormats.of(self.dag)
+
+    def in_float32(self, number: int) -> int:
+        """The number of a variant that delivers float32 and is else that of a number."""
+        found = self._in_float32.get(number)
+        if found is None:
+            found = self._in_float32[number] = self.intern(self.variant(number).in_float32)
+        return found
 
     def intern(self, variant: Variant | Absorbed | ChainEnd) -> int:
         """A small number for a variant, or for how an operator of a fused chain runs; equal ones have equal numbers."""
@@ -318,7 +332,8 @@ class CostModel:
         """
         found = self._kernels.get((position, run))
         if found is None:
-            found = self._kernels[position, run] = self._calibrate(position, run, self._measured(self.dag.operators[position], run))
+            cost, _ = self._measured(self.dag.operators[position], run)
+            found = self._kernels[position, run] = self._calibrate(position, run, cost)
         return found
 
     def variant(self, number: int) -> Variant:
@@ -372,14 +387,14 @@ class CostModel:
         if self._fixed_formats:
             inputs = tuple(self._fixed_formats[producer] for producer in self.wiring.inputs[position])
         run = variant if adjustable else _PLAIN[run_precision(operator, inputs, self._autocast)]
-        cost = self._measured(operator, run)
+        cost, written = self._measured(operator, run)
         times = self._calibrate(position, run, cost)
         correction = self.calibration.corrections.get((position, run))
         memory_correction = correction.memory_bytes if correction else 0
         saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspaces)
         is_cast = position in self._cast_before
         # Layers repeat: operators alike in everything that counts share one object, which is worked out once.
-        key = (self._shape(position), run, inputs, times, saved, memory_correction, is_cast)
+        key = (self._shape(position), run, written, inputs, times, saved, memory_correction, is_cast)
         found = self._equal.get(key)
         if found is not None:
             return found
@@ -390,6 +405,8 @@ class CostModel:
         if is_cast and self._autocast is not None and self._autocast.runs(operator, run):
             needed = tuple(cast for cast in needed if cast.site is not CastSite.WEIGHT)
             own = max(0, own - operator.weight_numel * run.compute.nbytes)
+        if written is not run.output:
+            needed = (*needed, Cast(CastSite.OUTPUT, CastKey(written, run.output), operator.output_numel))
         priced = tuple(self._price(operator, cast) for cast in needed)
         copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
         if self._autocast is not None and not self._autocast.copies(operator):
@@ -408,7 +425,9 @@ class CostModel:
             ),
             saves_output=cost.saves_output,
             saved_own_bytes=own + sum(alone[index] for index in cost.saves_inputs if index in alone),
-            workspace_bytes=cost.workspaces[0] + passing,
+            workspace_bytes=cost.workspaces[0]
+            + passing
+            + (operator.output_numel * written.nbytes if written is not run.output else 0),
             backward_workspace_bytes=cost.workspaces[1],
             gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
             memory_correction_bytes=memory_correction,
@@ -435,17 +454,20 @@ class CostModel:
             number = self._shape_of[position] = self._shapes.setdefault(shape, len(self._shapes))
         return number
 
-    def _measured(self, operator: Operator, run: Variant) -> OpCost:
+    def _measured(self, operator: Operator, run: Variant) -> tuple[OpCost, Precision]:
+        """What was measured of an operator, and in which format it wrote its result: where that is not the variant's, an operator
+        that delivers float32 was measured delivering 16 bits, and casts.
+        """
         by_variant = self.profile.cost_index.get(operator.op_id)
         if by_variant is None:
             if operator.kind == "input":
-                return _FREE
+                return _FREE, run.output
             raise PlanError(
                 f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}); "
                 "it was made from another graph: run 'qsync profile' again"
             )
-        index = by_variant.get(run)
-        if index is None:
+        measured = run.known_as(by_variant)
+        if measured is None:
             labels = sorted(v.label for v in by_variant)
             wanted = run.label
             if wanted in labels:  # they differ in what a label leaves out
@@ -455,14 +477,14 @@ class CostModel:
                 f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}) in "
                 f"{wanted}, only in: {known}; profile again with that precision in the ladder, or leave it out of the cluster's"
             )
-        cost = self.profile.costs[index]
+        cost = self.profile.costs[by_variant[measured]]
         bad = [i for i in cost.saves_inputs if not 0 <= i < len(operator.inputs)]
         if bad:
             raise PlanError(
                 f"the profile of device {self.profile.device.name} says that operator {operator.op_id} saves input {bad[0]}, but "
                 f"it has {len(operator.inputs)}; it was made from another graph: run 'qsync profile' again"
             )
-        return cost
+        return cost, measured.output
 
     def _price(self, operator: Operator, cast: Cast) -> PricedCast:
         share = -1

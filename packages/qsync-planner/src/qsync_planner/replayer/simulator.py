@@ -25,7 +25,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.timeline import Interval, Timeline
 from qsync_planner.replayer.contention import PARTS
-from qsync_planner.replayer.cost_mapper import AFTER_BACKWARD, BEFORE_BACKWARD, BEFORE_FORWARD, CostMapper
+from qsync_planner.replayer.cost_mapper import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, CostMapper
 from qsync_planner.replayer.max_plus import NEVER, NOTHING, Work
 from qsync_planner.replayer.step_timing import StepShape
 
@@ -266,7 +266,7 @@ class _Builder:
         """Add the charged casts and the kernel of an operator's forward or backward."""
         op_id, entry = self._mapper.dag.operators[position].op_id, self._mapper.states[position].evaluation
         forward = phase is Phase.FORWARD
-        before, after = (BEFORE_FORWARD, ()) if forward else (BEFORE_BACKWARD, AFTER_BACKWARD)
+        before, after = (BEFORE_FORWARD, AFTER_FORWARD) if forward else (BEFORE_BACKWARD, AFTER_BACKWARD)
         charged = self._mapper.charged[position]
 
         def run(name: str, work: Work) -> None:

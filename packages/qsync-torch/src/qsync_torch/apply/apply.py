@@ -27,7 +27,7 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.job_settings import check_settings
-from qsync_torch.apply.plan_fit import Planned
+from qsync_torch.apply.plan_fit import Planned, check_outputs
 from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
 from qsync_torch.caller import Caller
@@ -68,7 +68,8 @@ def apply_(
         plan: a plan, or the path of one; a run folder, or the path of one, whose plan for exactly those groups is applied that the
             job's ranks are of (docs/run-folder.md); or variants (or whole assignments) by operator, where operators and
             variants may be texts, as in ``{"encoder.0#0": "int8"}``.  An operator with a variant alone runs on the kernels that
-            were tuned fastest on a GPU, and on PyTorch's own on a CPU.
+            were tuned fastest on a GPU, and on PyTorch's own on a CPU, and delivers float32: without a graph it is not known who
+            reads its result.  A whole assignment delivers what it says.
         group: which device group of the plan this process belongs to; by default what
             :func:`qsync_torch.distributed.ranks.which_group` finds.
         backend: run every operator on this kernel backend instead of the planned one; ``a+b`` takes b for what a does not offer,
@@ -149,6 +150,7 @@ def apply_for(
             if "share" not in allow_flags:
                 refuse_deferred()
             check_settings(plan, group, model, allow_flags, caller)
+            check_outputs(plan, group, caller)
             planned = Planned(plan, group, backend, plan.base, tuple(allow_flags), caller, fuses)
         else:
             planned = Planned(_read(plan), None, backend, base, tuple(allow_flags))

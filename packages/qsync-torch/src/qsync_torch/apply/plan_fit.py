@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -136,9 +137,8 @@ class Planned:
 
         def assigned(entry: Variant | Assignment) -> Assigned:
             if isinstance(entry, Variant):
-                # Without a trace nothing says that all who read 16 bits take them.
-                variant = attrs.evolve(entry, output=Precision.FLOAT32) if self.base is Precision.FLOAT32 else entry
-                return Assigned(variant, KernelChoice.parse(self.backend or default_backend(device)))
+                entry = entry if self.base is not Precision.FLOAT32 else entry.in_float32  # without a graph, who reads it?
+                return Assigned(entry, KernelChoice.parse(self.backend or default_backend(device)))
             if self.backend:
                 return Assigned(entry.variant, KernelChoice.parse(self.backend))
             return Assigned(entry.variant, KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
@@ -156,7 +156,10 @@ class Planned:
                 "cannot do: memory and time would not be what was planned; call qsync.compile(model, plan) in its place, or plan "
                 "with profiles that were made without --chains"
             )
-        return {op_id: assigned(entry) for op_id, entry in chosen.assignments.items()}
+        found = {op_id: assigned(entry) for op_id, entry in chosen.assignments.items()}
+        if self.entries.output_formats is None and self.base is Precision.FLOAT32:
+            return {op_id: attrs.evolve(entry, variant=entry.variant.in_float32) for op_id, entry in found.items()}
+        return found
 
     @property
     def chains(self) -> dict[OpId, PlannedChain] | None:
@@ -174,6 +177,32 @@ class Planned:
             for name, entry in group.chains.items()
             if entry.variant.fused
         }
+
+
+def check_outputs(plan: PrecisionPlan, group: str | None, caller: Caller = BY_HAND) -> None:
+    """See that operators of a group deliver 16 bits only where their readers take them, by what the plan says of its graph.
+
+    Raises:
+        PlanError: naming an operator; a plan that was edited has such ones.
+    """
+    chosen = next((entry for entry in plan.groups if entry.group == group), None)
+    if chosen is None or plan.base is not Precision.FLOAT32:
+        return
+    variants = {op_id: entry.variant for op_id, entry in chosen.assignments.items()}
+    if plan.output_formats is None:
+        if any(variant.output is not Precision.FLOAT32 for variant in variants.values()):
+            warnings.warn(
+                "this plan is from before QSync decided the format of every operator's output: all deliver float32, which takes "
+                f"more memory than was predicted; {caller.plan_again} to have 16 bits where their readers take them",
+                stacklevel=4,
+            )
+        return
+    if (wrong := plan.output_formats.first_wrong(variants)) is not None:
+        op_id, reason = wrong
+        raise PlanError(
+            f"the plan lets {op_id} of group {group!r} deliver {variants[op_id].output}, which it must not: {reason}; write "
+            f"out=float32 in its variant, or {caller.plan_again}"
+        )
 
 
 def is_own_forward(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import attrs
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan
 from qsync_core.ir.precision import Precision
@@ -122,7 +123,8 @@ def _probes(
     for name, variants in wanted.items():
         prediction = replayer.replay({INFER: variants})
         groups = tuple(
-            _with_variants(group, variants, profiles[INFER], name) if group.group == INFER else group for group in template.groups
+            _with_variants(group, variants, profiles[INFER], name, OutputFormats.of(dag)) if group.group == INFER else group
+            for group in template.groups
         )
         made[name] = attrs.evolve(
             template, solver="probe", objective=0.0, groups=groups, predicted_iteration_ns=prediction.iteration_ns
@@ -130,9 +132,11 @@ def _probes(
     return made
 
 
-def _with_variants(group: GroupPlan, variants: Mapping[OpId, Variant], profile: Profile, name: str) -> GroupPlan:
+def _with_variants(
+    group: GroupPlan, variants: Mapping[OpId, Variant], profile: Profile, name: str, formats: OutputFormats
+) -> GroupPlan:
     assignments = {}
-    for op_id, variant in variants.items():
+    for op_id, variant in formats.decided(variants).items():
         cost = profile.cost(op_id, variant)
         assignments[op_id] = Assignment(variant, cost.backend, cost.config, f"probe: {name}")
     return attrs.evolve(group, assignments=assignments)

@@ -18,14 +18,18 @@ from qsync_core.errors import NumericsError, ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.chain import Chain, ChainVariant, chains_of
 from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.noise import kept_formats
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.apply import apply_
+from qsync_torch.apply.first_step import device_of
 from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.kernels.selection import default_backend
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision
 from qsync_torch.observing.kept_inputs import ProducerCalls, RoundedInput
 from qsync_torch.observing.replaced_functions import PairedDropout
@@ -185,6 +189,14 @@ class MonteCarloCollector:
         applied.advance()
         return change
 
+    @staticmethod
+    def _entries(step: ObservedStep, group: Sequence[Operator], variant: Variant) -> dict[OpId, Assignment]:
+        """A plan that lowers these operators alone: one that delivers 16 bits only together with others delivers float32."""
+        plain = {operator.op_id: Variant.plain(step.dag.base) for operator in step.dag.adjustable}
+        decided = OutputFormats.of(step.dag).decided(plain | {operator.op_id: variant for operator in group})
+        backend = default_backend(device_of(step.model))
+        return {operator.op_id: Assignment(decided[operator.op_id], backend, "", "") for operator in group}
+
     def _halves(
         self,
         step: ObservedStep,
@@ -198,9 +210,7 @@ class MonteCarloCollector:
         seed = stream_key(step.seed, step.update)
         half = self.draws // 2
         try:
-            applied: AppliedPlan = apply_(
-                step.model, {operator.op_id: variant for operator in group}, seed=seed, base=step.dag.base
-            )
+            applied: AppliedPlan = apply_(step.model, self._entries(step, group, variant), seed=seed, base=step.dag.base)
             try:
                 sums = [
                     sum(self._change(step, applied, undisturbed) for _ in range(half if is_random(variant) else 1))

@@ -107,18 +107,6 @@ _OLDER = (
 _SUMS_OF_EXPONENTIALS = ("logsumexp", "logcumsumexp")
 """Their gradient is ``exp(x - result)``: rounded to bfloat16, a result of 30 scales it by up to 6%."""
 
-FLOAT32_ONLY = frozenset(
-    [
-        *(f"fft_{name}" for name in _FFT),
-        *(f"linalg_{name}" for name in _LINALG),
-        *_OLDER,
-        *_SUMS_OF_EXPONENTIALS,
-        "special_logsumexp",
-    ]
-)
-"""ATen operators that PyTorch has in float32 and float64 only (on most devices) or that are wrong in 16 bits, by their plain
-names."""
-
 FLOAT32_FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(
     getattr(owner, name)
     for owner, names in (
@@ -130,7 +118,7 @@ FLOAT32_FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(
     for name in names
     if hasattr(owner, name)
 )
-"""The same as a model calls them."""
+"""Functions that PyTorch has in float32 and float64 only (on most devices) or that are wrong in 16 bits, as a model calls them."""
 
 LOSSES: tuple[Callable[..., Any], ...] = tuple(
     getattr(F, name)

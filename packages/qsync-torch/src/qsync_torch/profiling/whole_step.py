@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.profile import AlternatingDispatch, RungMemory, StepMeasurement
@@ -224,9 +225,9 @@ def _lowered(
     from qsync_torch.apply.apply import apply_
 
     plain, entries = KernelChoice(), {}
-    for op_id in (operator.op_id for operator in dag.adjustable):
+    runs = {operator.op_id: variant if operator.op_id in lowered else Variant.plain(dag.base) for operator in dag.adjustable}
+    for op_id, run in OutputFormats.of(dag).decided(runs).items():
         kernel = chosen.get(op_id, plain) if op_id in lowered else plain
-        run = variant if op_id in lowered else Variant.plain(dag.base)
         entries[op_id] = Assignment(run, kernel.backend, kernel.config, "")
     applied = apply_(runner.model, entries, base=dag.base)
     try:

@@ -14,54 +14,9 @@ from torch import nn
 
 from qsync_core.geometry import Geometry, pair
 from qsync_core.ir.dag import INPUT_STRIDE, OpClass
+from qsync_core.ir.functions import function_of
 from qsync_torch.operators.addresses import kind_of_forward
-from qsync_torch.operators.norms import FLOAT32_ONLY
 from qsync_torch.tracing.graph_values import Draft, Read
-
-LOSSES = {
-    "cross_entropy_loss": "cross_entropy",
-    "nll_loss": "nll",
-    "nll_loss_nd": "nll",
-    "nll_loss2d": "nll",
-    "mse_loss": "mse",
-    "l1_loss": "l1",
-    "smooth_l1_loss": "smooth_l1",
-    "huber_loss": "huber",
-    "binary_cross_entropy": "binary_cross_entropy",
-    "binary_cross_entropy_with_logits": "binary_cross_entropy",
-    "kl_div": "kl_div",
-    "ctc_loss": "ctc",
-    "cosine_embedding_loss": "cosine_embedding",
-    "hinge_embedding_loss": "hinge_embedding",
-    "margin_ranking_loss": "margin_ranking",
-    "multi_margin_loss": "multi_margin",
-    "multilabel_margin_loss": "multilabel_margin",
-    "soft_margin_loss": "soft_margin",
-    "triplet_margin_loss": "triplet_margin",
-    "poisson_nll_loss": "poisson_nll",
-}
-"""ATen loss functions and the loss kind that a PrecisionDag stores."""
-
-GUARDED = frozenset(
-    {
-        "softmax",
-        "log_softmax",
-        "safe_softmax",
-        "batch_norm",
-        "native_batch_norm",
-        "layer_norm",
-        "native_layer_norm",
-        "group_norm",
-        "native_group_norm",
-        "instance_norm",
-        "rms_norm",
-        "local_response_norm",
-    }
-)
-"""Compute inside in float32, in any precision of their inputs."""
-
-FIXED = frozenset({"embedding", "embedding_bag", "weight_norm", *FLOAT32_ONLY})
-"""Stay in float32, whatever they read."""
 
 PRODUCTS_WITH_A_PARAMETER = {
     "matmul": "torch.matmul",
@@ -122,11 +77,15 @@ def class_of(name: str, *, has_activation: bool, mixes_float32: bool) -> OpClass
         mixes_float32: it also reads a parameter, buffer or constant of at least one dimension, which is float32: PyTorch's
             promotion then computes in float32 whatever the activations are.
     """
-    if not has_activation or name in FIXED or name in LOSSES or name in RECURRENT:
+    if not has_activation:
         return OpClass.FIXED
-    if name in GUARDED:
-        return OpClass.GUARDED
-    return OpClass.FIXED if mixes_float32 else OpClass.DEPENDENT
+    op_class = function_of(name).op_class
+    return OpClass.FIXED if mixes_float32 and op_class is OpClass.DEPENDENT else op_class
+
+
+def is_loss(name: str) -> bool:
+    """Whether an ATen operator is a loss function."""
+    return bool(function_of(name).loss)
 
 
 def address_of(module: nn.Module | None, scope: str, kind: str, weight: Read | None, addresses: Mapping[str, str]) -> str:
@@ -254,9 +213,9 @@ def loss_kind(drafts: Sequence[Draft], loss: int | None) -> tuple[str, str]:
             continue
         seen.add(position)
         draft = drafts[position]
-        if draft.name in LOSSES:
+        if is_loss(draft.name):
             is_log_softmax = any(drafts[source].name == "log_softmax" for source in draft.inputs)
-            kind = LOSSES[draft.name]
+            kind = function_of(draft.name).loss
             kinds.add("cross_entropy" if kind == "nll" and is_log_softmax else kind)
             reductions.append(draft.reduction)
         elif draft.in_loss and draft.kind != "input":

@@ -67,28 +67,43 @@ class ExportedStep:
         return module
 
 
-class _Step(torch.nn.Module):
+class _Exported(torch.nn.Module):
+    """What is exported of a job: something around its model.
+
+    ``recorded`` is the mode that is active meanwhile; it is told where the model's own code runs.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.model
+        self.recorded = _AsRecorded()
+
+    def run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's forward."""
+        self.recorded.in_model = True
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            self.recorded.in_model = False
+
+
+class _Step(_Exported):
     """Model and loss in one module.  The loss is kept in a tuple, so that one which is a module adds no names."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.model = job.model
+        super().__init__(job)
         self._loss = (job.loss,)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
-        return self._loss[0](self.model(*args, **kwargs), Batch(args, kwargs, target))
+        return self._loss[0](self.run_model(args, kwargs), Batch(args, kwargs, target))
 
 
-class _Outputs(torch.nn.Module):
+class _Outputs(_Exported):
     """The model alone: its floating-point outputs, in the order in which they are found.  It takes what :class:`_Step` takes."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.model = job.model
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        map_tensors(self.model(*args, **kwargs), found.append)
+        map_tensors(self.run_model(args, kwargs), found.append)
         return found
 
 
@@ -122,11 +137,11 @@ def with_run_loss(step: ExportedStep, loss: RunLoss) -> ExportedStep:
     return attrs.evolve(step, loss=loss)
 
 
-def _export(job: Job, module: torch.nn.Module, batch: Batch) -> torch.export.ExportedProgram:
+def _export(job: Job, module: _Exported, batch: Batch) -> torch.export.ExportedProgram:
     device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
     autocast_off = torch.autocast(device, enabled=False)
     held = held_state(job.model, job.loss, fakes=job.model.buffers())
-    with training(job.model), held, quiet_torch(), autocast_off, _as_in_training(), _AsRecorded(), Alone():
+    with training(job.model), held, quiet_torch(), autocast_off, _as_in_training(), module.recorded, Alone():
         try:
             return torch.export.export(module, (batch.args, batch.kwargs, batch.target), strict=False)
         except JobError:  # what the job itself refuses is no failure of the export
@@ -237,16 +252,21 @@ def _as_in_training() -> Iterator[None]:
 
 
 class _AsRecorded(TorchFunctionMode):
-    """What a forward does besides operators, in a way that an export can record: choices that need no values, and ``.data``.
+    """What a forward does besides operators, in a way that an export can record: choices without values, ``.data``, ``.dtype``.
 
     Choices are those of an ordinary step.  ``x.data`` is ``x.detach()``, and what is assigned to it is written into ``x``.
 
     Numbers are finite (the encoders of DETR ask that in every layer, some losses ask it of themselves).  A random number of 0..1 is
     on the likelier side of what it is compared with: with LayerDrop (Wav2Vec2, Whisper, BART), no layer is left out.
+
+    Of the reads of a format those of the model's code count, each tensor's once: PyTorch reads the formats of all tensors when it
+    writes a graph down.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.in_model = False
+        self._formats_read: dict[int, torch.Tensor] = {}
         self._drawn: list[torch.Tensor] = []
         self._asked: list[tuple[torch.Tensor, bool]] = []
 
@@ -255,6 +275,12 @@ class _AsRecorded(TorchFunctionMode):
             return args[0].detach()
         if func == _SET_DATA:
             return _write_data(*args)
+        if func == _GET_DTYPE:
+            dtype = func(*args, **(kwargs or {}))
+            if dtype.is_floating_point and self.in_model and id(args[0]) not in self._formats_read:
+                self._formats_read[id(args[0])] = args[0]
+                _record_format_read(args[0], dtype)
+            return dtype
         if func in _BELOW and isinstance(args[1], (int, float)) and any(args[0] is drawn for drawn in self._drawn):
             return torch.tensor(args[1] > 0.5).reshape(args[0].shape)
         if func in _OF_ALL and len(args) == 1 and not kwargs:
@@ -271,6 +297,11 @@ class _AsRecorded(TorchFunctionMode):
         return result
 
 
+def _record_format_read(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """``h.dtype``, as an export records it by itself before a cast: a call that stays in the graph and does nothing."""
+    torch.ops.aten._assert_tensor_metadata.default(tensor, dtype=dtype)
+
+
 def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """``tensor.data = value``, as an export can record it.
 
@@ -284,6 +315,7 @@ def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
 
 
+_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 _OF_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)

@@ -95,8 +95,15 @@ class Draft:
     not_applicable: str = ""
     no_grad_inputs: tuple[int, ...] = ()
     views: tuple[int, ...] = ()
+    in_place: bool = False
+    also_read_by: tuple[str, ...] = ()
     in_loss: bool = False
     reduction: str = ""
+
+    def note_reader(self, name: str) -> None:
+        """Add one to :attr:`~qsync_core.ir.dag.Operator.also_read_by`."""
+        if name not in self.also_read_by:
+            self.also_read_by = (*self.also_read_by, name)
 
 
 def float_tensor(value: Any) -> torch.Tensor | None:

@@ -65,6 +65,26 @@ _ITSELF_OR_OTHER = frozenset(
 )
 """Operators that return their input itself, and no view of it, where nothing is to be done (``weight.to(x.dtype)``)."""
 
+_FORMAT_READ = "_assert_tensor_metadata"
+"""The call that an export records where a format is read (:mod:`qsync_torch.tracing.export`)."""
+
+_CASTS = frozenset({"to", "to_copy", "type_as"})
+"""Operators that are given a format, which may be one that was read of a tensor (``x.to(h.dtype)``)."""
+
+_EXACT_VIEWS = frozenset(
+    {
+        *("view", "unsafe_view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"),
+        *("t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "numpy_T", "matrix_H", "mT", "mH", "adjoint"),
+        *("select", "slice", "narrow", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "chunk", "unbind"),
+        *("expand", "expand_as", "broadcast_to", "broadcast_tensors", "diagonal", "detach", "alias", "lift_fresh_copy"),
+        *("unsafe_chunk", "unsafe_split", "atleast_1d", "atleast_2d", "atleast_3d", "positive", "contiguous"),
+        *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "add_batch_dim", "remove_batch_dim"),
+        *("sum_to_size", "resolve_conj", "resolve_neg", "pin_memory"),
+    }
+)
+"""Views whose gradients PyTorch only places, or sums up at once (``expand``); those of others (``as_strided``, ``unfold``) it adds
+entry by entry in the format of what was viewed."""
+
 
 class GraphWalk:
     """Walks a graph and collects drafts.
@@ -156,14 +176,37 @@ class GraphWalk:
         if name in ("_vmap_increment_nesting", "_vmap_decrement_nesting"):
             self._vmap_depth += 1 if "increment" in name else -1
             return None
+        if name == _FORMAT_READ:
+            self._note_readers(node.args[0], "dtype")
+            return None
+        self._note_formats(node, name)
         if name in _PASS_THROUGH and isinstance(node.args[0], (list, tuple)):
             return [self._entry(item) for item in node.args[0]]
         if name in _ITSELF_OR_OTHER and self._is_itself(node):
             return self._entry(node.args[0])
         if name in _PASS_THROUGH or self._is_view(node):
             entry = self._entry(node.args[0])
+            if name.strip("_") not in _EXACT_VIEWS:
+                self._note_readers(node.args[0], name.strip("_"))
             return Value(entry.storage, is_view=True) if isinstance(entry, Value) else entry
         return self._operator(node, target) if isinstance(target, OpOverload) else None
+
+    def _note_readers(self, arguments: Any, name: str) -> None:
+        """Note at the operators whose results these are what else reads them."""
+        for leaf in _leaves([arguments]):
+            for value in _values(self._entry(leaf)):
+                if value is not None and value.storage.writer is not None and float_tensor(leaf.meta.get("val")) is not None:
+                    self.drafts[value.storage.writer].note_reader(name)
+
+    def _note_formats(self, node: torch.fx.Node, name: str) -> None:
+        """Note operators whose results a call casts, or reads with a format that it is given."""
+        given = _given(node) if isinstance(node.target, OpOverload) else {}
+        if name.strip("_") in _CASTS and (given.get("dtype") is not None or "other" in given):
+            self._note_readers([given.get("self"), given.get("other")], name.strip("_"))
+        elif given.get("dtype") is not None:  # softmax(h, dtype=torch.float32)
+            self._note_readers([*given.values()], name.strip("_"))
+        if "out" in given:
+            self._note_readers([*given.values()], f"{name.strip('_')} with out=")
 
     def _is_view(self, node: torch.fx.Node) -> bool:
         """A result that shares its first argument's memory, by the operator's schema and, where known, by what really happened."""
@@ -211,9 +254,10 @@ class GraphWalk:
 
     def _operator(self, node: torch.fx.Node, target: OpOverload[..., Any]) -> Entry:
         output = float_tensor(node.meta.get("val"))
-        if output is None:
-            return None
         arguments = _given(node)
+        if output is None:
+            self._note_readers([*arguments.values()], _op_name(node))
+            return None
         reads = list(self._reads(arguments))
         written = [
             value.storage
@@ -225,6 +269,7 @@ class GraphWalk:
         ]
         storage = written[0] if written else Storage("activation")
         draft = self._draft(node, reads, output)
+        draft.in_place = bool(written)
         storage.weight_only = all(read.value.storage.weight_only for read in reads) and bool(reads)
         position = self._add(draft)
         for touched in (storage, *written):
@@ -248,7 +293,7 @@ class GraphWalk:
         activations = [read for read in activations if read.tensor.dim() > 0] or activations
         draft = Draft(name, name, OpClass.DEPENDENT, scope, module, output_shape=static_shape(output))
         draft.parameters = tuple(dict.fromkeys(read.value.storage.name for read in reads if read.is_parameter))
-        is_loss = name in classify.LOSSES
+        is_loss = classify.is_loss(name)
         draft.in_loss = (
             is_loss or scope == LOSS_SCOPE or any(self.drafts[read.producer].in_loss for read in reads if read.is_activation)
         )
@@ -260,6 +305,10 @@ class GraphWalk:
         if is_loss:
             draft.reduction = {0: "none", 1: "mean", 2: "sum"}.get(_arguments(node).get("reduction", 1), "mean")
         draft.inputs = tuple(read.producer for read in activations)
+        if draft.in_loss:
+            for producer in draft.inputs:
+                if not self.drafts[producer].in_loss:
+                    self.drafts[producer].note_reader("loss")
         draft.input_shapes = tuple(static_shape(read.tensor) for read in activations)
         views = tuple(self._view(read) for read in activations)
         draft.views = views if any(views) else ()
@@ -325,7 +374,7 @@ def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], out
     draft.op_class = classify.class_of(draft.name, has_activation=bool(activations), mixes_float32=mixes)
     if draft.in_loss:
         draft.op_class = OpClass.FIXED
-    if draft.name in classify.LOSSES:
+    if classify.is_loss(draft.name):
         draft.kind = "loss"
     elif activations and draft.parameters and not draft.in_loss:
         draft.not_applicable = classify.unsupported_reason(draft.name)
@@ -386,7 +435,7 @@ def _index_bound(name: str, reads: Sequence[Read]) -> int:
     """Integers below it are valid wherever an operator may use them as an index."""
     if name in ("embedding", "embedding_bag") and reads:
         return int(reads[0].tensor.shape[0])
-    if name in classify.LOSSES and reads and reads[0].tensor.dim():
+    if classify.is_loss(name) and reads and reads[0].tensor.dim():
         return int(reads[0].tensor.shape[min(1, reads[0].tensor.dim() - 1)])
     return min((int(min(read.tensor.shape)) for read in reads if read.tensor.dim()), default=1)
 

@@ -137,6 +137,8 @@ def _operators(drafts: list[Draft], base: Variant) -> tuple[Operator, ...]:
             variant=base if draft.op_class is OpClass.ADJUSTABLE else FLOAT32,
             no_grad_inputs=draft.no_grad_inputs,
             views=draft.views,
+            in_place=draft.in_place,
+            also_read_by=draft.also_read_by,
         )
         for draft, op_id, depth in zip(drafts, op_ids, depths, strict=True)
     )

@@ -1,9 +1,10 @@
 """What every operator of a group may cost, as indicators over the columns of a program.
 
-A column ``x[u, r]`` says that unit u runs at rung r.  The format of a tensor is an indicator for each format that it may have: of
-an adjustable operator a sum of its unit's columns, of a dependent one what its inputs decide.  An operator's *choice* is what
-it costs for one combination of its rung and its inputs' formats; where two of these are free, columns of their own stand for the
-combinations, tied to both by marginal sums.  Once the units' columns are integers, so is everything else.
+A column ``x[u, r]`` says that unit u runs at rung r.  Where a rung delivers 16 bits only together with other units
+(:mod:`qsync_core.ir.formats`), a column says that all of them do.  The format of a tensor is an indicator for each format that it
+may have: of an adjustable operator a sum of its unit's columns, of a dependent one what its inputs decide.  An operator's *choice*
+is what it costs for one combination of its rung and its inputs' formats; where two of these are free, columns of their own stand
+for the combinations, tied to both by marginal sums.  Once the units' columns are integers, so is everything else.
 
 An operator of a chain has the chain's rungs, and the last one beside them what it writes, which the rungs of its readers decide.
 """
@@ -76,6 +77,9 @@ class Choices:
         self._unit_of = {dag.index[op_id]: index for index, unit in operators for op_id in unit.operators}
         self._variants = [tuple(model.intern(variant) for variant in unit.variants) for unit in group.units]
         self._units = group.units
+        self._unit_named = {op_id.fqn: index for index, unit in operators for op_id in unit.operators}
+        self._delivering: dict[tuple[Precision, tuple[int, ...]], Indicator] = {}
+        self._runs_of: dict[int, list[tuple[int, Indicator]]] = {}
         chains = {model.chains.by_name[u.operators[0]]: index for index, u in enumerate(group.units) if u.is_chain}
         self.chain_of = {position: (number, unit) for number, unit in chains.items() for position in model.chains.members[number]}
         """Chains that may be fused, by the positions of their operators: the chain's number, and its unit."""
@@ -122,8 +126,9 @@ class Choices:
 
     def _add(self, position: int) -> None:
         unit, operator = self._unit_of.get(position), self._model.dag.operators[position]
+        runs_of = [] if unit is None else self._runs(unit)
         if unit is not None:
-            numbers: Sequence[int] = self._variants[unit]
+            numbers: Sequence[int] = [number for number, _ in runs_of]
         elif operator.op_class is OpClass.ADJUSTABLE:
             numbers = (self._model.intern(operator.variant),)
         else:
@@ -132,7 +137,7 @@ class Choices:
         free = list({id(entry): entry for entry in read if len(entry) > 1}.values())
         sources: list[_Source] = [(id(entry), list(entry.values())) for entry in free]
         if unit is not None and len(numbers) > 1:
-            sources.append((id(self.columns[unit]), [{column: 1} for column in self.columns[unit]]))
+            sources.append((id(self.columns[unit]), [chosen for _, chosen in runs_of]))
 
         def formats(combination: tuple[int, ...]) -> tuple[Precision, ...]:
             at = {id(entry): list(entry)[index] for entry, index in zip(free, combination, strict=False)}
@@ -155,6 +160,66 @@ class Choices:
             outputs = [(choice and choice.evaluation.output, run[2]) for choice, run in zip(found, runs, strict=True)]
         self.of.append(choices)
         self._formats.append(self._output(outputs, tuple(key for key, _ in sources), free if len(sources) == len(free) else []))
+
+    def _runs(self, unit: int) -> list[tuple[int, Indicator]]:
+        """What the operators of a unit may run as, each with its indicator: a rung, or the same delivering float32."""
+        found = self._runs_of.get(unit)
+        if found is None:
+            found = self._runs_of[unit] = []
+            rungs = list(zip(self._variants[unit], self.columns[unit], strict=True))
+            for number, column in rungs:
+                output, rung = self._model.variant(number).output, {column: 1}
+                others = self._others(unit)
+                if not self._model.formats.decides or output is Precision.FLOAT32 or others == ():
+                    found.append((number, rung))
+                    continue
+                wide = self._model.in_float32(number)
+                together = self._all_deliver(output, (unit, *others)) if others else None
+                if together is None:
+                    found.append((wide, rung))
+                    continue
+                alike = [other for other, _ in rungs if self._model.variant(other).output is output]
+                narrow = together if len(alike) == 1 else self._both(rung, together)
+                found += [(number, narrow), (wide, combined((rung, 1), (narrow, -1)))]
+        return found
+
+    def _others(self, unit: int) -> tuple[int, ...] | None:
+        """The other units with which one delivers 16 bits; None where it delivers float32 in any case."""
+        found: set[int] = set()
+        for op_id in self._units[unit].operators:
+            together = self._model.formats.together.get(op_id.fqn)
+            if together is None:
+                return None
+            found.update(self._unit_named[name] for name in together)
+        return tuple(sorted(found - {unit}))
+
+    def _all_deliver(self, output: Precision, units: tuple[int, ...]) -> Indicator | None:
+        """The indicator that all these units deliver in a 16-bit format; None where some never do."""
+        key = (output, tuple(sorted(units)))
+        if key in self._delivering:
+            return self._delivering[key]
+        terms = []
+        for unit in key[1]:
+            rungs = zip(self._variants[unit], self.columns[unit], strict=True)
+            columns = [column for number, column in rungs if self._model.variant(number).output is output]
+            if not columns:
+                return None
+            terms.append(dict.fromkeys(columns, 1))
+        found = self._delivering[key] = self._all_of(terms)
+        return found
+
+    def _both(self, one: Indicator, other: Indicator) -> Indicator:
+        return self._all_of([one, other])
+
+    def _all_of(self, terms: Sequence[Indicator]) -> Indicator:
+        """A column that is 1 where all of these are."""
+        least = combined(*((term, 1) for term in terms), constant=1 - len(terms))
+        column = self._program.derived([least])
+        for term, bounds in [(least, {"lower": 0}), *((term, {"upper": 0}) for term in terms)]:
+            row: Expression = {column: 1}
+            add(row, term, -1)
+            self._program.row(row, **bounds)
+        return {column: 1}
 
     def _in_chain(
         self, position: int, by_input: _Source, formats: Sequence[tuple[Precision, ...]]
