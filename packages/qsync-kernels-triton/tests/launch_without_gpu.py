@@ -25,7 +25,6 @@ from qsync_kernels_triton.producers.row_plans import (
 )
 from qsync_kernels_triton.products.conv2d import build_conv2d_output
 from qsync_kernels_triton.products.linear import build_linear_grad_weight, build_linear_output
-from qsync_kernels_triton.quantize.many import QuantizeMany
 from qsync_kernels_triton.quantize.single import build_quantize
 
 CALLS: list[list] = []
@@ -83,16 +82,13 @@ class Driver:
 def cases():
     x, q = torch.randn(96, 40_960), torch.empty(96, 40_960, dtype=torch.int8)
     for granularity, scale in ((Granularity.PER_TENSOR, torch.empty(1)), (Granularity.PER_ROW, torch.empty(96))):
-        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, 1 << 40, 2)
-        short = (x[:, :512].contiguous(), q[:, :512].contiguous(), scale, 1, 1)
+        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, None, 1 << 40, 2)
+        short = (x[:, :512].contiguous(), q[:, :512].contiguous(), scale, None, 1, 1)
         yield build_quantize(granularity, Rounding.NEAREST, QuantizeConfig()), short
-        many = ([short[0], x], [short[1], q], [scale, scale.clone()], [3, 1 << 50], 5)
-        yield QuantizeMany(granularity, Rounding.STOCHASTIC, QuantizeConfig()), many
-        stream = torch.tensor([1 << 33])
-        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, 1 << 40, stream)
-        yield QuantizeMany(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (*many[:-1], stream)
+        offset, stream = torch.tensor([1 << 33]), torch.empty(1, dtype=torch.int64)
+        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, stream, 1 << 40, offset)
     extras = (torch.ones(40_960), torch.empty(40_960, 96, dtype=torch.int8))
-    yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), 1, 2, *extras)
+    yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), None, 1, 2, *extras)
     a, b, one = torch.zeros(256, 512, dtype=torch.int8), torch.zeros(128, 512, dtype=torch.int8), torch.ones(1)
     for tma in (0, 1):
         yield build_linear_output(ProductConfig(tma=tma)), (a, one, b, torch.ones(128), None, torch.empty(256, 128))

@@ -261,7 +261,7 @@ class Interception(TorchFunctionMode):
                 return value
             if not self._cache.applies_to(value):
                 return value.to(dtype)
-            entry = self._cache.find(value, float_key(value.dtype, dtype), 0)
+            entry = self._cache.find(value, float_key(value.dtype, dtype))
             if (cast := entry.value) is None:
                 cast = entry.value = value.to(dtype)
             return cast

@@ -1,16 +1,9 @@
-"""One operator of an applied plan: its kernels, its random numbers, its weight's copy, and the calls that replace PyTorch's.
-
-The 8-bit copies of a model's weights are made together at the start of a forward, in a few launches.  A model has tens or hundreds
-of weights, most of them small: one by one, launching takes longer than rounding.  The bits are those of quantizing each alone, so
-that gradient checkpointing, which quantizes weights again one by one, sees the same values.  Copies that are kept for backward are
-alive from the beginning of the forward instead of from their operator on: the highest sum, reached when the forward ends, is the
-same.
-"""
+"""One operator of an applied plan: its kernels, its random numbers, and the calls that replace PyTorch's."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,20 +14,19 @@ from qsync_core.geometry import Geometry, Pair, pair
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import Op
 from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.apply.recomputation import HERE, operator_runs
 from qsync_torch.apply.sharded_parameters import check_ordinary
-from qsync_torch.aten.random_bits import Offset, stream_key
+from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.caller import BY_HAND, Caller
-from qsync_torch.kernels.binding import OperatorBinding, Quantization, operator_binding
-from qsync_torch.kernels.library_ops import PLAIN_TENSORS, quantize_many
-from qsync_torch.operators.casts import CastCache, Operand, Seeds
+from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.kernels.library_ops import PLAIN_TENSORS
+from qsync_torch.operators.casts import GRAD, CastCache, Seeds, W, X
 from qsync_torch.operators.conv2d import resolve_geometry, run_conv2d
 from qsync_torch.operators.linear import run_linear
 from qsync_torch.operators.lowered_ops import lowered_conv2d, lowered_linear
-from qsync_torch.operators.step_counter import DEVICE_KINDS, StepCounter
+from qsync_torch.operators.step_counter import StepCounter
 
 _NO_SEEDS = Seeds()
 _FLOAT32 = Variant.plain(Precision.FLOAT32)
@@ -72,8 +64,7 @@ class LoweredCall:
 
     ``has_run`` says whether it was called outside compiled code.
 
-    Calls that share a module share a variant and, within a step, the stream of their random numbers: gradient checkpointing runs
-    calls again in another order, and they must round as they did before.
+    Nothing of what random numbers it draws is its own: they follow from the data (:mod:`qsync_torch.operators.casts`).
     """
 
     def __init__(
@@ -88,9 +79,8 @@ class LoweredCall:
         caller: Caller = BY_HAND,
     ) -> None:
         self.op_id, self._caller, self._shown = op_id, caller, f"operator {op_id}"
-        self.x_seed, self.w_seed, self._grad_seed = (stream_key(seed, *op_id.fqn.encode(), part) for part in range(3))
+        self._x_seed, self._w_seed, self._grad_seed = (stream_key(seed, role) for role in (X, W, GRAD))
         self._steps, self._cache, self._module, self._base = steps, cache, module, base
-        self.prepared_weight: PreparedWeight | None = None
         self.has_run = False
         self._name = str(next(_NUMBERS))  # text: a compiler takes the second int that it meets for a symbol, in torch 2.11 at least
         self.assign(assigned)
@@ -102,7 +92,6 @@ class LoweredCall:
         """
         self.assigned = assigned
         self._linear = operator_binding(assigned.variant, assigned.choice)
-        self.weight_quantization = self._linear.w
         self._prepared: tuple[tuple[object, ...], OperatorBinding] = ((), self._linear)
         module = self._module
         if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):
@@ -125,28 +114,11 @@ class LoweredCall:
         """Whether it runs in another variant than the job does by itself."""
         return self.assigned.variant != Variant.plain(self._base)
 
-    @property
-    def repeated(self) -> Offset | None:
-        """The offset of the forward that this thread runs again a piece of; None for none."""
-        return self._steps.repeated
-
     def seeds_for(self, weight: torch.Tensor) -> Seeds:
         """Which random numbers this step's calls with a weight take; float formats take none."""
         if not self._linear.is_quantized:
             return _NO_SEEDS
-        return Seeds(self.x_seed, self.w_seed, self._steps.offset_for(weight), self._grad_seed, self._shown)
-
-    def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
-        """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits.
-
-        None of a weight that was written to through ``weight.data`` in a forward, now or before: its version does not say so.
-        What runs again meanwhile, in another thread, has the random numbers of another forward.
-        """
-        prepared = self.prepared_weight
-        if prepared is None or prepared.repeated is not self._steps.repeated:
-            return None
-        self.prepared_weight = None
-        return prepared.of(weight) if self._cache.applies_to(weight) else None
+        return Seeds(self._x_seed, self._w_seed, self._steps.offset_for(weight), self._grad_seed, self._shown)
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Run the operator as planned where the model calls ``F.linear``."""
@@ -170,10 +142,8 @@ class LoweredCall:
                 cache = self._casts()
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
-                        return run_linear(
-                            input, weight, bias, self._linear, self.seeds_for(weight), cache, self._weight_copy(weight)
-                        )
-                return run_linear(input, weight, bias, self._linear, self.seeds_for(weight), cache, self._weight_copy(weight))
+                        return run_linear(input, weight, bias, self._linear, self.seeds_for(weight), cache)
+                return run_linear(input, weight, bias, self._linear, self.seeds_for(weight), cache)
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -209,8 +179,8 @@ class LoweredCall:
                 cache = self._casts()
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
-                        return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), cache, self._weight_copy(weight))
-                return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), cache, self._weight_copy(weight))
+                        return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), cache)
+                return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), cache)
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -258,64 +228,3 @@ class LoweredCall:
 
     def _named(self, error: NumericsError) -> NumericsError:
         return NumericsError(f"{self._shown}: {error}")
-
-
-class PreparedWeight:
-    """A copy that waits for its operator, what it was made of, and the forward that its own repeats."""
-
-    __slots__ = ("address", "operand", "repeated", "source", "version")
-
-    def __init__(self, source: torch.Tensor, operand: Operand, repeated: Offset | None) -> None:
-        self.source, self.operand, self.repeated = source, operand, repeated
-        self.version, self.address = source._version, source.data_ptr()
-
-    def of(self, weight: torch.Tensor) -> Operand | None:
-        """The copy, if the weight is still what it was."""
-        same = weight is self.source and weight._version == self.version and weight.data_ptr() == self.address
-        return self.operand if same else None
-
-
-class WeightBatch:
-    """The quantized modules of an applied model, whose weights are quantized together where a backend offers ``quantize_many``."""
-
-    def __init__(self, members: Sequence[tuple[LoweredCall, nn.Module]]) -> None:
-        self._members = [(call, module) for call, module in members if call.is_quantized]
-        self._prepared_calls: list[LoweredCall] = []
-        self._offered: dict[tuple[object, ...], bool] = {}
-
-    def prepare(self) -> None:
-        """Quantize the weights of this step."""
-        if not self._members or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        # No weight lies on a GPU before CUDA is initialised: on a CPU a step does not ask each weight where it is.
-        if "cpu" not in DEVICE_KINDS and not torch.cuda.is_initialized():
-            return
-        # On a CPU it would only empty the caches.
-        groups: dict[tuple[Quantization, torch.device], list[tuple[LoweredCall, torch.Tensor]]] = {}
-        for call, module in self._members:
-            weight = module._parameters.get("weight")  # none where it is computed in every forward
-            # One that is gathered only when its part runs is a wrapper yet.
-            if weight is not None and weight.device.type in DEVICE_KINDS and type(weight) in PLAIN_TENSORS:
-                groups.setdefault((call.weight_quantization, weight.device), []).append((call, weight))
-        for (quantization, device), members in groups.items():
-            if len(members) > 1 and self._is_offered(quantization, device, tuple(weight.shape for _, weight in members)):
-                self._quantize(quantization, members)
-
-    def _is_offered(self, quantization: Quantization, device: torch.device, shapes: tuple[tuple[int, ...], ...]) -> bool:
-        asked = (quantization, device, shapes)
-        if asked not in self._offered:
-            self._offered[asked] = quantization.is_offered(Op.QUANTIZE_MANY, device, *shapes)
-        return self._offered[asked]
-
-    def _quantize(self, quantization: Quantization, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
-        weights, seeds = [weight.detach() for _, weight in members], [call.w_seed for call, _ in members]
-        qs, scales = quantize_many(weights, quantization, seeds, members[0][0].seeds_for(weights[0]).offset)
-        for (call, weight), q, scale in zip(members, qs, scales, strict=True):
-            call.prepared_weight = PreparedWeight(weight, Operand(q, scale), call.repeated)
-            self._prepared_calls.append(call)
-
-    def release(self) -> None:
-        """Free unused copies, at the end of the forward."""
-        for call in self._prepared_calls:
-            call.prepared_weight = None
-        self._prepared_calls.clear()

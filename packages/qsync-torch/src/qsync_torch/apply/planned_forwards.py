@@ -26,12 +26,11 @@ from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, check_numbers, first_named, prebuild
 from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
-from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
+from qsync_torch.apply.lowered_call import LoweredCall
 from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
 from qsync_torch.apply.recomputation import PLAIN, is_recording, runs_detached, wrap_checkpointing
 from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
 from qsync_torch.apply.two_passes import COPIED, FirstPasses
-from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
@@ -71,7 +70,6 @@ class PlannedForwards(Installation):
         self._rank_seed = seed
         self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
         self._steps = StepCounter()
-        self._weights = WeightBatch(())
         self._lowered: dict[OpId, LoweredCall] = {}
         self._placed_on: torch.device | None = None
         self._buffers: list[tuple[dict[str, torch.Tensor | None], str]] = []
@@ -101,14 +99,6 @@ class PlannedForwards(Installation):
     def chains(self) -> dict[OpId, PlannedChain] | None:
         """The chains that the plan fuses, by their names; None where it says nothing of any chain."""
         return self._planned.chains
-
-    def stream_of(self, name: OpId) -> int:
-        """This rank's stream of random numbers for a chain that no operator in 8 bit reads."""
-        return stream_key(self._rank_seed, *str(name).encode())
-
-    def operator_of(self, x_seed: int) -> OpId | None:
-        """The operator that rounds its activation with a stream of random numbers."""
-        return next((op_id for op_id, call in self._lowered.items() if call.x_seed == x_seed), None)
 
     @property
     def _changes_nothing(self) -> bool:
@@ -173,7 +163,6 @@ class PlannedForwards(Installation):
             for op_id in addressed.planned
         }
         self._rounds = any(call.is_quantized for call in self._lowered.values())
-        self._weights = WeightBatch([(self._lowered[op_id], module) for op_id, module in addressed.modules])
         # Where every operator gives float32, formats cannot mix; under autocast it is autocast that mends them.
         sixteen_bit = any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in entries.values())
         if sixteen_bit and self.base not in LOW_BASES:
@@ -245,7 +234,6 @@ class PlannedForwards(Installation):
         else:
             if self._lag_watch is not None and not torch.compiler.is_compiling():
                 self._lag_watch.started()
-            self._weights.prepare()
 
     def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_recording()
@@ -448,7 +436,6 @@ class PlannedForwards(Installation):
 
     def end_forward(self) -> None:
         """Free unused copies of weights."""
-        self._weights.release()
 
     def finish(self, output: Any, whole: bool) -> Any:
         """The loss reads float32; under autocast it takes what autocast gives."""

@@ -99,19 +99,6 @@ class Scope(dict[CastCache, CastCache]):
         return self[cache]
 
 
-class _Attached(Scope):
-    """The shared casts of a function that runs again what ran outside of it, with the seeds that its inputs' casts had there."""
-
-    def __init__(self, outer: Scope | None) -> None:
-        super().__init__()
-        self._outer = outer
-
-    def __missing__(self, cache: CastCache) -> CastCache:
-        """None is shared yet."""
-        self[cache] = (cache if self._outer is None else self._outer[cache]).apart(detached=True)
-        return self[cache]
-
-
 class _Replay(NamedTuple):
     """What may run again now: entries that began in a function, in turn or in any order, and those in which a tensor was saved."""
 
@@ -302,7 +289,7 @@ class _OpenFunction:
             _open_functions()
         for installation in HERE.active:
             if installation.here.may_repeat_unseen:
-                self.passage().scope = functools.partial(_Attached, _scope(opened))
+                self.passage().scope = Scope
                 if installation.here.running:
                     refuse_compiled_backward(node)
                 break

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -141,9 +141,9 @@ class Cuts:
             readers = readers_of(last, end.producer)
             if not readers and (last is given or self._planned is None):
                 continue
-            operators = [self._applied.operator_of(cast(int, reader.args[4])) for reader in readers]
-            names = [operator.fqn for operator in operators if operator is not None]
-            names = names or [place_of(last, scopes_of(self._model), nodes.function_of(last) or "add")]
+            scopes = scopes_of(self._model)
+            names = [place_of(reader, scopes, "") for reader in readers]
+            names = names or [place_of(last, scopes, nodes.function_of(last) or "add")]
             chain = f"eager {end.producer}" if end.name is None else end.name.fqn
             yield f"{chain} before {' and '.join(dict.fromkeys(names))}"
             return

@@ -32,7 +32,7 @@ class PlannedChains:
             find_backends(chain.choice.backends)
         self._model = applied.model
         self._wanted = {
-            name: WantedChain(name, chain.saved, chain.choice, applied.stream_of(name), chain.form)
+            name: WantedChain(name, chain.saved, chain.choice, chain.form)
             for name, chain in chains.items()
         }
         self._why = dict.fromkeys(self._wanted, _CUT)

@@ -6,7 +6,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -17,7 +17,6 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import FLOAT_BACKEND, KernelChoice
-from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.compiling.finding import FoundChain, described, find_chains, norms_behind_products, planned_chains
 from qsync_torch.dtypes import PRECISION
@@ -25,6 +24,7 @@ from qsync_torch.kernels.binding import BOUND, OperatorBinding
 from qsync_torch.kernels.library_ops import is_channels_last
 from qsync_torch.kernels.producers import ProducerBinding, producer_binding, producer_choice
 from qsync_torch.kernels.selection import find_backends
+from qsync_torch.operators.casts import X
 from qsync_torch.operators.chains import CHAINS
 from qsync_torch.operators.lowered_ops import LOWERED_CONV2D
 
@@ -49,13 +49,10 @@ def fuse_chains(module: GraphModule, saved: Precision | None = None) -> list[Fou
         way = _way_of(chain, saved, choice, rounding)
         return _way_of(chain, None, choice, rounding) if way.against else way
 
-    def seed_of(chain: FoundChain) -> int:
-        return 0 if chain.consumers else stream_key(cast(int, chain.x.args[4]), _NORM_STREAM)
-
     found = find_chains(module.graph)
     found += [chain for chain in norms_behind_products(module.graph, found) if _is_faster(chain, way_of(chain))]
     found.sort(key=lambda chain: chain.last)
-    fused = [chain for chain, why in _fuse(module, found, way_of, seed_of) if not why]
+    fused = [chain for chain, why in _fuse(module, found, way_of) if not why]
     for part in nodes.checkpointed_parts(module):
         fused += fuse_chains(part, saved)
     return fused
@@ -68,8 +65,6 @@ On an H200 (rows K11) the producers take .64 of the time of PyTorch's operators 
 twice their time at 3 million, where launches are what counts: 27 µs and 1.6 ps an element against 12 µs and 2.7 ps, which meet at
 13 million.
 """
-_NORM_STREAM = 4
-"""Which stream of the operator before it a batch norm draws from that no operator reads."""
 
 
 def _neighbour(chain: FoundChain) -> OperatorBinding:
@@ -101,14 +96,12 @@ class WantedChain:
         name: of the chain.
         saved: the format in which it keeps its input for backward; None: as it is.
         choice: whose kernels.
-        seed: its stream of random numbers where no operator reads a copy.
         form: what the plan counts on; None where it does not say.
     """
 
     name: OpId
     saved: Precision | None
     choice: KernelChoice
-    seed: int
     form: ChainForm | None
 
     def difference_from(self, found: FoundChain) -> str:
@@ -143,7 +136,6 @@ def fuse_planned(module: GraphModule, wanted: Mapping[Node, WantedChain]) -> dic
         module,
         [chain for chain in found if chain not in differing],
         lambda chain: _way_of(chain, wanted[chain.head].saved, wanted[chain.head].choice),
-        lambda chain: wanted[chain.head].seed,
     )
     reasons |= {wanted[chain.head].name: why for chain, why in fused}
     for part in nodes.checkpointed_parts(module):
@@ -171,7 +163,6 @@ def _fuse(
     module: GraphModule,
     chains: Sequence[FoundChain],
     way_of: Callable[[FoundChain], _Way],
-    seed_of: Callable[[FoundChain], int] = lambda chain: 0,
 ) -> list[tuple[FoundChain, str]]:
     """The chains, and why one was not fused; empty where it was."""
     said: list[tuple[FoundChain, str]] = []
@@ -179,7 +170,7 @@ def _fuse(
     for chain in chains:
         way = way_of(chain)
         against, streams = way.against, None
-        if not against and (streams := _streams(module.graph, chain, way.binding, seed_of(chain))) is None:
+        if not against and (streams := _streams(module.graph, chain, way.binding)) is None:
             against = ("nothing before it in its graph says which random numbers this step takes",)
         said.append((chain, "; ".join(against)))
         if streams is None:
@@ -226,8 +217,8 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
     return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 
-def _streams(graph: Graph, chain: FoundChain, binding: ProducerBinding, seed: int) -> tuple[Any, Node] | None:
-    """A chain's random numbers: those of the first operator that reads its copy, else its own; None where a graph has none.
+def _streams(graph: Graph, chain: FoundChain, binding: ProducerBinding) -> tuple[Any, Node] | None:
+    """Seed and offset of a chain's random numbers: those of the first operator that reads its copy; None where a graph has none.
 
     A node that works out an offset behind the chain is copied before it.
     """
@@ -246,7 +237,7 @@ def _streams(graph: Graph, chain: FoundChain, binding: ProducerBinding, seed: in
         with graph.inserting_before(last):
             return 0, graph.call_function(torch.zeros, ((1,),), {"dtype": torch.int64, "device": x.device})
     known = next((offset for offset in nodes.offsets(graph) if offset < last), None)
-    return None if known is None else (seed, known)
+    return None if known is None else (X, known)
 
 
 def _replace(
@@ -264,7 +255,7 @@ def _replace(
     last = chain.last
     with graph.inserting_before(last):
         produced = graph.call_function(CHAINS[chain.producer], _arguments(chain, results, (binding.key, *streams)))
-        count = 3 if binding.writes_copy else 1
+        count = 4 if binding.writes_copy else 1
         out, *copy = (graph.call_function(operator.getitem, (produced, place)) for place in range(count))
         has_absmax = chain.producer is Producer.BATCH_NORM and chain.float_result
         absmax = graph.call_function(operator.getitem, (produced, count)) if has_absmax else None

@@ -1,9 +1,12 @@
 """The casts around adjustable operators: of operands, shared among consumers; of gradients; and what autograd keeps of them.
 
 Consumers that read one activation in the same format (Q, K and V) share one cast of it.  An entry of the cache lives as long as the
-activation it was made from, and its cast no longer than the model's forward: nothing is kept alive by the cache.  What outlasts the
-forward is only the seed of the random numbers, so that gradient checkpointing, which runs parts of the forward again, rounds the
-same way.
+activation it was made from, and its cast no longer than the model's forward: nothing is kept alive by the cache.  Sharing changes no
+bit: equal data, quantized with equal arguments, round alike.
+
+Random numbers follow from data (docs/decisions/counter-based-random-numbers.md).  Which ones the activation takes follows from the
+offset and its bits; that is its *stream*, and the offset with which the weight and, in backward, the incoming gradient are quantized:
+so all three differ from one micro-batch to the next.  Seeds only tell the three apart.
 
 With G the incoming gradient (..., N), w_q (N, K) and x_q (M, K) the saved copies with scales s_w[n] and s_x, a product in int8
 needs one scale for everything that it sums.  ``grad_input`` sums over the output channels n, along which the weight's scales lie,
@@ -28,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.profile import CastKey
-from qsync_torch.aten.random_bits import Offset, stream_key
+from qsync_torch.aten.random_bits import Offset, as_kernels_take, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kernels.binding import Memo, OperatorBinding
 from qsync_torch.kernels.library_ops import is_plain, quantize, quantize_transposed, rows
@@ -45,14 +48,12 @@ class CachedCast(weakref.ref[torch.Tensor]):
 
     Attributes:
         value: the cast; None where it is still to be made.
-        seed: of its random numbers: the first consumer's, for the caller that makes it.
         history: what a gradient of the cast reaches, as :func:`_history` says of the activation.
     """
 
-    __slots__ = ("grad_enabled", "history", "place", "seed", "value", "version")
+    __slots__ = ("grad_enabled", "history", "place", "value", "version")
 
     place: tuple[int, Hashable]
-    seed: int
     value: Any
     version: int
     grad_enabled: bool
@@ -83,13 +84,9 @@ class CastCache:
         self._left_out: dict[int, weakref.ref[torch.Tensor]] = {}
         self._pieces: weakref.WeakValueDictionary[int, CastCache] = weakref.WeakValueDictionary()
 
-    def apart(self, *, detached: bool = False) -> CastCache:
-        """Casts that are shared within a piece of the forward alone; they go when the forward ends, like these.
-
-        Args:
-            detached: the piece runs again with detached copies of its inputs, and rounds them with the seeds of the casts here.
-        """
-        piece = _DetachedCasts(self) if detached else CastCache()
+    def apart(self) -> CastCache:
+        """Casts that are shared within a piece of the forward alone; they go when the forward ends, like these."""
+        piece = CastCache()
         piece._left_out = self._left_out
         self._pieces[id(piece)] = piece
         return piece
@@ -97,8 +94,8 @@ class CastCache:
     def applies_to(self, x: torch.Tensor) -> bool:
         """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
 
-        A compiler shares equal float casts itself; 8-bit ones of different consumers draw different random numbers there.  A cast
-        that is made in inference mode cannot be kept for backward by a consumer outside of it.
+        A compiler shares equal casts itself.  A cast that is made in inference mode cannot be kept for backward by a consumer
+        outside of it.
         """
         if torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled():
             return False
@@ -109,7 +106,7 @@ class CastCache:
         place = id(x)
         self._left_out[place] = weakref.ref(x, lambda _: self._left_out.pop(place, None))
 
-    def find(self, x: torch.Tensor, key: Hashable, seed: int) -> CachedCast:
+    def find(self, x: torch.Tensor, key: Hashable) -> CachedCast:
         """The entry for ``x`` and that kind of cast; the caller makes the cast where its ``value`` is None.
 
         A caller who makes the cast itself spares the call of a function that would make it, once per operator.
@@ -117,7 +114,6 @@ class CastCache:
         Args:
             x: the activation; :meth:`applies_to` must be true of it.
             key: what kind of cast.
-            seed: of the random numbers, where no earlier consumer has given one.
         """
         place = (id(x), key)
         version, grad_enabled = x._version, torch.is_grad_enabled()
@@ -125,19 +121,11 @@ class CastCache:
         entry = self._entries.get(place)
         if entry is None or entry() is not x or entry.version != version:
             entry = self._entries[place] = CachedCast(x, self._forget)
-            entry.place, entry.version, entry.seed, entry.value = place, version, seed, None
+            entry.place, entry.version, entry.value = place, version, None
         elif entry.grad_enabled != grad_enabled or entry.history is not history:
             entry.value = None
         entry.grad_enabled, entry.history = grad_enabled, history
         return entry
-
-    def seed_of(self, x: torch.Tensor, key: Hashable, seed: int) -> int:
-        """The seed of the cast of a tensor that ``x`` is, or is a detached copy of; ``seed`` where there is none."""
-        for (_, kind), entry in list(self._entries.items()):  # other threads may add some
-            source = entry()
-            if kind == key and source is not None and entry.version == source._version and _memory(source) == _memory(x):
-                return entry.seed
-        return seed
 
     def end_forward(self) -> None:
         """Let go of every cast tensor."""
@@ -163,47 +151,46 @@ class CastCache:
         return sum(entry.value is not None for entry in self._entries.values())
 
 
-class _DetachedCasts(CastCache):
-    def __init__(self, original: CastCache) -> None:
-        super().__init__()
-        self._original = original
-
-    def find(self, x: torch.Tensor, key: Hashable, seed: int) -> CachedCast:
-        return super().find(x, key, self._original.seed_of(x, key, seed))
-
-
-def _memory(x: torch.Tensor) -> tuple[object, ...]:
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
-
-
 _QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
 """Formats that are quantized; a float operator takes 8-bit inputs too."""
 
 
 class Operand(NamedTuple):
-    """An operand in the compute format; for 8-bit formats with its scales and, where a backward product wants it, a copy (K, M)."""
+    """An operand in the compute format.
+
+    Attributes:
+        values: 8-bit; ``scale``: its scales.
+        stream: one int64, which random numbers it took; empty where nothing reads that.
+        transposed: a copy (K, M), where a backward product wants it.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
+    stream: torch.Tensor
     transposed: torch.Tensor | None = None
 
 
+X, W, GRAD, KEPT = range(1, 5)
+"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, and what a producer keeps for backward."""
+
+
 class Seeds(NamedTuple):
-    """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in all.
+    """Which random numbers an operator's stochastic rounding takes: a seed per operand, alike for all operators, and the offset of
+    the activation, from whose stream the others follow.
 
     ``name`` is the operator's, for messages.
     """
 
-    x: int = 0
-    w: int = 1
+    x: int = X
+    w: int = W
     offset: Offset = 0
-    grad: int = 2
+    grad: int = GRAD
     name: str = "an operator"
 
 
 def seeds_of(seed: int, offset: Offset = 0) -> Seeds:
-    """The streams of one seed."""
-    return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset, stream_key(seed, 2))
+    """The seeds of the roles under one seed."""
+    return Seeds(stream_key(seed, X), stream_key(seed, W), offset, stream_key(seed, GRAD))
 
 
 def cast_input(
@@ -234,10 +221,10 @@ def cast_input(
     run, quantization = (quantize_transposed, binding.x_transposed) if transposed else (quantize, binding.x)
     if cache is None or not cache.applies_to(x):
         return Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
-    entry = cache.find(x, quantization.kind, seeds.x)
+    entry = cache.find(x, quantization.kind)
     operand: Operand | None = entry.value  # which a forward that ends in another thread lets go of
     if operand is None:
-        operand = entry.value = Operand(*run(x, quantization, entry.seed, seeds.offset, straight=straight))
+        operand = entry.value = Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
     return operand
 
 
@@ -250,7 +237,7 @@ def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | No
         raise _refused(x, binding)
     if cache is None or not cache.applies_to(x):
         return x.to(dtype)
-    entry = cache.find(x, float_key(x.dtype, dtype), 0)
+    entry = cache.find(x, float_key(x.dtype, dtype))
     cast: torch.Tensor | None = entry.value
     if cast is None:
         cast = entry.value = x.to(dtype)
@@ -263,11 +250,23 @@ def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
     )
 
 
-def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seeds: Seeds, *, straight: bool = False) -> Operand:
-    """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`."""
+def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seed: int, stream: Offset, *, straight: bool = False) -> Operand:
+    """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`.
+
+    Args:
+        weight: in any layout.
+        binding: how the operator runs.
+        seed: of the weights' rounding; stream: the activation's, so that a weight's error differs from one micro-batch to the next.
+        straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``weight``.
+    """
     # Integer products read the rows of a matrix; the transpose of a (K, N) parameter is copied.
     dense = weight.contiguous() if binding.is_linear else weight
-    return Operand(*quantize(dense, binding.w, seeds.w, seeds.offset, straight=straight))
+    return Operand(*quantize(dense, binding.w, seed, _offset(stream, straight), straight=straight))
+
+
+def _offset(stream: Offset, straight: bool) -> Offset:
+    """A stream as the offset of what follows from it: its number, where a kernel is called right away."""
+    return as_kernels_take(stream) if straight else stream
 
 
 Needs = tuple[bool, bool, bool]
@@ -319,7 +318,7 @@ def cast_gradient(
     binding: OperatorBinding,
     needs: Needs,
     seed: int,
-    offset: Offset,
+    stream: Offset,
     straight: bool = False,
 ) -> Gradient:
     """Make the copies that the backward products of ``needs`` read.
@@ -329,7 +328,7 @@ def cast_gradient(
         w_scale: the weight's scales, one or one per output channel; needed for an 8-bit gradient of the activation only.
         binding: how the operator runs.
         needs: which gradients are wanted.
-        seed, offset: which random numbers the stochastic rounding takes.
+        seed: of the gradients' rounding; stream: the activation's, where an 8-bit copy is made.
         straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``grad``.
     """
     need_x, need_w, _ = needs
@@ -343,11 +342,11 @@ def cast_gradient(
     transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of four.
-    source = rows(grad) if binding.is_linear else grad
+    source, offset = rows(grad) if binding.is_linear else grad, _offset(stream, straight)
     if transpose:
-        q, scale, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
+        q, scale, _, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
         return Gradient(grad, wide, q, scale, transposed, multiplier)
-    q, scale = quantize(source, quantization, seed, offset, multiplier, straight=straight)
+    q, scale, _ = quantize(source, quantization, seed, offset, multiplier, straight=straight)
     return Gradient(grad, wide, q, scale, None, multiplier)
 
 
@@ -501,11 +500,14 @@ def keep_for_backward(
     ctx: Any,
     x: torch.Tensor,
     copies: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    stream: torch.Tensor,
     binding: OperatorBinding,
     seeds: Seeds,
 ) -> None:
-    """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
-    ctx.save_for_backward(*copies)
+    """Save the 8-bit copies (activation, its scales, weight, its scales), the activation's stream and what else backward asks for;
+    never a float operand."""
+    rounds = binding.grad_input_quantized or binding.grad_weight_quantized
+    ctx.save_for_backward(*copies, stream if rounds else None)
     ctx.kept = binding, seeds, x.shape, x.dtype
 
 
@@ -539,9 +541,9 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
             return run_backward(ctx, grad, products)
     binding, seeds, x_shape, x_dtype = ctx.kept
     needs = ctx.needs_input_grad[:3]
-    x, x_scale, w, w_scale = ctx.saved_tensors
+    x, x_scale, w, w_scale, stream = ctx.saved_tensors
     saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype)
-    gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, seeds.offset, straight)
+    gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, stream, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
     if grad_x is not None and grad_x.dtype is not x_dtype:
         grad_x = grad_x.to(x_dtype)
