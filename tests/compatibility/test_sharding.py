@@ -34,7 +34,6 @@ from compatibility.job import (
     sgd,
 )
 from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
-from qsync_torch.apply import lowered_call
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.sharded_parameters import check_sharding
 
@@ -122,19 +121,6 @@ def test_fully_shard_with_functional_calls(folder: Path) -> float:
     shard(model)
     train(model)
     return difference(whole(model), plain_loop(twin))
-
-
-@on_two_ranks
-def test_fully_shard_where_weights_are_quantized_together(folder: Path) -> float:
-    """As on GPUs: at the beginning of a forward, when most weights are in parts still."""
-    before, lowered_call.DEVICE_KINDS = lowered_call.DEVICE_KINDS, frozenset({"cpu"})
-    try:
-        model = planned()
-        shard(model)
-        train(model)
-    finally:
-        lowered_call.DEVICE_KINDS = before
-    return difference(whole(model), reference())
 
 
 @on_two_ranks

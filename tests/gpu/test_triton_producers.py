@@ -112,7 +112,8 @@ class Producer:
             vector(1 if self.granularity is Granularity.PER_TENSOR else rows),
         )
         self.x_q, self.x_scale = (like(x, torch.int8), vector(groups)) if keeps else (None, None)
-        copies = (self.q, self.scale, self.x_q, self.x_scale)
+        self.stream = torch.empty(1, dtype=torch.int64, device=x.device)
+        copies = (self.q, self.scale, self.stream, self.x_q, self.x_scale)
         grad_input = like(x)
         if self.kind == "activation":
             forward(x, self.out, *copies, seed, x_seed, offset)

@@ -169,9 +169,9 @@ class NumbersOnly(AtenBackend):
     def build(self, request, config):
         kernel = super().build(request, config)
 
-        def quantize(x, q, scale, seed, offset, *more):
+        def quantize(x, q, scale, stream, seed, offset, *more):
             assert type(offset) is int
-            kernel(x, q, scale, seed, offset, *more)
+            kernel(x, q, scale, stream, seed, offset, *more)
 
         return quantize
 
@@ -182,16 +182,15 @@ class Elsewhere(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("op", [Op.QUANTIZE, Op.QUANTIZE_MANY])
-def test_a_backend_that_takes_numbers_only_gets_numbers_or_is_not_captured(op, monkeypatch):
+def test_a_backend_that_takes_numbers_only_gets_numbers_or_is_not_captured(monkeypatch):
     import attrs
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capturing.now)
     x, q, scale = torch.randn(4, 6), torch.empty(4, 6, dtype=torch.int8), torch.empty(1)
-    operands = ([x], [q], [scale], [3]) if op == Op.QUANTIZE_MANY else (x, q, scale, 3)
+    operands = (x, q, scale, None, 3)
     for rounding in (Rounding.STOCHASTIC, Rounding.NEAREST):
         bound = quantization(CastTarget(Precision.INT8, Granularity.PER_TENSOR, rounding), KernelChoice())
-        request = attrs.evolve(bound.request(op, CPU, (4, 6)), device_kind="cuda", compute_capability="9.0")
+        request = attrs.evolve(bound.request(Op.QUANTIZE, CPU, (4, 6)), device_kind="cuda", compute_capability="9.0")
         kernel = selection._build(NumbersOnly(), request, KernelConfig())
         offset = torch.tensor([1 << 33]).as_subclass(Elsewhere)
         assert known_number(offset) is None
@@ -206,7 +205,7 @@ def test_a_backend_that_takes_numbers_only_gets_numbers_or_is_not_captured(op, m
                 kernel(*operands, offset)  # which draws nothing
             else:
                 with pytest.raises(
-                    BackendError, match=f"backend numbers runs {op} with the offset .* every replay .* would round alike"
+                    BackendError, match="backend numbers runs quantize with the offset .* every replay .* would round alike"
                 ):
                     kernel(*operands, offset)
             remember_number(offset, 1 << 33)

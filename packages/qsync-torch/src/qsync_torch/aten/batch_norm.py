@@ -91,7 +91,7 @@ def build_batch_norm_output(variant: Variant, chain: ChainForm) -> Callable[...,
 
 def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
     """The gradients of x, residual, weight and bias; with ``chain.grad_copy`` that of x, times a multiplier, in int8 too; with
-    ``chain.grad_sum`` from two gradients of the result, of which the first decides what is drawn."""
+    ``chain.grad_sum`` from two gradients of the result."""
     is_relu = chain.activation is Activation.RELU
 
     def kernel(
@@ -113,7 +113,6 @@ def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[
         grad_scale_out: torch.Tensor | None = None,
         seed: int = 0,
         offset: Offset = 0,
-        first: torch.Tensor | None = None,
     ) -> None:
         if is_relu and open is None and (chain.residual or x_scale is not None):
             raise BackendError(
@@ -148,12 +147,12 @@ def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[
                 grad_PC, reach = grad_PC * multiplier, reach * multiplier.abs()
             write_scale(reach.amax().view(1), Precision.INT8, grad_scale_out)
             require_finite(grad, grad_scale_out, Precision.INT8)
-            stream = stream_of(offset, grad if first is None else first)
+            stream = stream_of(offset, grad)
             q_PC = grad_q_out.permute(0, 2, 3, 1).view(h_PC.shape)
             write_rounded(grad_PC, grad_scale_out, Precision.INT8, Granularity.PER_TENSOR, variant.rounding, seed, stream, q_PC)
 
     def of_sum(grad: torch.Tensor, other: torch.Tensor, *operands: Any) -> None:
-        kernel(grad + other, *operands, first=grad)
+        kernel(grad + other, *operands)
 
     return of_sum if chain.grad_sum else kernel
 

@@ -137,9 +137,7 @@ def watched(kernel: Kernel, op: str) -> Kernel:
     """A kernel that fails where it changes one of its inputs."""
 
     def call(*arguments: Any, **named: Any) -> None:
-        if op == Op.QUANTIZE_MANY:
-            inputs = list(arguments[0])
-        elif op == Op.QUANTIZE:
+        if op == Op.QUANTIZE:
             inputs = [arguments[0], named.get("multiplier")]
         else:
             inputs = list(arguments[: _INPUTS.get(op, -1)])

@@ -22,7 +22,7 @@ from qsync_core.kernels.choice import ATEN, QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, 
 from qsync_core.kernels.requests import quantization_variant
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel, reasons_against
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -73,10 +73,6 @@ class Bound:
             BackendError: with every backend's reasons.
         """
         return self._kernels[op, device, *shapes]
-
-    def is_offered(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> bool:
-        """Whether a backend of the choice runs the call."""
-        return not reasons_against(self.request(op, device, *shapes), self.choice)
 
 
 BOUND: dict[str, Bound] = {}
