@@ -78,7 +78,7 @@ def test_stochastic_rounding_is_unbiased_and_independent_of_the_configuration(sh
     assert abs(error.mean().item()) < 5 * (1 / 6 / x.numel()) ** 0.5 + 2.0**-16
 
 
-CHECKSUMS = {(64, 1001): -5454223, (3, 5, 67): 29231}
+CHECKSUMS = {(64, 1001): -5463672, (3, 5, 67): 44536}
 """Of integers that Triton's interpreter gave on a CPU."""
 
 

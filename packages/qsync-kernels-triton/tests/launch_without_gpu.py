@@ -108,8 +108,8 @@ def producers():
     of, per, one = torch.ones(64), torch.empty(64), torch.ones(1)
     eight = half.to(torch.int8)
     normalize = build_batch_norm_output(Activation.RELU, Rounding.STOCHASTIC, config)
-    words = (1 << 40, 2, 3)
-    yield normalize, (half, of, of, 1e-5, half, one, per, per, half, one, eight, one, eight, per, None, *words)
+    words, streams = (1 << 40, 2, 3), torch.empty(1, dtype=torch.int64)
+    yield normalize, (half, of, of, 1e-5, half, one, per, per, half, one, eight, one, streams, eight, per, None, *words)
     yield (
         build_batch_norm_grad_input(Activation.RELU, Rounding.STOCHASTIC, config),
         (half, half, None, per, per, of, of, 1e-5, None, half, None, per, per),
@@ -117,9 +117,9 @@ def producers():
     rows, eight_rows = torch.zeros(64, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.int8)
     for granularity, scale in ((Granularity.PER_ROW, per), (Granularity.PER_TENSOR, one)):
         norm = build_layer_norm_output(granularity, Rounding.STOCHASTIC, config)
-        yield norm, (rows, of, None, 1e-5, rows, rows, per, per, None, eight_rows, scale, None, None, *words)
+        yield norm, (rows, of, None, 1e-5, rows, rows, per, per, None, eight_rows, scale, streams, None, None, *words)
         activate = build_activation_output(Activation.GELU, granularity, Rounding.NEAREST, config)
-        yield activate, (rows, rows, eight_rows, scale, eight_rows, per, *words)
+        yield activate, (rows, rows, eight_rows, scale, streams, eight_rows, per, *words)
     yield build_layer_norm_grad_input(config), (rows, eight_rows, per, per, per, of, rows, per, per)
     yield build_activation_grad_input(Activation.SILU, config), (rows, rows, None, rows)
 
