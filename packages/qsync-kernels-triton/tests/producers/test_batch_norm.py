@@ -191,7 +191,7 @@ def test_without_weights_copies_and_other_results(outputs):
     case.check_floats()
     kernel = build_batch_norm_output(NONE, Rounding.STOCHASTIC, SMALL)
     mean, var = outputs.empty((12,)), outputs.empty((12,))
-    kernel(case.x, None, None, EPS, None, None, mean, var, *[None] * 7, 1, 2, 3)
+    kernel(case.x, None, None, EPS, None, None, mean, var, *[None] * 8, 1, 2, 3)
     assert torch.equal(mean, case.mean_out)
     assert torch.equal(var, case.var_out)
 
