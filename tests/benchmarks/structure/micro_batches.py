@@ -2,9 +2,9 @@
 
     python tests/benchmarks/structure/micro_batches.py [--trials 600]
 
-The gradient of a step of eight micro-batches is computed in int8 over and over.  Operators either take the step alone as their offset,
-as in training, or an offset of its own for every micro-batch: independent rounding.  The ratio of their root mean square errors is
-1 where errors average out alike.  Data are different, nearly equal, nearly equal with a largest magnitude that all share (inputs
+The gradient of a step of eight micro-batches is computed in int8 over and over.  Operators either take the step alone as their
+offset, as in training, or an offset of its own for every micro-batch: independent rounding.  The ratio of their root mean square
+errors is 1 where errors average out alike.  Data are different, nearly equal, nearly equal with a largest magnitude that all share (inputs
 clipped at 1, ReLU6), and images under convolutions, of which the same is true.
 """
 
@@ -51,7 +51,9 @@ def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, offset: int | Non
     return F.linear(x, w, b) if offset is None else linear(x, w, b, INT8, offset=offset)
 
 
-def _conv2d(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, offset: int | None, *, padding: int = 0, groups: int = 1) -> torch.Tensor:
+def _conv2d(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, offset: int | None, *, padding: int = 0, groups: int = 1
+) -> torch.Tensor:
     if offset is None:
         return F.conv2d(x, w, b, padding=padding, groups=groups)
     return conv2d(x, w, b, INT8, padding=padding, groups=groups, offset=offset)
@@ -90,7 +92,9 @@ def errors(case: Case, trials: int, offset_of: Callable[[int, int], int]) -> tor
     parameters = [value.clone().requires_grad_() for value in values]
 
     def gradient(offsets: Sequence[int | None]) -> torch.Tensor:
-        loss = sum((model(x, parameters, offset).square().sum() for x, offset in zip(batches, offsets, strict=True)), torch.zeros(()))
+        loss = sum(
+            (model(x, parameters, offset).square().sum() for x, offset in zip(batches, offsets, strict=True)), torch.zeros(())
+        )
         return torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)]).double()
 
     exact = gradient([None] * len(batches))

@@ -13,7 +13,7 @@ from qsync_core.ir.variant import Variant
 
 
 def build_output(variant: Variant) -> Callable[..., None]:
-    """``kernel(x, out, q_out, scale_out, stream_out, x_q_out, x_scale_out, seed, x_seed, offset)``; outputs that are not wanted are None."""
+    """``kernel(x, out, q_out, scale_out, stream_out, x_q_out, x_scale_out, seed, x_seed, offset)``; what is not wanted is None."""
     by_row = variant.x_granularity is Granularity.PER_ROW
 
     def kernel(

@@ -121,7 +121,9 @@ def test_rows_with_a_scale_each_take_the_stream_of_their_own_checksum(outputs, f
             (written.q, written.scale, given(written.out), seed),
             (written.x_q, written.x_scale, problem.expected(written).xhat.float(), x_seed),
         ):
-            drawn = [random_thresholds(values.numel(), of, stream).view(shape)[row] for row, stream in zip(rows, streams, strict=True)]
+            drawn = [
+                random_thresholds(values.numel(), of, stream).view(shape)[row] for row, stream in zip(rows, streams, strict=True)
+            ]
             steps = values * scale.reciprocal()[:, None]
             expected = (steps + (torch.stack(drawn) / 256 + CENTRE)).floor()
             assert int((expected != q).sum()) <= 4, f"{int((expected != q).sum())} of {q.numel()} differ"
@@ -141,7 +143,8 @@ def vector(count=8):
 def forward(**changes):
     operands = {
         "x": images(), "weight": None, "bias": None, "eps": 1e-5, "residual": None, "residual_absmax": None, "mean": vector(),
-        "var": vector(), "out": images(), "absmax": None, "q": None, "scale": None, "stream": None, "x_q": None, "x_scale": None, "open": None,
+        "var": vector(), "out": images(), "absmax": None, "q": None, "scale": None, "stream": None, "x_q": None, "x_scale": None,
+        "open": None,
         "seed": 1, "x_seed": 2, "offset": 3,
     }  # fmt: skip
     return "batch_norm.output", (operands | changes).values()

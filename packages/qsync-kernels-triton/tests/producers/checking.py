@@ -76,7 +76,10 @@ def assert_is_quantized(q, scale, r, form="int8", rounding="stochastic", seed=0,
 
 
 def assert_is_rounded(q, scale, x, seed, streams):
-    """⌊x / scale + u⌋ with number i of the stream, or of its row's, for element i; x is in float64, so that near an integer a value may differ."""
+    """⌊x / scale + u⌋ with number i of the stream, or of its row's, for element i.
+
+    x is in float64, so that near an integer a value may differ.
+    """
     x, scale = in_memory(x).double().numpy(), in_memory(scale).double().numpy() if scale.ndim > 1 else scale.double().numpy()
     position = np.arange(x.size, dtype=np.uint64).reshape(len(streams), -1)
     u = reference.thresholds(seed, position, np.array(streams, dtype=np.uint64)[:, None]).astype(np.float64).reshape(x.shape)

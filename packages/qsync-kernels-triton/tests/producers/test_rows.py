@@ -120,7 +120,9 @@ class Norm:
             check_stream(self.stream, self.x)
             largest = self.xhat.abs().amax(1)
             assert torch.allclose(self.x_scale.double(), torch.where(largest == 0, 1.0, largest / 127), rtol=1e-4)
-            checking.assert_is_rounded(self.x_q, scales_of(self.x_q, self.x_scale), self.xhat, X_SEED, checking.streams(self.x, OFFSET, len(self.x)))
+            checking.assert_is_rounded(
+                self.x_q, scales_of(self.x_q, self.x_scale), self.xhat, X_SEED, checking.streams(self.x, OFFSET, len(self.x))
+            )
 
 
 SHAPES = [(5, 37), (3, 136), (1, 8)]

@@ -87,6 +87,8 @@ def quantize(rows, rounding, form="int8", seed=0, streams=(0,)):
     else:
         position = np.arange(rows.size, dtype=np.uint64).reshape(rows.shape)
         # Adding the centred threshold and rounding to nearest is a floor of y + threshold.
-        q = np.rint((y + (thresholds(seed, position, np.array(streams, dtype=np.uint64)[:, None]) - np.float32(0.5))).astype(np.float32))
+        q = np.rint(
+            (y + (thresholds(seed, position, np.array(streams, dtype=np.uint64)[:, None]) - np.float32(0.5))).astype(np.float32)
+        )
     largest = np.float32(LARGEST[form])
     return np.clip((q * spacing).astype(np.float32), -largest, largest), scale[:, 0]

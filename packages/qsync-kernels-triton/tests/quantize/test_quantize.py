@@ -59,7 +59,9 @@ def tensor(*shape, dtype=torch.float32, seed=0):
 def assert_is_reference(x, granularity, rounding, form="int8", seed=5, offset=(1 << 40) + 1000):
     stream = torch.tensor([77])
     q, scale = run(x, granularity, rounding, seed=seed, offset=offset, form=form, stream=stream)
-    expected, expected_scale = reference.quantize(rows_of(x, granularity), str(rounding), form, seed, streams(x, granularity, offset))
+    expected, expected_scale = reference.quantize(
+        rows_of(x, granularity), str(rounding), form, seed, streams(x, granularity, offset)
+    )
     assert np.array_equal(scale.numpy(), expected_scale)
     assert np.array_equal(q.float().numpy().reshape(expected.shape), expected)
     assert stream.item() == reference.signed(reference.stream_of(offset, reference.checksums(x, 1)[0]))

@@ -205,7 +205,7 @@ def test_a_backend_that_takes_numbers_only_gets_numbers_or_is_not_captured(monke
                 kernel(*operands, offset)  # which draws nothing
             else:
                 with pytest.raises(
-                    BackendError, match="backend numbers runs quantize with the offset .* every replay .* would round alike"
+                    BackendError, match=r"backend numbers runs quantize with the offset .* every replay .* would round alike"
                 ):
                     kernel(*operands, offset)
             remember_number(offset, 1 << 33)

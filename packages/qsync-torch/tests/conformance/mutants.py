@@ -297,7 +297,9 @@ class TruncatesTheOffset(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, stream, seed, offset, *more, **named: kernel(x, q, scale, stream, seed, offset & 0xFFFFFFFF, *more, **named)
+        return lambda x, q, scale, stream, seed, offset, *more, **named: kernel(
+            x, q, scale, stream, seed, offset & 0xFFFFFFFF, *more, **named
+        )
 
 
 class KeepsTheFirstOffset(Mutant):
@@ -456,7 +458,9 @@ class CutsTheOffset(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, stream, seed, offset, *more, **named: kernel(x, q, scale, stream, seed, offset & ((1 << 62) - 1), *more, **named)
+        return lambda x, q, scale, stream, seed, offset, *more, **named: kernel(
+            x, q, scale, stream, seed, offset & ((1 << 62) - 1), *more, **named
+        )
 
 
 class RaisesNoErrorOnACpu(Mutant):

@@ -11,8 +11,8 @@ from .mutants import Mutant
 
 NAMES = {
     Op.BATCH_NORM_OUTPUT: (
-        "x weight bias eps residual residual_absmax mean_out var_out out absmax_out q_out scale_out stream_out x_q_out x_scale_out open_out "
-        "seed x_seed offset"
+        "x weight bias eps residual residual_absmax mean_out var_out out absmax_out q_out scale_out stream_out x_q_out x_scale_out "
+        "open_out seed x_seed offset"
     ),
     Op.BATCH_NORM_GRAD_INPUT: (
         "grad x x_scale mean var weight bias eps open grad_input_out grad_residual_out grad_weight_out grad_bias_out "

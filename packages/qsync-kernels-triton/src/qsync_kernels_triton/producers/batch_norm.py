@@ -3,7 +3,8 @@
 The images are channels-last, a matrix of (positions, channels) in memory.  Three launches:
 
 * ``channel_statistics``: each program walks through some of the rows of one strip of channels and leaves, per channel, the mean,
-  the sum of squared deviations, the smallest and largest x, and the checksum of its bits.  It sums about a shift, the mean of its own first tile, so that a
+  the sum of squared deviations, the smallest and largest x, and the checksum of its bits.  It sums about a shift, the mean of its
+  own first tile, so that a
   mean that is large beside the deviation costs no digits: the relative error of a program's sum of squares is at most about
   float32's times (1 + rows / rows of a tile), whatever the data.
 * ``channel_coefficients``: merges the programs' sums (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983):

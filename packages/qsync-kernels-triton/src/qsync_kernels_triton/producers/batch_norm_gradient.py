@@ -130,7 +130,7 @@ def gradient_reach(
     positions: tl.int32, channels: tl.int32, programs: tl.int32, eps: tl.float32,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, MULTIPLIER: tl.constexpr,
 ):  # fmt: skip
-    """What |∂x·multiplier| of BLOCK channels cannot exceed, and behind these bounds the checksums of g; grid (blocks of channels,)."""
+    """What |∂x·multiplier| of BLOCK channels cannot exceed, and behind that the checksums of g; grid (blocks of channels,)."""
     column, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROWS)
     wanted = column < channels
     kind = programs.to(tl.int64) * channels

@@ -180,7 +180,7 @@ class _Output:
         q, x_q = copies
         tensors = (x, w, b, shortcut, mean, var, bound, x_scales, inverse, x if out is None else out,
                    largest, q, bound if scale is None else scale, x_q,
-                   x if open_ is None else open_, bound if offset is None else offset, bound if stream is None else stream)  # fmt: skip
+                   x if open_ is None else open_, *(bound if one is None else one for one in (offset, stream)))  # fmt: skip
         self._normalize(self._normalize_grid, None, tensors, (self._positions, self._units, self._bounds, eps, *words))
 
 

@@ -111,7 +111,9 @@ def build_activation_output(
         if x.numel() == 0:
             return lambda *operands: _fill(*operands[3:5], *operands[6:8], operands[-2:])
         given = {"ACTIVATION": ACTIVATION_CODE[activation]}
-        launches = _Rows(x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given))
+        launches = _Rows(
+            x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
+        )
 
         def run(
             x: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None, x_q: Tensor | None,
@@ -172,7 +174,8 @@ class _Rows:
 
     def __init__(
         self, x: Tensor, out: Tensor | None, q: Tensor | None, x_q: Tensor | None, offset: Tensor | None, stream: Tensor | None,
-        granularity: Granularity, rounding: Rounding, config: ProducerConfig, first: tuple[object, dict[str, Any]], second: tuple[object, dict[str, Any]],
+        granularity: Granularity, rounding: Rounding, config: ProducerConfig, first: tuple[object, dict[str, Any]],
+        second: tuple[object, dict[str, Any]],
     ) -> None:  # fmt: skip
         rows, length = x.shape
         cut = cut_by_rows(rows, length, ONE_READ, config)

@@ -142,10 +142,9 @@ def merged_checksum(partial_ptr, partials, PARTIALS: tl.constexpr):
 def stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE: tl.constexpr):
     """The stream of a checksum, int64; LIVE: with the offset that is at ``offset_ptr`` (int64) when the kernel runs."""
     if LIVE:
-        offset = tl.load(offset_ptr)
+        return tl.load(offset_ptr) + share_of(checksum)
     else:
-        offset = (offset_high.to(tl.int64) << 32) | (offset_low.to(tl.int64) & 0xFFFFFFFF)
-    return offset + share_of(checksum)
+        return ((offset_high.to(tl.int64) << 32) | (offset_low.to(tl.int64) & 0xFFFFFFFF)) + share_of(checksum)
 
 
 @triton.jit

@@ -54,8 +54,8 @@ def rounded_rows(
 ):  # fmt: skip
     """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on.
 
-    ``scale`` and ``inverse`` are one number each, or a column or row of the tile; so are the words of the stream, or a column.  ALIGNED: rows and tiles begin at multiples of 8,
-    so that eight neighbours share a call of the random generator.
+    ``scale`` and ``inverse`` are one number each, or a column or row of the tile; the words of the stream one each, or a column.
+    ALIGNED: rows and tiles begin at multiples of 8, so that eight neighbours share a call of the random generator.
     """
     bits = tl.arange(0, BLOCK)[None, :]  # unused where none are drawn
     if ROUNDING == STOCHASTIC:

@@ -39,8 +39,8 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
 
     ``x`` is a float32, float16 or bfloat16 tensor that fills its memory without gaps (channels-last does) and whose rows lie one
     after another; ``q_out`` int8, float8_e4m3fn or float8_e5m2 of the same shape and strides; ``scale_out`` float32 with
-    :func:`scale_count` elements; ``stream_out`` one int64, or None; ``seed`` in 0..2**63-1 and ``offset`` in 0..2**64-1 or as signed,
-    also as one int64 on the device of ``x``, which is read when the kernel runs.
+    :func:`scale_count` elements; ``stream_out`` one int64, or None; ``seed`` in 0..2**63-1, ``offset`` of 64 bits, also as
+    one int64 on the device of ``x``, which is read when the kernel runs.
 
     ``multiplier`` (float32, one element per channel: the last dimension of a matrix, dimension 1 of a 4-d tensor) is multiplied
     into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous.
@@ -268,7 +268,10 @@ class SplitPlan:
         partials = {"PARTIALS": max(32, triton.next_power_of_2(programs)), "ALIGNED": p.rows == 1 or p.unit == 8}
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(
-            quantize_from_partials, p.rounding | cut | partials | flags | p.live | {"STREAM": p.stream}, num_warps=config.warps, **options
+            quantize_from_partials,
+            p.rounding | cut | partials | flags | p.live | {"STREAM": p.stream},
+            num_warps=config.warps,
+            **options,
         )
         sweep = full + tail if config.sweep == 0 else min(full + tail, max(1, config.sweep // p.rows))
         self._second_grid = (sweep * p.rows, 1, 1)

@@ -1,6 +1,7 @@
 """Quantization in two passes over memory, each spread over all multiprocessors: for few long rows, above all one scale a tensor.
 
-Pass one finds partial maxima and checksums: ``programs`` of them a row, each by warp reductions over every ``programs``-th chunk.  In pass two
+Pass one finds partial maxima and checksums: ``programs`` of them a row, each by warp reductions over every ``programs``-th chunk.
+In pass two
 each program reduces its row's partial maxima (some hundred numbers, from the cache) to the scale, and rounds a chunk.  That is two
 reads and one write of the tensor, and no third launch.
 
@@ -60,14 +61,16 @@ def _read_chunks(
         if (program == full_chunks % programs) & (begin < row_length):
             x = tl.load(x_ptr + first + begin + offsets, mask=offsets < row_length - begin, other=0.0)
             bits += bits_of(x)
-            largest = larger(largest, multiplied(x.to(tl.float32), multiplier_ptr, first + begin, inner, channels, BLOCK, MULTIPLIER))
+            largest = larger(
+                largest, multiplied(x.to(tl.float32), multiplier_ptr, first + begin, inner, channels, BLOCK, MULTIPLIER)
+            )
     return tl.max(tl.max(infinite_if_nan(largest), axis=1), axis=0), tl.sum(tl.sum(bits, axis=1), axis=0)
 
 
 @triton.jit
 def _round_chunks(
-    x_ptr, q_ptr, partial_ptr, sum_ptr, partials, multiplier_ptr, first, row_length, program, programs, full_chunks, inner, channels,
-    seed_low, seed_high, offset_ptr, offset_low, offset_high,
+    x_ptr, q_ptr, partial_ptr, sum_ptr, partials, multiplier_ptr, first, row_length, program, programs, full_chunks, inner,
+    channels, seed_low, seed_high, offset_ptr, offset_low, offset_high,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr,
     TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip

@@ -1,6 +1,6 @@
 """Counter-based random numbers for stochastic rounding: element i of stream (seed, stream) is a pure function of the three.
 
-What is rounded decides which stream it takes (:func:`stream_of`): rounding is a pure function of seed, offset and the bits of the data.
+What is rounded decides which stream it takes (:func:`stream_of`): rounding is a pure function of seed, offset and data.
 
 Nothing is stored between calls and nothing depends on the number of threads, so a recomputed forward (gradient checkpointing) draws
 the same bits.  The generator is MurmurHash3's 32-bit finaliser over the element's index with a 64-bit key put in between its
@@ -90,6 +90,8 @@ def write_stream(stream: Offset, out: torch.Tensor) -> None:
         out.fill_(stream)
     else:
         out.copy_(stream)
+
+
 _NUMBER = "qsync_number"
 
 

@@ -31,10 +31,7 @@ class PlannedChains:
         for chain in chains.values():
             find_backends(chain.choice.backends)
         self._model = applied.model
-        self._wanted = {
-            name: WantedChain(name, chain.saved, chain.choice, chain.form)
-            for name, chain in chains.items()
-        }
+        self._wanted = {name: WantedChain(name, chain.saved, chain.choice, chain.form) for name, chain in chains.items()}
         self._why = dict.fromkeys(self._wanted, _CUT)
         self._seen: dict[OpId, CompileId | None] = {}
 

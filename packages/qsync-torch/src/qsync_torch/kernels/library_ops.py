@@ -82,7 +82,7 @@ def quantize_transposed(
     *,
     straight: bool = False,
 ) -> CopiedTwice:
-    """Quantize ``x`` (..., K) as :func:`quantize` does; the fourth result is the copy as (K, M), M all other dimensions together."""
+    """Quantize ``x`` (..., K) as :func:`quantize` does; the fourth result is the copy as (K, M), M all other dimensions."""
     if not straight and not is_plain(x):
         op = _OPS.quantize_transposed.at if isinstance(offset, torch.Tensor) else _OPS.quantize_transposed.default
         return cast(CopiedTwice, op(x, quantization.key, seed, offset, multiplier))

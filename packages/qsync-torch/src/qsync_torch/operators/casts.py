@@ -1,12 +1,12 @@
 """The casts around adjustable operators: of operands, shared among consumers; of gradients; and what autograd keeps of them.
 
 Consumers that read one activation in the same format (Q, K and V) share one cast of it.  An entry of the cache lives as long as the
-activation it was made from, and its cast no longer than the model's forward: nothing is kept alive by the cache.  Sharing changes no
-bit: equal data, quantized with equal arguments, round alike.
+activation it was made from, and its cast no longer than the model's forward: nothing is kept alive by the cache.  Sharing changes
+no bit: equal data, quantized with equal arguments, round alike.
 
 Random numbers follow from data (docs/decisions/counter-based-random-numbers.md).  Which ones the activation takes follows from the
-offset and its bits; that is its *stream*, and the offset with which the weight and, in backward, the incoming gradient are quantized:
-so all three differ from one micro-batch to the next.  Seeds only tell the three apart.
+offset and its bits; that is its *stream*, and the offset with which the weight and, in backward, the incoming gradient are
+quantized: so all three differ from one micro-batch to the next.  Seeds only tell the three apart.
 
 With G the incoming gradient (..., N), w_q (N, K) and x_q (M, K) the saved copies with scales s_w[n] and s_x, a product in int8
 needs one scale for everything that it sums.  ``grad_input`` sums over the output channels n, along which the weight's scales lie,

@@ -2,7 +2,8 @@
 
 A chain's result is read as its 8-bit copy, as a float tensor, or as both.  Autograd carries the gradient to the float result, so
 that there is one either way; where nothing reads it, it is one element that counts for all (strides of 0).  Each operator gives the
-float result; then, where one is written, the copy, its scale and its stream; then, of a batch norm with a float result, its largest magnitude.
+float result; then, where one is written, the copy, its scale and its stream; then, of a batch norm with a float result, its largest
+magnitude.
 
 What is kept for backward is the input, or its 8-bit copy, statistics and bits: never the result.
 """
