@@ -4,8 +4,8 @@
 
 The gradient of a step of eight micro-batches is computed in int8 over and over.  Operators either take the step alone as their
 offset, as in training, or an offset of its own for every micro-batch: independent rounding.  The ratio of their root mean square
-errors is 1 where errors average out alike.  Data are different, nearly equal, nearly equal with a largest magnitude that all share (inputs
-clipped at 1, ReLU6), and images under convolutions, of which the same is true.
+errors is 1 where errors average out alike.  Data are different, nearly equal, nearly equal with a largest magnitude that all share
+(inputs clipped at 1, ReLU6), and images under convolutions, of which the same is true.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_torch import apply_
-from qsync_torch.apply import lowered_call
 
 from .small_models import BFLOAT16, INT8, named
 from .test_own_checkpoints import attached, checkpoint, diffusion, equal, gradients_of, hooks, reentrant, separate
@@ -126,32 +125,6 @@ def test_a_checkpointed_model_of_another_thread_does_not_change_an_evaluation(ki
     assert all(torch.equal(y, plain(inputs(1))) for y in found)
     reference = Gated(None, seed=3)
     assert equal(gradients, gradients_of(reference, reference(inputs(2)).square().sum()))
-
-
-@pytest.mark.parametrize("together", [True, False])  # as on a GPU
-def test_what_runs_again_takes_no_copies_of_weights_from_a_forward_of_another_thread(monkeypatch, together):
-    def gradients(meets):
-        model, _ = planned(pytorchs)
-        first = model(inputs(1)).square().sum()
-        found = []
-
-        def meet():
-            model.gate.meet = None
-            found.extend(in_thread(gradients_of, model, first))
-
-        model.gate.meet = meet if meets else None
-        later = model(inputs(2))
-        return found or gradients_of(model, first), later
-
-    variants = named(a=INT8, b=INT8, right=BFLOAT16)
-    monkeypatch.setitem(globals(), "VARIANTS", variants)
-    monkeypatch.setattr(Gated, "body", lambda model, x: model.b(model.gate(model.a(x))))
-    expected = gradients(False)
-    if together:
-        monkeypatch.setattr(lowered_call, "DEVICE_KINDS", frozenset({"cpu"}))
-    found = gradients(True)
-    assert equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -56,8 +56,8 @@ def stream_key(seed: int, *parts: int) -> int:
 Offset = int | torch.Tensor
 """An offset or a stream: a number, or one int64 that holds it when kernels run."""
 _WEIGHT = 0x9E3779B9 << 32
-"""Of a checksum in a stream: 2**32 times an odd number, so that different checksums give different streams, and parts of a sum that
-wraps around at 32 bits may be added up in 64."""
+"""What a checksum is multiplied by: 2**32 times an odd number, so that different checksums give different streams, and parts of a
+sum that wraps around at 32 bits may be added up in 64."""
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
