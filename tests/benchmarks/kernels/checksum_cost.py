@@ -4,7 +4,7 @@
 
 TREE is a checkout of the last commit whose kernels take no checksum (``git worktree add TREE COMMIT``).  The Triton quantizer of
 each tree runs in processes that take turns on one GPU, on rows K4's shape and on others that a step has: weights with a scale a
-channel, activations with a scale a row, a transposed copy.  Each is timed in its first candidate's configuration, and in its fastest.
+channel, activations with a scale a row, a transposed copy; each in its first candidate's configuration, and in its fastest.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def build_layer_norm_output(granularity: Granularity, rounding: Rounding, config
         refuse("layer_norm.output", vector_problems("mean_out rstd_out", (mean, rstd), x.shape[0]))
         refuse("layer_norm.output", stream_problems(offset, stream, x.device))
         if x.numel() == 0:
-            return lambda *operands: _fill(*operands[10:12], *operands[13:15], operands[-2:])
+            return lambda *operands: _fill(operands[10], operands[11], operands[13], operands[14], operands[-2:])
         given = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RESIDUAL": residual is not None}
         # The second launch reads the sum that the first has kept, where it has.
         again = {name: value and (name != "RESIDUAL" or sum_ is None) for name, value in given.items()}
@@ -109,7 +109,7 @@ def build_activation_output(
         refuse("activation.output", _output_problems(granularity, x, None, None, out, q, scale, x_q, x_scale))
         refuse("activation.output", stream_problems(offset, stream, x.device))
         if x.numel() == 0:
-            return lambda *operands: _fill(*operands[3:5], *operands[6:8], operands[-2:])
+            return lambda *operands: _fill(operands[3], operands[4], operands[6], operands[7], operands[-2:])
         given = {"ACTIVATION": ACTIVATION_CODE[activation]}
         launches = _Rows(
             x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
