@@ -112,7 +112,8 @@ class Producer:
             vector(1 if self.granularity is Granularity.PER_TENSOR else rows),
         )
         self.x_q, self.x_scale = (like(x, torch.int8), vector(groups)) if keeps else (None, None)
-        copies = (self.q, self.scale, self.x_q, self.x_scale)
+        self.stream = torch.empty(1, dtype=torch.int64, device=x.device)
+        copies = (self.q, self.scale, self.stream, self.x_q, self.x_scale)
         grad_input = like(x)
         if self.kind == "activation":
             forward(x, self.out, *copies, seed, x_seed, offset)
@@ -237,7 +238,7 @@ def test_every_configuration_gives_the_same_up_to_the_order_of_sums():
             torch.empty((b, h, w, c // 8), dtype=torch.uint8, device=DEVICE),
         )
         given = (problem.x, problem.weight, problem.bias, EPS, problem.residual, most)
-        forward(*given, mean, var, out, vector(1), None, None, None, None, bits, 1, 2, 3)
+        forward(*given, mean, var, out, vector(1), None, None, None, None, None, bits, 1, 2, 3)
         assert error(out, expected) < 2.0**-11
         found = [like(out), like(out), vector(c), vector(c)]
         backward(problem.grad, problem.x, None, mean, var, problem.weight, problem.bias, EPS, bits, *found)

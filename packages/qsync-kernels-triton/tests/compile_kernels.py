@@ -15,21 +15,18 @@ from qsync_kernels_triton.elementwise import dequantize, dequantize_rows
 from qsync_kernels_triton.products.conv2d import implicit_gemm
 from qsync_kernels_triton.products.gemm import gemm, mixed_gemm
 from qsync_kernels_triton.products.pointwise import pointwise_grad_weight
-from qsync_kernels_triton.quantize.many import partials_of_many, round_many, rows_of_many
 from qsync_kernels_triton.quantize.rows import quantize_rows, quantize_twice_from_partials
 from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
 
 POINTERS = {
-    "x_like": "*fp32",
-    "q_like": "*i8",
-    "table_ptr": "*i64",
+    "offset_ptr": "*i64",
     "stream_ptr": "*i64",
     "q_ptr": "*i8",
     "transposed_ptr": "*i8",
     "w_ptr": "*i8",
 }
 WIDE = {"units": "i64"}
-QUANTIZE = {"FORMAT": 0, "ROUNDING": 1, "LIVE": True}
+QUANTIZE = {"FORMAT": 0, "ROUNDING": 1, "LIVE": True, "STREAM": 1}
 SPLIT = {"UNIT": 8, "BLOCK": 4096, "TAIL": True, "MULTIPLIER": 0}
 PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}
 FILTER = {"KERNEL_H": 3, "KERNEL_W": 3, "GROUPS": 1, "X_SCALE": True, "W_SCALES": 2, "WIDEN": False}
@@ -40,8 +37,9 @@ def cases(capability):
     yield "partial_absmax", partial_absmax, SPLIT | overlap | {"KEEP": "evict_last"}, {}
     rounding = QUANTIZE | SPLIT | {"PARTIALS": 1024, "ALIGNED": True} | overlap
     yield "quantize_from_partials", quantize_from_partials, rounding, {}
+    yield "partial_absmax bf16", partial_absmax, SPLIT | overlap | {"KEEP": "evict_last"}, {"x_ptr": "*bf16"}
     yield "quantize_from_partials bf16 e5m2", quantize_from_partials, rounding | {"FORMAT": 2}, {"x_ptr": "*bf16"}
-    rows = QUANTIZE | {"UNIT": 8, "ROWS": 1, "BLOCK": 4096, "ALIGNED": True, "FULL": False, "SINGLE": True, "MULTIPLIER": 1}
+    rows = QUANTIZE | {"UNIT": 8, "ROWS": 1, "BLOCK": 4096, "ALIGNED": True, "FULL": False, "MULTIPLIER": 1, "STREAM": 2}
     yield "quantize_rows", quantize_rows, rows, {}
     tile = {"ROW_UNIT": 16, "ROWS": 64, "BLOCK": 128, "PARTIALS": 1024, "FULL": True}
     yield (
@@ -50,10 +48,6 @@ def cases(capability):
         QUANTIZE | {"UNIT": 8, "ALIGNED": True, "MULTIPLIER": 0} | tile | overlap,
         {},
     )
-    many = {"BLOCK": 2048, "TENSORS": 128}
-    yield "rows_of_many", rows_of_many, QUANTIZE | many | {"ROWS": 1, "UNIT": 8, "SINGLE": False}, {}
-    yield "partials_of_many", partials_of_many, many | {"MOST": 64}, {}
-    yield "round_many", round_many, QUANTIZE | many | {"MOST": 64}, {}
     whole, by_row, half = {"BLOCK": 8192, "SCALED": True}, {"ROWS": 32, "BLOCK": 256}, {"out_ptr": "*fp16"}
     yield "dequantize", dequantize, whole, half
     yield "dequantize_rows", dequantize_rows, by_row, half
@@ -84,13 +78,13 @@ def compiled(function, constants, types, capability):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        pointer = name.endswith(("_ptr", "_like"))
+        pointer = name.endswith("_ptr")
         signature[name] = types.get(name) or POINTERS.get(name) or (("*fp32") if pointer else WIDE.get(name, "i32"))
         if pointer or function in (gemm, mixed_gemm, implicit_gemm, pointwise_grad_weight):
             divisible[(position,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, signature, values, divisible)
-    options = {"num_warps": 4 if "TENSORS" in constants else 8, "num_stages": 3, "enable_fp_fusion": False}
+    options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

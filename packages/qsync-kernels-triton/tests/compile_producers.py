@@ -17,12 +17,12 @@ from qsync_kernels_triton.producers.sums import finish_sums
 
 HALF = dict.fromkeys(
     ("x_ptr", "residual_ptr", "out_ptr", "sum_ptr", "grad_ptr", "grad_input_ptr", "grad_residual_ptr"), "*fp16"
-) | {"q_ptr": "*i8", "x_q_ptr": "*i8", "open_ptr": "*u8", "stream_ptr": "*i64", "eps": "fp32"}
+) | {"q_ptr": "*i8", "x_q_ptr": "*i8", "open_ptr": "*u8", "offset_ptr": "*i64", "stream_ptr": "*i64", "eps": "fp32"}
 SUMS = {"UNIT": 8, "ROWS": 64, "BLOCK": 64}
 IMAGES = {"UNIT": 8, "ROWS": 16, "BLOCK": 256}
 ROWS = {"UNIT": 8, "ROWS": 4, "BLOCK": 256, "HELD": 3}
 GIVEN = {"WEIGHT": True, "BIAS": True}
-ROUNDING = {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": False}
+ROUNDING = {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": False, "STREAM": 1}
 KEPT = {"WRITE_X": True, "X_FORMAT": 0}
 
 
@@ -53,7 +53,8 @@ def cases(capability):
         yield f"apply_gradient{name}", apply_gradient, IMAGES | given | written, types
     yield "gradient_reach", gradient_reach, {"ROWS": 128, "BLOCK": 16, "WEIGHT": True, "MULTIPLIER": True}, {}
     yield "finish_sums", finish_sums, {"ROWS": 128, "BLOCK": 16}, {}
-    normalizing = ROWS | GIVEN | {"RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING
+    added = {"STREAM": 2}
+    normalizing = ROWS | GIVEN | {"RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING | added
     yield "normalize_rows", normalize_rows, normalizing, {}
     yield "normalize_rows in five", normalize_rows, normalizing | {"BLOCK": 128, "HELD": 5}, {}
     yield "normalize_rows long", normalize_rows, normalizing | {"BLOCK": 4096, "ROWS": 1, "HELD": 0}, {}
@@ -63,7 +64,7 @@ def cases(capability):
     yield "layer_norm_gradient", layer_norm_gradient, gradient, {}
     long = {"BLOCK": 4096, "ROWS": 1, "HELD": 0, "EIGHT_BIT": True}
     yield "layer_norm_gradient long", layer_norm_gradient, gradient | long, {"x_ptr": "*i8"}
-    activating = ROWS | {"ACTIVATION": 2, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING
+    activating = ROWS | {"ACTIVATION": 2, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING | added
     yield "activate_rows", activate_rows, activating, {}
     yield "activate_rows in one", activate_rows, activating | {"BLOCK": 1024, "HELD": 1}, {}
     yield "round_activated", round_activated, again | {"ACTIVATION": 4}, {}

@@ -25,7 +25,6 @@ from qsync_kernels_triton.producers.row_plans import (
 )
 from qsync_kernels_triton.products.conv2d import build_conv2d_output
 from qsync_kernels_triton.products.linear import build_linear_grad_weight, build_linear_output
-from qsync_kernels_triton.quantize.many import QuantizeMany
 from qsync_kernels_triton.quantize.single import build_quantize
 
 CALLS: list[list] = []
@@ -83,16 +82,13 @@ class Driver:
 def cases():
     x, q = torch.randn(96, 40_960), torch.empty(96, 40_960, dtype=torch.int8)
     for granularity, scale in ((Granularity.PER_TENSOR, torch.empty(1)), (Granularity.PER_ROW, torch.empty(96))):
-        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, 1 << 40, 2)
-        short = (x[:, :512].contiguous(), q[:, :512].contiguous(), scale, 1, 1)
+        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, None, 1 << 40, 2)
+        short = (x[:, :512].contiguous(), q[:, :512].contiguous(), scale, None, 1, 1)
         yield build_quantize(granularity, Rounding.NEAREST, QuantizeConfig()), short
-        many = ([short[0], x], [short[1], q], [scale, scale.clone()], [3, 1 << 50], 5)
-        yield QuantizeMany(granularity, Rounding.STOCHASTIC, QuantizeConfig()), many
-        stream = torch.tensor([1 << 33])
-        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, 1 << 40, stream)
-        yield QuantizeMany(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (*many[:-1], stream)
+        offset, stream = torch.tensor([1 << 33]), torch.empty(1, dtype=torch.int64)
+        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, stream, 1 << 40, offset)
     extras = (torch.ones(40_960), torch.empty(40_960, 96, dtype=torch.int8))
-    yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), 1, 2, *extras)
+    yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), None, 1, 2, *extras)
     a, b, one = torch.zeros(256, 512, dtype=torch.int8), torch.zeros(128, 512, dtype=torch.int8), torch.ones(1)
     for tma in (0, 1):
         yield build_linear_output(ProductConfig(tma=tma)), (a, one, b, torch.ones(128), None, torch.empty(256, 128))
@@ -112,8 +108,8 @@ def producers():
     of, per, one = torch.ones(64), torch.empty(64), torch.ones(1)
     eight = half.to(torch.int8)
     normalize = build_batch_norm_output(Activation.RELU, Rounding.STOCHASTIC, config)
-    words = (1 << 40, 2, 3)
-    yield normalize, (half, of, of, 1e-5, half, one, per, per, half, one, eight, one, eight, per, None, *words)
+    words, streams = (1 << 40, 2, 3), torch.empty(1, dtype=torch.int64)
+    yield normalize, (half, of, of, 1e-5, half, one, per, per, half, one, eight, one, streams, eight, per, None, *words)
     yield (
         build_batch_norm_grad_input(Activation.RELU, Rounding.STOCHASTIC, config),
         (half, half, None, per, per, of, of, 1e-5, None, half, None, per, per),
@@ -121,9 +117,9 @@ def producers():
     rows, eight_rows = torch.zeros(64, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.int8)
     for granularity, scale in ((Granularity.PER_ROW, per), (Granularity.PER_TENSOR, one)):
         norm = build_layer_norm_output(granularity, Rounding.STOCHASTIC, config)
-        yield norm, (rows, of, None, 1e-5, rows, rows, per, per, None, eight_rows, scale, None, None, *words)
+        yield norm, (rows, of, None, 1e-5, rows, rows, per, per, None, eight_rows, scale, streams, None, None, *words)
         activate = build_activation_output(Activation.GELU, granularity, Rounding.NEAREST, config)
-        yield activate, (rows, rows, eight_rows, scale, eight_rows, per, *words)
+        yield activate, (rows, rows, eight_rows, scale, streams, eight_rows, per, *words)
     yield build_layer_norm_grad_input(config), (rows, eight_rows, per, per, per, of, rows, per, per)
     yield build_activation_grad_input(Activation.SILU, config), (rows, rows, None, rows)
 

@@ -311,7 +311,7 @@ def wrong_copies(request: Any, arguments: Sequence[Any]) -> int:
     x, q, scale, *_ = arguments
     step = scale.double().view(-1, 1) if request.variant.x_granularity is Granularity.PER_CHANNEL else scale.double()
     wrong = ~((q.double() * step - x.double()).abs() <= 1.02 * step)
-    transposed = arguments[6:7]
+    transposed = arguments[7:8]
     return int(wrong.sum()) + sum(int((copy.t() != q).sum()) for copy in transposed)
 
 

@@ -10,7 +10,6 @@ from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelBackend, 
 _RUN_TIME = re.compile(r";(raster|swizzle|splits)=[^;]*")
 """Knobs that one compiled library takes as arguments."""
 _MOST = 24
-_QUANTIZE = (Op.QUANTIZE, Op.QUANTIZE_MANY)
 
 
 class LimitedBackend:
@@ -43,12 +42,12 @@ class LimitedBackend:
         return self._backend.unsupported_reasons(request)
 
     def _is_left_out(self, request: KernelRequest) -> bool:
-        return not (self._just_in_time or self.compiles or self.name == "aten" or request.op in _QUANTIZE)
+        return not (self._just_in_time or self.compiles or self.name == "aten" or request.op == Op.QUANTIZE)
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
         """The best guesses."""
         configs = self._backend.candidate_configs(request)
-        if request.op in _QUANTIZE:
+        if request.op == Op.QUANTIZE:
             return configs
         if not self.compiles:
             return configs[: max(1, self._just_in_time)]

@@ -168,7 +168,8 @@ class Problem:
         if "transposed" in self.flags:
             transposed = torch.empty(shape[1], shape[0], dtype=q.dtype, device=device)
         extra = (multiplier, transposed) if self.flags else ()
-        return x, q, scale, seed, 0, *extra
+        stream = torch.empty(1, dtype=torch.int64, device=device)
+        return x, q, scale, stream, seed, 0, *extra
 
 
 def _operand_shapes(shape: LinearShape | ConvShape) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -101,7 +101,8 @@ class Case:
         saves, of_batch = self.variant.saved.needs_scale, self.op.startswith("batch_norm")
         groups, numbers = columns if of_batch else rows, (seed, seed + 1, 7)
         scales = vector(rows if self.variant.x_granularity is Granularity.PER_ROW else 1)
-        copies = (tensor(byte), scales, tensor(byte, saves), vector(groups, saves))
+        stream = torch.empty(1, dtype=torch.int64, device=device)
+        copies = (tensor(byte), scales, stream, tensor(byte, saves), vector(groups, saves))
         statistics, parameters = (vector(groups), vector(groups)), (vector(columns), vector(columns))
         bits = None
         if of_batch and self._wants_bits:

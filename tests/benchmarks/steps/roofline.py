@@ -53,7 +53,7 @@ def floor_bytes(dag: PrecisionDag, setting: Setting, device: torch.device) -> Co
     for operator in dag.adjustable:
         call = CallShapes.of(operator)
         for asked in operator_requests(call, offered(variant, call), *device_facts(device)):
-            is_quantization = asked.request.op in (Op.QUANTIZE, Op.QUANTIZE_MANY)
+            is_quantization = asked.request.op == Op.QUANTIZE
             if is_quantization and setting.fused and asked.role == Op.QUANTIZE:
                 continue  # the producer writes it
             wide = 4 if asked.request.op in (Op.LINEAR_GRAD_WEIGHT, Op.CONV2D_GRAD_WEIGHT) else 2

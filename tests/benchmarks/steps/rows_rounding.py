@@ -170,7 +170,7 @@ def _error_ratios(backend: KernelBackend, subject: Subject, problem: Producer) -
     written = problem.run(kernel, outputs)
     yield _ratio(written.out, plain, exact), f"result of {title}"
     q, scale = torch.empty_like(plain, dtype=torch.int8), torch.empty_like(written.scale)
-    build_quantize(problem.variant)(plain.detach(), q, scale, 1, 2)
+    build_quantize(problem.variant)(plain.detach(), q, scale, None, 1, 2)
     copies = [
         copy.double() * of.double()[:, None] if of.numel() > 1 else copy.double() * of.double()
         for copy, of in ((written.q, written.scale), (q, scale))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from qsync_core.ir.variant import Variant
 
 
 def build_output(variant: Variant) -> Callable[..., None]:
-    """``kernel(x, out, q_out, scale_out, x_q_out, x_scale_out, seed, x_seed, offset)``; outputs that are not wanted are None."""
+    """``kernel(x, out, q_out, scale_out, stream_out, x_q_out, x_scale_out, seed, x_seed, offset)``; what is not wanted is None."""
     by_row = variant.x_granularity is Granularity.PER_ROW
 
     def kernel(
@@ -22,20 +21,24 @@ def build_output(variant: Variant) -> Callable[..., None]:
         out: torch.Tensor | None,
         q_out: torch.Tensor | None,
         scale_out: torch.Tensor,
+        stream_out: torch.Tensor | None,
         x_q_out: torch.Tensor | None,
         x_scale_out: torch.Tensor,
         seed: int,
         x_seed: int,
-        offset: int,
+        offset: int | torch.Tensor,
     ) -> None:
+        stream = _stream_of(x, offset)
+        if stream_out is not None:
+            stream_out.copy_(stream)
         x = x.float()
         y = x * _normal_distribution(x)
         if out is not None:
             out.copy_(y)
         if q_out is not None:
-            _write_copy(y, by_row, variant.rounding, seed, offset, q_out, scale_out)
+            _write_copy(y, by_row, variant.rounding, seed, stream, q_out, scale_out)
         if x_q_out is not None:
-            _write_copy(x, True, variant.rounding, x_seed, offset, x_q_out, x_scale_out)
+            _write_copy(x, True, variant.rounding, x_seed, stream, x_q_out, x_scale_out)
 
     return kernel
 
@@ -51,8 +54,29 @@ def _normal_distribution(x: torch.Tensor) -> torch.Tensor:
     return (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
+def _stream_of(x: torch.Tensor, offset: int | torch.Tensor) -> torch.Tensor:
+    """Which random numbers are taken: an int64 that follows from the offset and the bits of what was read."""
+    bits = x.contiguous().view(torch.int32 if x.dtype is torch.float32 else torch.int16)
+    checksum = bits.sum(dtype=torch.int32).long()
+    return (checksum * 0x9E3779B9 << 32) + offset
+
+
+def _random_numbers(shape: torch.Size, seed: int, stream: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1): SplitMix64 of a key and of each place in memory, where no device has to be waited for."""
+    spread = (seed * 0x9E3779B97F4A7C15 + (1 << 63)) % (1 << 64) - (1 << 63)
+    place = torch.arange(shape.numel(), device=stream.device).view(shape)
+    return (_mixed(_mixed(stream + spread) + place) & 0xFFFFFF).double() / 2**24
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    """A number in which every bit of ``z`` counts; int64 wraps around."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1)):
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+    return z
+
+
 def _write_copy(
-    y: torch.Tensor, by_row: bool, rounding: Rounding, seed: int, offset: int, q_out: torch.Tensor, scale_out: torch.Tensor
+    y: torch.Tensor, by_row: bool, rounding: Rounding, seed: int, stream: torch.Tensor, q_out: torch.Tensor, scale_out: torch.Tensor
 ) -> None:
     if y.numel() == 0:
         scale_out.fill_(1)
@@ -63,9 +87,7 @@ def _write_copy(
     scale = torch.where(absmax == 0, 1.0, (absmax / 127).clamp(min=2.0**-126))
     steps = y.double() / scale
     if rounding is Rounding.STOCHASTIC:
-        stream = hashlib.sha256(f"{seed} {offset}".encode()).digest()
-        generator = torch.Generator(y.device).manual_seed(int.from_bytes(stream[:8], "big"))
-        q = (steps + torch.rand(y.shape, generator=generator, device=y.device)).floor()
+        q = (steps + _random_numbers(y.shape, seed, stream)).floor()
     else:
         q = steps.round() if rounding is Rounding.NEAREST else steps.floor()
     q_out.copy_(q.clamp(-127, 127))

@@ -21,6 +21,7 @@ class ExampleBackend:
 
     name = "example"
     api_version = BACKEND_API_VERSION
+    offset_tensors = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """Three operators, in one format."""

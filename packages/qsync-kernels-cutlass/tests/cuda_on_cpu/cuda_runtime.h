@@ -135,6 +135,11 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
   return before;
 }
 
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  unsigned long long const before = *address;
+  return *address += value, before;
+}
+
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }

@@ -25,6 +25,8 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
 from qsync_kernels_cutlass.compiling import library
 from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.aten.quantize import CENTRE
+from qsync_torch.aten.random_bits import random_thresholds, stream_of
 from qsync_torch.conformance.operands import Outputs
 from qsync_torch.conformance.producer_checks import check_forward
 from qsync_torch.conformance.producers import BATCH_NORM, FORMS, Producer, given, variant_of
@@ -84,8 +86,11 @@ def test_rows_of_several_warps_and_rows_that_no_block_holds(outputs, form, colum
 
 @each_once({"form": FORMS, "rounding": [Rounding.STOCHASTIC, Rounding.NEAREST]})
 def test_copies_are_those_of_the_reference(outputs, form, rounding):
-    """The same random numbers: but for values that float32's rounding moves across a threshold, bit for bit."""
-    granularity = ROW if form in BY_ROW else TENSOR
+    """The same random numbers: but for values that float32's rounding moves across a threshold, bit for bit.
+
+    Of rows with a scale each the reference draws from the stream of all of x, and these kernels from that of the row.
+    """
+    granularity = ROW if form in BY_ROW and rounding is Rounding.NEAREST else TENSOR
     saved = Precision.FLOAT32 if form == "relu" else Precision.INT8
     for shape in ((120, 40), (60, 37)):
         problem = Producer.of(form, variant_of(saved=saved, granularity=granularity, rounding=rounding), shape, CPU, 21)
@@ -93,10 +98,33 @@ def test_copies_are_those_of_the_reference(outputs, form, rounding):
             problem.run(problem.kernels(Subject(backend, CPU, 1))[0], outputs, 1 << 40, 3 << 50, 5 << 35)
             for backend in (EmulatedBackend(), AtenBackend())
         )
-        for one, other in ((written.q, expected.q), (written.x_q, expected.x_q)):
-            if one is not None:
+        assert torch.equal(given(written.stream), given(expected.stream))
+        by_row = form in BY_ROW and rounding is Rounding.STOCHASTIC
+        for one, other in ((written.q, expected.q), (written.x_q, None if by_row else expected.x_q)):
+            if one is not None and other is not None:
                 assert int((one != given(other)).sum()) <= 2, f"{int((one != other).sum())} of {one.numel()} differ"
         torch.testing.assert_close(written.scale, expected.scale, rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize("form", ["add+layer_norm", "gelu"])
+def test_rows_with_a_scale_each_take_the_stream_of_their_own_checksum(outputs, form):
+    """Number i of the row's stream goes to element i of the matrix; the streams of rows add up to that of the matrix."""
+    seed, x_seed, offset = 1 << 40, 3 << 50, 5 << 35
+    for shape in ((60, 37), (7, 1032)):
+        problem = Producer.of(form, variant_of(saved=Precision.INT8, granularity=ROW), shape, CPU, 21)
+        written = problem.run(problem.kernels(subject())[0], outputs, seed, x_seed, offset)
+        rows = range(shape[0])
+        streams = [int(stream_of(offset, problem.x[row])) for row in rows]
+        for q, scale, values, of in (
+            (written.q, written.scale, given(written.out), seed),
+            (written.x_q, written.x_scale, problem.expected(written).xhat.float(), x_seed),
+        ):
+            drawn = [
+                random_thresholds(values.numel(), of, stream).view(shape)[row] for row, stream in zip(rows, streams, strict=True)
+            ]
+            steps = values * scale.reciprocal()[:, None]
+            expected = (steps + (torch.stack(drawn) / 256 + CENTRE)).floor()
+            assert int((expected != q).sum()) <= 4, f"{int((expected != q).sum())} of {q.numel()} differ"
 
 
 IMAGES = (2, 8, 3, 3)
@@ -113,7 +141,8 @@ def vector(count=8):
 def forward(**changes):
     operands = {
         "x": images(), "weight": None, "bias": None, "eps": 1e-5, "residual": None, "residual_absmax": None, "mean": vector(),
-        "var": vector(), "out": images(), "absmax": None, "q": None, "scale": None, "x_q": None, "x_scale": None, "open": None,
+        "var": vector(), "out": images(), "absmax": None, "q": None, "scale": None, "stream": None, "x_q": None, "x_scale": None,
+        "open": None,
         "seed": 1, "x_seed": 2, "offset": 3,
     }  # fmt: skip
     return "batch_norm.output", (operands | changes).values()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import BATCH_NORMS, FLOATS, LINEAR, QUANTIZATIONS, product_format
+from qsync_core.kernels.support import BATCH_NORMS, FLOATS, LINEAR, product_format
 from qsync_kernels_triton.config import (
     DEQUANTIZE,
     ProducerConfig,
@@ -122,7 +122,7 @@ class TritonBackend:
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
         """Configurations worth trying, best guess first."""
-        if request.op in QUANTIZATIONS:
+        if request.op == Op.QUANTIZE:
             return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
         if request.op in Op.PRODUCERS:
             return tuple(KernelConfig(str(config)) for config in _producer_candidates(request))
@@ -152,15 +152,10 @@ class TritonBackend:
         if reasons := self.unsupported_reasons(request):
             raise BackendError(f"backend triton cannot run {request.op} on {list(request.shapes)}: " + "; ".join(reasons))
         variant = request.variant
-        if request.op in QUANTIZATIONS:
-            knobs = QuantizeConfig.parse(config.text)
-            if request.op == Op.QUANTIZE:
-                from qsync_kernels_triton.quantize.single import build_quantize
+        if request.op == Op.QUANTIZE:
+            from qsync_kernels_triton.quantize.single import build_quantize
 
-                return build_quantize(variant.x_granularity, variant.rounding, knobs)
-            from qsync_kernels_triton.quantize.many import QuantizeMany
-
-            return QuantizeMany(variant.x_granularity, variant.rounding, knobs)
+            return build_quantize(variant.x_granularity, variant.rounding, QuantizeConfig.parse(config.text))
         if request.op in Op.PRODUCERS:
             return _producer(request, ProducerConfig.parse(config.text or self.candidate_configs(request)[0].text))
         if request.op == Op.CONV2D_GRAD_WEIGHT:

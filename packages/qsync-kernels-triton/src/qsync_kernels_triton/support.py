@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS, QUANTIZATIONS
+from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 """Triton's own lower bound: it does not support the T4 (7.5)."""
@@ -24,7 +24,7 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     yield from support.capability_reasons(request, "Triton's kernels", MIN_COMPUTE_CAPABILITY)
     if request.device_kind == "cuda" and not support.capability_of(request):
         yield "Triton's kernels need compute capability 8.0, and this device's is unknown"
-    if request.op in QUANTIZATIONS:
+    if request.op == Op.QUANTIZE:
         yield from _quantization_reasons(request)
     elif request.op in Op.UNFUSED:
         yield from _product_reasons(request)

@@ -62,18 +62,27 @@ def assert_close(found, expected, terms, what):
     assert excess <= 1, f"{what}: {excess:.2f} times the error that float32 allows"
 
 
-def assert_is_quantized(q, scale, r, form="int8", rounding="stochastic", seed=0, offset=0, groups=1):
-    """Bit for bit what quantization of the float32 values ``r`` gives, in memory order, ``groups`` scales."""
-    rows = in_memory(r).reshape(groups, -1).numpy()
-    expected, expected_scale = reference.quantize(rows, rounding, form, seed, offset)
+def streams(x, offset, groups=1):
+    """Which random numbers what follows from ``x`` takes: of all of it, or of each of its rows."""
+    return [reference.stream_of(offset, checksum) for checksum in reference.checksums(in_memory(x).contiguous(), groups)]
+
+
+def assert_is_quantized(q, scale, r, form="int8", rounding="stochastic", seed=0, streams=(0,)):
+    """Bit for bit what quantization of the float32 values ``r`` gives, in memory order, a scale for each stream."""
+    rows = in_memory(r).reshape(len(streams), -1).numpy()
+    expected, expected_scale = reference.quantize(rows, rounding, form, seed, streams)
     assert np.array_equal(scale.numpy(), expected_scale)
     assert np.array_equal(in_memory(q).float().numpy().reshape(expected.shape), expected)
 
 
-def assert_is_rounded(q, scale, x, seed, offset):
-    """⌊x / scale + u⌋ with number i of the stream for element i; x is in float64, so that near an integer a value may differ."""
+def assert_is_rounded(q, scale, x, seed, streams):
+    """⌊x / scale + u⌋ with number i of the stream, or of its row's, for element i.
+
+    x is in float64, so that near an integer a value may differ.
+    """
     x, scale = in_memory(x).double().numpy(), in_memory(scale).double().numpy() if scale.ndim > 1 else scale.double().numpy()
-    u = reference.thresholds(seed, np.arange(x.size, dtype=np.uint64), offset).astype(np.float64).reshape(x.shape)
+    position = np.arange(x.size, dtype=np.uint64).reshape(len(streams), -1)
+    u = reference.thresholds(seed, position, np.array(streams, dtype=np.uint64)[:, None]).astype(np.float64).reshape(x.shape)
     y = x / scale + u
     differing = in_memory(q).numpy() != np.floor(y)
     assert (np.abs(y - np.rint(y))[differing] < 2e-4).all()

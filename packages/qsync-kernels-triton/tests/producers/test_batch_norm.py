@@ -77,12 +77,13 @@ class Case:
         self.mean_out, self.var_out = outputs.empty((c,)), outputs.empty((c,))
         self.out, self.absmax = outputs.empty(self.shape, out, True), outputs.empty((1,))
         self.q, self.scale = (outputs.empty(self.shape, form, True), outputs.empty((1,))) if copies else (None, None)
+        self.stream = outputs.empty((1,), torch.int64) if copies else None
         self.x_q, self.x_scale = (outputs.empty(self.shape, form, True), outputs.empty((c,))) if copies else (None, None)
         self.open = outputs.empty((b, h, w, -(-c // 8)), torch.uint8)
         most = None if self.residual is None else self.residual.abs().amax().float().view(1)
         kernel = build_batch_norm_output(self.activation, rounding, config)
         kernel(self.x, self.weight, self.bias, EPS, self.residual, most, self.mean_out, self.var_out, self.out, self.absmax, self.q,
-               self.scale, self.x_q, self.x_scale, self.open, SEED, X_SEED, offset)  # fmt: skip
+               self.scale, self.stream, self.x_q, self.x_scale, self.open, SEED, X_SEED, offset)  # fmt: skip
         return self
 
     def check_floats(self):
@@ -100,16 +101,17 @@ class Case:
 
     def check_copies(self):
         """Of a float32 result; with a residual the scale may be larger, up to the sum of both magnitudes."""
-        exact = self.out.abs().max().item() / 127
+        exact, streams = self.out.abs().max().item() / 127, checking.streams(self.x, OFFSET)
+        assert self.stream.item() == checking.reference.signed(streams[0])
         if self.residual is None:
-            checking.assert_is_quantized(self.q, self.scale, self.out, seed=SEED, offset=OFFSET)
+            checking.assert_is_quantized(self.q, self.scale, self.out, seed=SEED, streams=streams)
         else:
             bound = self.affine.abs().max().item() + self.residual.double().abs().max().item()
             assert exact * (1 - 1e-6) <= self.scale.item() <= bound / 127 * (1 + 1e-5)
-            checking.assert_is_rounded(self.q, self.scale, self.out, SEED, OFFSET)
+            checking.assert_is_rounded(self.q, self.scale, self.out, SEED, streams)
         largest = self.xhat.abs().amax((0, 2, 3)) / 127
         assert torch.allclose(self.x_scale.double(), largest, rtol=1e-5)
-        checking.assert_is_rounded(self.x_q, self.x_scale, self.xhat, X_SEED, OFFSET)
+        checking.assert_is_rounded(self.x_q, self.x_scale, self.xhat, X_SEED, streams)
 
 
 CHAINS = [(NONE, False), (RELU, False), (NONE, True), (RELU, True)]
@@ -147,7 +149,7 @@ def test_other_roundings_and_formats(outputs):
     case = Case((2, 24, 3, 3)).run(outputs, rounding=Rounding.NEAREST)
     checking.assert_is_quantized(case.q, case.scale, case.out, rounding="nearest")
     case = Case((2, 24, 3, 3)).run(outputs, form=torch.float8_e4m3fn)
-    checking.assert_is_quantized(case.q, case.scale, case.out, "float8_e4m3fn", seed=SEED, offset=OFFSET)
+    checking.assert_is_quantized(case.q, case.scale, case.out, "float8_e4m3fn", seed=SEED, streams=checking.streams(case.x, OFFSET))
 
 
 def test_a_mean_that_is_large_beside_the_deviation_costs_no_digits(outputs):
@@ -191,7 +193,7 @@ def test_without_weights_copies_and_other_results(outputs):
     case.check_floats()
     kernel = build_batch_norm_output(NONE, Rounding.STOCHASTIC, SMALL)
     mean, var = outputs.empty((12,)), outputs.empty((12,))
-    kernel(case.x, None, None, EPS, None, None, mean, var, *[None] * 7, 1, 2, 3)
+    kernel(case.x, None, None, EPS, None, None, mean, var, *[None] * 8, 1, 2, 3)
     assert torch.equal(mean, case.mean_out)
     assert torch.equal(var, case.var_out)
 
@@ -218,6 +220,7 @@ def test_images_without_positions(outputs):
     case = Case((0, 4, 3, 3), RELU).run(outputs)
     assert case.mean_out.tolist() == case.var_out.tolist() == [0.0] * 4
     assert (case.absmax.item(), case.scale.item(), case.x_scale.tolist()) == (0.0, 1.0, [1.0] * 4)
+    assert case.stream.item() == OFFSET
 
 
 def test_images_in_another_layout_are_copied_inside(outputs):
@@ -293,7 +296,7 @@ def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
             expected = (reach if times is None else reach * times.double()).max().item() / 127
             assert q_scale.item() == pytest.approx(expected, rel=1e-5)
             assert gradient.abs().max() <= 127 * q_scale
-            checking.assert_is_rounded(q, q_scale, gradient, SEED, OFFSET)
+            checking.assert_is_rounded(q, q_scale, gradient, SEED, checking.streams(grad, OFFSET))
 
 
 @each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)], "dtype": [torch.float32, torch.float16]})
@@ -396,7 +399,7 @@ def test_a_random_sweep(batch, channels, height, width, chain, block, strip, red
     if chain[1]:
         assert abs(in_steps(case.q, case.scale, case.out.double())).max() < 1.001
     else:
-        checking.assert_is_quantized(case.q, case.scale, case.out, seed=SEED, offset=OFFSET)
+        checking.assert_is_quantized(case.q, case.scale, case.out, seed=SEED, streams=checking.streams(case.x, OFFSET))
     grad = image(*case.shape, seed=seed + 5)
     found = backward(case, grad, outputs, case.x_q, case.x_scale, case.open, config)
     kept = case.x_q.double() * vector(case.x_scale.double())
@@ -413,8 +416,8 @@ def test_operands_of_another_type_size_or_layout_are_refused_by_name(outputs):
         given = {
             "x": case.x, "weight": case.weight, "bias": case.bias, "eps": EPS, "residual": case.residual,
             "residual_absmax": case.scale, "mean_out": case.mean_out, "var_out": case.var_out, "out": case.out,
-            "absmax_out": case.absmax, "q_out": case.q, "scale_out": case.scale, "x_q_out": case.x_q, "x_scale_out": case.x_scale,
-            "open_out": case.open,
+            "absmax_out": case.absmax, "q_out": case.q, "scale_out": case.scale, "stream_out": case.stream, "x_q_out": case.x_q,
+            "x_scale_out": case.x_scale, "open_out": case.open,
         }  # fmt: skip
         kernel(**(given | other), seed=1, x_seed=2, offset=3)
 

@@ -68,10 +68,14 @@ def scales_of(q, scale):
     return scale.double().view(-1, 1).expand(q.shape)
 
 
-def check_copy(q, scale, value, granularity, seed=SEED):
-    """Of float32 values, bit for bit; the scale is exact."""
+def check_copy(q, scale, value, granularity, x, seed=SEED):
+    """Of float32 values, bit for bit; the scale is exact, and the random numbers follow from ``x``."""
     groups = 1 if granularity is TENSOR else value.shape[0]
-    checking.assert_is_quantized(q, scale, value, seed=seed, offset=OFFSET, groups=groups)
+    checking.assert_is_quantized(q, scale, value, seed=seed, streams=checking.streams(x, OFFSET, groups))
+
+
+def check_stream(stream, x):
+    assert stream.item() == checking.reference.signed(checking.streams(x, OFFSET)[0])
 
 
 class Norm:
@@ -91,9 +95,10 @@ class Norm:
         self.q = outputs.empty(self.shape, torch.int8) if copies else None
         self.scale = outputs.empty((1 if granularity is TENSOR else rows,)) if copies else None
         self.x_q, self.x_scale = (outputs.empty(self.shape, torch.int8), outputs.empty((rows,))) if copies else (None, None)
+        self.stream = outputs.empty((1,), torch.int64) if copies else None
         build_layer_norm_output(granularity, Rounding.STOCHASTIC, config)(
             self.x, self.weight, self.bias, EPS, self.residual, self.sum, self.mean_out, self.rstd_out, self.out, self.q,
-            self.scale, self.x_q, self.x_scale, SEED, X_SEED, offset,
+            self.scale, self.stream, self.x_q, self.x_scale, SEED, X_SEED, offset,
         )  # fmt: skip
         s = self.x.double() + (0 if self.residual is None else self.residual.double())
         self.s = s if self.sum is None else self.sum.double()
@@ -113,10 +118,13 @@ class Norm:
             added = self.x.double() + self.residual.double()
             assert_close(self.sum, added, added.abs(), "sum")
         if self.q is not None and self.out.dtype is torch.float32:
-            check_copy(self.q, self.scale, self.out, granularity)
+            check_copy(self.q, self.scale, self.out, granularity, self.x)
+            check_stream(self.stream, self.x)
             largest = self.xhat.abs().amax(1)
             assert torch.allclose(self.x_scale.double(), torch.where(largest == 0, 1.0, largest / 127), rtol=1e-4)
-            checking.assert_is_rounded(self.x_q, scales_of(self.x_q, self.x_scale), self.xhat, X_SEED, OFFSET)
+            checking.assert_is_rounded(
+                self.x_q, scales_of(self.x_q, self.x_scale), self.xhat, X_SEED, checking.streams(self.x, OFFSET, len(self.x))
+            )
 
 
 SHAPES = [(5, 37), (3, 136), (1, 8)]
@@ -210,16 +218,18 @@ class Act:
         self.out, self.q = outputs.empty(self.shape, out), outputs.empty(self.shape, torch.int8)
         self.scale = outputs.empty((1 if granularity is TENSOR else rows,))
         self.x_q, self.x_scale = outputs.empty(self.shape, torch.int8), outputs.empty((rows,))
+        self.stream = outputs.empty((1,), torch.int64)
         build_activation_output(self.activation, granularity, Rounding.STOCHASTIC, config)(
-            self.x, self.out, self.q, self.scale, self.x_q, self.x_scale, SEED, X_SEED, offset
+            self.x, self.out, self.q, self.scale, self.stream, self.x_q, self.x_scale, SEED, X_SEED, offset
         )
         return self
 
     def check(self, granularity=ROW):
         assert_close(self.out, self.r, self.x.double().abs() + 1, "result")
         if self.out.dtype is torch.float32:
-            check_copy(self.q, self.scale, self.out, granularity)
-        check_copy(self.x_q, self.x_scale, self.x.float(), ROW, X_SEED)
+            check_copy(self.q, self.scale, self.out, granularity, self.x)
+        check_stream(self.stream, self.x)
+        check_copy(self.x_q, self.x_scale, self.x.float(), ROW, self.x, X_SEED)
 
     def check_gradient(self, outputs, kept, scale, config=SMALL):
         grad = random(*self.shape, seed=8, dtype=self.x.dtype)
@@ -338,11 +348,11 @@ def test_a_random_sweep(rows, columns, granularity, residual, activation, one_re
 
 def test_the_launch_configuration_does_not_change_an_activations_bits(outputs, monkeypatch):
     case = Act((6, 104), Activation.GELU).run(outputs)
-    expected = case.q.clone(), case.x_q.clone(), case.scale.clone()
+    expected = case.q.clone(), case.x_q.clone(), case.scale.clone(), case.stream.clone()
     for one_read, config in ((0, SMALL), (8192, ProducerConfig()), (8192, ProducerConfig(block=128, apply=0))):
         monkeypatch.setattr(row_plans, "ONE_READ", one_read)
         case.run(outputs, config=config)
-        found = case.q, case.x_q, case.scale
+        found = case.q, case.x_q, case.scale, case.stream
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -374,6 +384,7 @@ def test_matrices_without_elements(outputs):
     for shape in ((0, 5), (3, 0)):
         act = Act(shape, Activation.SILU).run(outputs)
         assert (torch.cat([act.scale, act.x_scale]) == 1).all()
+        assert act.stream.item() == OFFSET
         weight = outputs.empty(shape[1:])
         kernel = build_layer_norm_grad_input(SMALL)
         kernel(act.x, act.x, None, act.x_scale, act.x_scale, None, outputs.empty(shape), weight, None)
@@ -384,11 +395,11 @@ def test_operands_of_another_type_size_or_layout_are_refused_by_name(outputs):
     norm, act = Norm((3, 8)), build_activation_output(Activation.SILU, ROW, Rounding.NEAREST, SMALL)
     x, q, one = torch.zeros(3, 8), torch.zeros(3, 8, dtype=torch.int8), torch.zeros(1)
     with pytest.raises(BackendError, match=r"activation.output: scale_out must be 3 float32, got torch.float32 \(1,\)"):
-        act(x, None, q, one, None, None, 1, 2, 3)
+        act(x, None, q, one, None, None, None, 1, 2, 3)
     with pytest.raises(BackendError, match=r"x must be a matrix, got shape \(3, 8, 1\)"):
-        act(x[..., None], None, None, None, None, None, 1, 2, 3)
+        act(x[..., None], None, None, None, None, None, None, 1, 2, 3)
     with pytest.raises(BackendError, match=r"out must be contiguous, and has shape \(3, 8\) with strides \(1, 3\)"):
-        act(x, torch.zeros(8, 3).t(), None, None, None, None, 1, 2, 3)
+        act(x, torch.zeros(8, 3).t(), None, None, None, None, None, 1, 2, 3)
     norm.weight = torch.zeros(7)
     with pytest.raises(BackendError, match=r"layer_norm.output: weight must be 8 float32, got torch.float32 \(7,\)"):
         norm.run(outputs)

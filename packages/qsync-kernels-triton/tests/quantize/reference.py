@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 MANTISSA = {"float8_e4m3fn": 3, "float8_e5m2": 2}
@@ -18,7 +19,8 @@ def philox(seed, call, stream):
     """The four output words, as uint32, for the counters (call low, call high, stream low, stream high)."""
     call = np.asarray(call, dtype=np.uint64)
     c0, c1 = call & _LOW, call >> np.uint64(32)
-    c2, c3 = np.full_like(c0, stream & 0xFFFFFFFF), np.full_like(c0, stream >> 32)
+    stream = np.asarray(stream, dtype=np.uint64)
+    c2, c3 = np.zeros_like(c0) + (stream & _LOW), np.zeros_like(c0) + (stream >> np.uint64(32))
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(10):
         a, b = _M0 * c0, _M1 * c2
@@ -52,8 +54,24 @@ def inverses(rows, scale, form):
     return np.where(too_large & (form == "int8"), inverse * np.float32(1 - 2.0**-21), inverse)
 
 
-def quantize(rows, rounding, form="int8", seed=0, offset=0):
-    """Values (as float32) and scales of a float32 matrix, one scale per row."""
+def checksums(x, rows):
+    """Sums of the bit patterns of each row of a torch tensor of floats, as numbers in -2**31..2**31-1."""
+    bits = x.reshape(rows, -1).view({4: torch.int32, 2: torch.int16}[x.element_size()]).numpy().astype(object)
+    return [(sum(row) + (1 << 31)) % (1 << 32) - (1 << 31) for row in bits.tolist()]
+
+
+def stream_of(offset, checksum):
+    """Which random numbers are taken: ``offset + 0x9E3779B900000000 * checksum``, modulo 2**64."""
+    return (offset + 0x9E3779B900000000 * checksum) % (1 << 64)
+
+
+def signed(stream):
+    """The int64 of the same bits."""
+    return stream - (1 << 64) if stream >= 1 << 63 else stream
+
+
+def quantize(rows, rounding, form="int8", seed=0, streams=(0,)):
+    """Values (as float32) and scales of a float32 matrix, one scale and one stream per row."""
     scale = scales(rows, form)[:, None]
     spacing = np.float32(1)
     y = rows * inverses(rows, scale, form) if rounding == "stochastic" else rows / scale
@@ -69,6 +87,8 @@ def quantize(rows, rounding, form="int8", seed=0, offset=0):
     else:
         position = np.arange(rows.size, dtype=np.uint64).reshape(rows.shape)
         # Adding the centred threshold and rounding to nearest is a floor of y + threshold.
-        q = np.rint((y + (thresholds(seed, position, offset) - np.float32(0.5))).astype(np.float32))
+        q = np.rint(
+            (y + (thresholds(seed, position, np.array(streams, dtype=np.uint64)[:, None]) - np.float32(0.5))).astype(np.float32)
+        )
     largest = np.float32(LARGEST[form])
     return np.clip((q * spacing).astype(np.float32), -largest, largest), scale[:, 0]

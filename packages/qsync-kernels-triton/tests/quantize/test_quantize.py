@@ -42,11 +42,11 @@ def way(request, monkeypatch):
     return request.param
 
 
-def run(x, granularity, rounding, seed=11, offset=0, config=SMALL, form="int8", **extras):
+def run(x, granularity, rounding, seed=11, offset=0, config=SMALL, form="int8", stream=None, **extras):
     q = torch.empty_like(x, dtype=FORMATS[form])
     q.view(torch.int8).fill_(99)
     scale = torch.full((scale_count(tuple(x.shape), granularity),), float("nan"))
-    build_quantize(granularity, rounding, config)(x, q, scale, seed, offset, **extras)
+    build_quantize(granularity, rounding, config)(x, q, scale, stream, seed, offset, **extras)
     return q, scale
 
 
@@ -59,10 +59,19 @@ def tensor(*shape, dtype=torch.float32, seed=0):
 
 
 def assert_is_reference(x, granularity, rounding, form="int8", seed=5, offset=(1 << 40) + 1000):
-    q, scale = run(x, granularity, rounding, seed=seed, offset=offset, form=form)
-    expected, expected_scale = reference.quantize(rows_of(x, granularity), str(rounding), form, seed, offset)
+    stream = torch.tensor([77])
+    q, scale = run(x, granularity, rounding, seed=seed, offset=offset, form=form, stream=stream)
+    expected, expected_scale = reference.quantize(
+        rows_of(x, granularity), str(rounding), form, seed, streams(x, granularity, offset)
+    )
     assert np.array_equal(scale.numpy(), expected_scale)
     assert np.array_equal(q.float().numpy().reshape(expected.shape), expected)
+    assert stream.item() == reference.signed(reference.stream_of(offset, reference.checksums(x, 1)[0]))
+
+
+def streams(x, granularity, offset):
+    """Of each row: that of its own checksum."""
+    return [reference.stream_of(offset, checksum) for checksum in reference.checksums(x, scale_count(tuple(x.shape), granularity))]
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
@@ -252,9 +261,9 @@ def test_an_offset_in_a_tensor_is_read_when_the_kernel_runs(granularity, way):
     found = []
     for value in ((1 << 62) + 12345, (1 << 32) * 7, 0):
         offset.fill_(value)
-        kernel(x, q, scale, 9, offset)
+        kernel(x, q, scale, None, 9, offset)
         assert torch.equal(q, run(x, granularity, Rounding.STOCHASTIC, seed=9, offset=value)[0])
-        kernel(x, q, scale, 9, offset, None, transposed)
+        kernel(x, q, scale, None, 9, offset, None, transposed)
         assert torch.equal(transposed, run(x, granularity, Rounding.STOCHASTIC, seed=9, offset=value)[0].t())
         found.append(q.clone())
     assert not torch.equal(found[0], found[1])
@@ -267,13 +276,26 @@ def test_an_offset_that_kernels_cannot_read_is_refused(offset):
         run(tensor(3, 5), Granularity.PER_TENSOR, Rounding.STOCHASTIC, offset=offset)
 
 
+def test_equal_scales_and_other_bits_round_otherwise(way):
+    """Whatever clips gives the same largest magnitude over and over."""
+    x = tensor(4, 90).clamp(-1, 1)
+    other = torch.where(torch.arange(360).view(4, 90) == 7, x + 2.0**-20, x)
+    for granularity in Granularity:
+        (q, scale), (moved, scale_of_other) = (run(y, granularity, Rounding.STOCHASTIC) for y in (x, other))
+        assert torch.equal(scale, scale_of_other)
+        drawn = (q != moved).sum(1) > 10
+        assert drawn.tolist() == ([True] * 4 if granularity is Granularity.PER_TENSOR else [True, False, False, False])
+
+
 @each_once({"granularity": list(Granularity), "channels": [3, 8, 40]})
 def test_a_multiplier_is_applied_first_in_float32(channels, granularity, way):
     multiplier = torch.rand(channels, generator=torch.Generator().manual_seed(1)) + 0.5
     matrix = tensor(30, channels, dtype=torch.bfloat16)
-    expected = run(matrix.float() * multiplier, granularity, Rounding.STOCHASTIC)
-    found = run(matrix, granularity, Rounding.STOCHASTIC, multiplier=multiplier)
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    products = rows_of(matrix.float() * multiplier, granularity)
+    expected, scales = reference.quantize(products, "stochastic", seed=11, streams=streams(matrix, granularity, 0))
+    q, found = run(matrix, granularity, Rounding.STOCHASTIC, multiplier=multiplier)
+    assert np.array_equal(q.float().numpy().reshape(expected.shape), expected)
+    assert np.array_equal(found.numpy(), scales)
 
 
 @pytest.mark.parametrize("channels", [3, 8])
@@ -281,9 +303,14 @@ def test_a_multiplier_is_applied_first_in_float32(channels, granularity, way):
 def test_a_multiplier_of_an_image_is_one_for_each_entry_of_dimension_one(channels, layout, way):
     multiplier = torch.rand(channels, generator=torch.Generator().manual_seed(1)) + 0.5
     image = tensor(2, channels, 5, 7).contiguous(memory_format=layout)
-    expected = run(image * multiplier.view(1, -1, 1, 1), Granularity.PER_TENSOR, Rounding.STOCHASTIC)
-    found = run(image, Granularity.PER_TENSOR, Rounding.STOCHASTIC, multiplier=multiplier)
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    in_memory = (0, 1, 2, 3) if layout is torch.contiguous_format else (0, 2, 3, 1)
+    products = (image * multiplier.view(1, -1, 1, 1)).permute(in_memory)
+    expected, scales = reference.quantize(
+        products.reshape(1, -1).numpy(), "stochastic", seed=11, streams=streams(image, Granularity.PER_TENSOR, 0)
+    )
+    q, found = run(image, Granularity.PER_TENSOR, Rounding.STOCHASTIC, multiplier=multiplier)
+    assert np.array_equal(q.permute(in_memory).float().numpy().reshape(1, -1), expected)
+    assert np.array_equal(found.numpy(), scales)
 
 
 @pytest.mark.parametrize("shape", [(70, 130), (64, 128), (1, 9), (3, 1)])
@@ -311,8 +338,11 @@ def test_a_dequantized_value_is_at_most_one_step_away(values, rounding):
     assert error <= step * (0.5 if rounding is Rounding.NEAREST else 1.0) * (1 + 1e-4)
 
 
-def test_an_empty_tensor_has_scale_one():
-    q, scale = run(torch.zeros(0, 5), Granularity.PER_TENSOR, Rounding.NEAREST)
+@pytest.mark.parametrize("offset", [(1 << 40) + 3, -5, torch.tensor([-(1 << 63)])])
+def test_an_empty_tensor_has_scale_one_and_the_stream_of_its_offset(offset):
+    stream = torch.tensor([77])
+    q, scale = run(torch.zeros(0, 5), Granularity.PER_TENSOR, Rounding.NEAREST, offset=offset, stream=stream)
+    assert stream.item() == int(offset)
     assert q.shape == (0, 5)
     assert scale.tolist() == [1.0]
 
@@ -320,21 +350,21 @@ def test_an_empty_tensor_has_scale_one():
 def test_operands_of_another_type_or_size_are_refused_by_name():
     kernel = build_quantize(Granularity.PER_ROW, Rounding.NEAREST, SMALL)
     with pytest.raises(BackendError, match=r"q_out must be int8, .*of shape \(2, 3\).*scale_out must be 2 contiguous"):
-        kernel(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1), 0, 0)
+        kernel(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1), None, 0, 0)
     with pytest.raises(BackendError, match=r"x must be float32, float16 or bfloat16, got torch.float64"):
-        kernel(torch.zeros(2, 3).double(), torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2), 0, 0)
+        kernel(torch.zeros(2, 3).double(), torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2), None, 0, 0)
     with pytest.raises(BackendError, match=r"x must be dense, one row after another, got shape \(2, 3\) with strides \(1, 2\)"):
-        kernel(torch.zeros(3, 2).t(), torch.zeros(3, 2, dtype=torch.int8).t(), torch.zeros(2), 0, 0)
+        kernel(torch.zeros(3, 2).t(), torch.zeros(3, 2, dtype=torch.int8).t(), torch.zeros(2), None, 0, 0)
 
 
 def test_multipliers_and_transposes_of_another_shape_are_refused_by_name():
     kernel = build_quantize(Granularity.PER_TENSOR, Rounding.NEAREST, SMALL)
-    matrix = (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int8), torch.zeros(1), 0, 0)
+    matrix = (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int8), torch.zeros(1), None, 0, 0)
     with pytest.raises(BackendError, match=r"multiplier must be 3 contiguous float32, one for each channel of x, got .*\(2,\)"):
         kernel(*matrix, multiplier=torch.ones(2))
     with pytest.raises(BackendError, match=r"transposed_out must be torch.int8 of shape \(3, 2\), contiguous, got .*\(2, 3\)"):
         kernel(*matrix, transposed_out=torch.zeros(2, 3, dtype=torch.int8))
-    cube = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.int8), torch.zeros(1), 0, 0)
+    cube = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.int8), torch.zeros(1), None, 0, 0)
     with pytest.raises(BackendError, match=r"a multiplier goes with a 2-d or 4-d tensor, and x has shape \(2, 3, 4\)"):
         kernel(*cube, multiplier=torch.ones(4))
     with pytest.raises(BackendError, match=r"a transposed result needs a contiguous matrix, got shape \(2, 3, 4\)"):

@@ -29,7 +29,7 @@ def quantize(
         precision: int8 or float8_e4m3fn.
         granularity: one scale, one per entry of dimension 0, or one per row of the flattened 2-d tensor.
         rounding: stochastic, nearest or floor.
-        seed, offset: which random numbers (stochastic only); the same pair gives the same bits.
+        seed, offset: which random numbers (stochastic only), together with the bits of ``x``: equal calls give equal bits.
         symmetric: False for int8 with a zero point per group, whose range is that of the values and 0.
         backend: whose kernel.
 
@@ -41,4 +41,5 @@ def quantize(
         BackendError: when the backend does not offer it, with its reasons.
     """
     chosen = quantization_of(precision, granularity, rounding, KernelChoice.parse(backend), symmetric)
-    return quantize_tensor(x, chosen, seed, offset)
+    q, scale, _ = quantize_tensor(x, chosen, seed, offset)
+    return q, scale

@@ -49,7 +49,7 @@ class CastLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype:
             self.seen[args[0].dtype, result.dtype, result.numel()] += 1
-        if func in (torch.ops.qsync.quantize.default, torch.ops.qsync.quantize_transposed.default):
+        if func in (torch.ops.qsync.quantize.default, torch.ops.qsync.quantize.at):
             self.seen[args[0].dtype, result[0].dtype, result[0].numel()] += 1
         return result
 

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -13,7 +12,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch import apply_
 from qsync_torch.kernels import library_ops
 from qsync_torch.kernels.binding import quantization_of
-from qsync_torch.kernels.library_ops import is_plain, quantize, quantize_many
+from qsync_torch.kernels.library_ops import is_plain, quantize
 
 from .small_models import INT8, ConvNet, images, named
 
@@ -49,10 +48,6 @@ class Wrapped(torch.Tensor):
         cls.calls.append(func.overloadpacket.__name__)
         args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.inner, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def weights():
-    return [torch.randn(3, 4), nn.Parameter(torch.randn(2, 5)).detach()]
 
 
 def test_which_calls_skip_the_dispatcher():
@@ -93,25 +88,3 @@ def test_a_dispatch_mode_sees_every_operator_of_a_step_and_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     of_each = {f"{kind}_{part}" for kind in ("conv2d", "linear") for part in ("output", "grad_input", "grad_weight")}
     assert seen.names == {"quantize", *of_each}
-
-
-def test_many_quantizations_are_dispatched_where_a_mode_looks():
-    xs = weights()
-    expected = quantize_many(xs, PER_CHANNEL, [1, 2], 3)
-    with Seen() as seen:
-        found = quantize_many(xs, PER_CHANNEL, [1, 2], 3)
-    assert seen.names == {"quantize_many"}
-    Wrapped.calls.clear()
-    unwrapped = quantize_many([xs[0], Wrapped(xs[1])], PER_CHANNEL, [1, 2], 3)
-    assert Wrapped.calls == ["quantize_many"]
-    for other in (found, unwrapped):
-        assert all(torch.equal(a, b) for a, b in zip([*expected[0], *expected[1]], [*other[0], *other[1]], strict=True))
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_many_quantizations_of_fake_tensors(count):
-    with FakeTensorMode() as mode:
-        qs, scales = quantize_many([mode.from_tensor(x) for x in weights()[:count]], PER_CHANNEL, [1, 2][:count], 3)
-    assert [tuple(q.shape) for q in qs] == [(3, 4), (2, 5)][:count]
-    assert [tuple(scale.shape) for scale in scales] == [(3,), (2,)][:count]
-    assert all(q.dtype is torch.int8 for q in qs)

@@ -95,7 +95,8 @@ def test_nothing_more_than_int8_copies_is_kept(device):
     x, weight = torch.randn(32, 24, device=device, requires_grad=True), torch.randn(16, 24, device=device, requires_grad=True)
     _, kept = saved_tensors(lambda: linear(x, weight, None, BOTH))
     sizes = {dtype: sum(t.untyped_storage().nbytes() for t in kept if t.dtype is dtype) for dtype in {t.dtype for t in kept}}
-    assert sizes == {torch.int8: 32 * 24 + 16 * 24, torch.float32: 4 + 16 * 4}
+    # Beside the copies: their scales, and the stream that the gradient's rounding follows from.
+    assert sizes == {torch.int8: 32 * 24 + 16 * 24, torch.float32: 4 + 16 * 4, torch.int64: 8}
 
 
 def test_a_bias_gets_the_sum_of_the_unrounded_gradient(device):

@@ -1,4 +1,4 @@
-"""The quantizations beside the plain one: with a multiplier, with a transposed copy, and of several tensors at once."""
+"""The quantizations beside the plain one, with a multiplier and with a transposed copy, and their streams."""
 
 import pytest
 import torch
@@ -18,6 +18,11 @@ def key(*flags, granularity=Granularity.PER_TENSOR, rounding=Rounding.STOCHASTIC
     return quantization(target, KernelChoice(), MULTIPLIED in flags, TRANSPOSED in flags).key
 
 
+def signed(number):
+    """The int64 that a number wraps around to."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last"])
 def test_a_multiplier_comes_first_and_is_not_rounded(device, layout):
     shape = (3, 5, 4, 6) if layout == "channels_last" else (7, 5)
@@ -25,9 +30,12 @@ def test_a_multiplier_comes_first_and_is_not_rounded(device, layout):
     x = x.t().contiguous().t() if layout == "transposed" else x
     x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
     factors = torch.logspace(-3, 3, 5, device=device)
-    q, scale = torch.ops.qsync.quantize(x, key(MULTIPLIED), 5, 6, factors)
+    q, scale, stream = torch.ops.qsync.quantize(x, key(MULTIPLIED), 5, 6, factors)
     product = x.float() * (factors.view(1, -1, 1, 1) if x.ndim == 4 else factors)
-    expected, expected_scale = quantize(product, Precision.INT8, rounding=Rounding.STOCHASTIC, seed=5, offset=6)
+    factor = 0x9E3779B9 << 32
+    assert stream.item() == signed(6 + factor * int(x.view(torch.int16).sum()))
+    offset = signed(stream.item() - factor * int(product.view(torch.int32).sum()))  # under which the product has the same stream
+    expected, expected_scale = quantize(product, Precision.INT8, rounding=Rounding.STOCHASTIC, seed=5, offset=offset)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(q, expected)
     assert q.stride() == x.stride()
@@ -37,7 +45,8 @@ def test_a_multiplier_comes_first_and_is_not_rounded(device, layout):
 @pytest.mark.parametrize("granularity", [Granularity.PER_TENSOR, Granularity.PER_ROW])
 def test_a_transposed_copy_has_the_same_values(device, shape, granularity):
     x = torch.randn(shape, device=device)
-    q, scale, transposed = torch.ops.qsync.quantize_transposed(x, key(TRANSPOSED, granularity=granularity), 5, 6)
+    q, scale, stream, transposed = torch.ops.qsync.quantize_transposed(x, key(TRANSPOSED, granularity=granularity), 5, 6)
+    assert torch.equal(stream, torch.ops.qsync.quantize(x, key(granularity=granularity), 5, 6)[2])
     expected, expected_scale = quantize(x, Precision.INT8, granularity, Rounding.STOCHASTIC, seed=5, offset=6)
     assert torch.equal(q, expected)
     assert torch.equal(scale, expected_scale)
@@ -47,26 +56,9 @@ def test_a_transposed_copy_has_the_same_values(device, shape, granularity):
 
 def test_both_at_once(device):
     x, factors = torch.randn(6, 5, device=device), torch.rand(5, device=device) + 0.5
-    q, _, transposed = torch.ops.qsync.quantize_transposed(x, key(MULTIPLIED, TRANSPOSED), 5, 6, factors)
+    q, _, _, transposed = torch.ops.qsync.quantize_transposed(x, key(MULTIPLIED, TRANSPOSED), 5, 6, factors)
     assert torch.equal(q, torch.ops.qsync.quantize(x, key(MULTIPLIED), 5, 6, factors)[0])
     assert torch.equal(transposed, q.t())
-
-
-@pytest.mark.parametrize("granularity", list(Granularity))
-def test_many_tensors_are_quantized_as_each_alone(device, granularity):
-    shapes = [(16, 8), (4, 3, 3, 3), (1, 1), (33, 129), (5, 0), (2, 6)]
-    xs = [torch.randn(shape, device=device) for shape in shapes]
-    xs[1] = xs[1].to(memory_format=torch.channels_last)
-    qs, scales = torch.ops.qsync.quantize_many(xs, key(granularity=granularity), list(range(len(xs))), 9)
-    for seed, (x, q, scale) in enumerate(zip(xs, qs, scales, strict=True)):
-        expected, expected_scale = torch.ops.qsync.quantize(x, key(granularity=granularity), seed, 9)
-        assert torch.equal(q, expected)
-        assert torch.equal(scale, expected_scale)
-        assert q.stride() == expected.stride()
-
-
-def test_no_tensors_at_all():
-    assert torch.ops.qsync.quantize_many([], key(), [], 0) == ([], [])
 
 
 def test_only_a_matrix_has_a_transposed_copy():
@@ -82,6 +74,5 @@ def test_operators_have_sound_schemas_and_fakes():
         (torch.ops.qsync.quantize, (x, key(granularity=Granularity.PER_ROW, symmetric=False), 1, 2)),
         (torch.ops.qsync.quantize_transposed, (torch.randn(2, 4, 6), key(TRANSPOSED), 1, 2)),
         (torch.ops.qsync.quantize_transposed, (x, key(MULTIPLIED, TRANSPOSED), 1, 2, factors)),
-        (torch.ops.qsync.quantize_many, ([x, torch.randn(3, 4)], key(granularity=Granularity.PER_CHANNEL), [1, 2], 3)),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=tests)

@@ -88,7 +88,7 @@ class KeepsMultipliers(KeepsByAddress):
 class KeepsOffsets(KeepsByAddress):
     """In tensors, whose numbers the next step changes."""
 
-    op, position, files = Op.QUANTIZE, 4, ("test_quantize",)
+    op, position, files = Op.QUANTIZE, 5, ("test_quantize",)
 
 
 class KeepsParametersOfABatchNorm(KeepsByAddress):
@@ -151,8 +151,8 @@ class Overlooks(Mutant):
         if not request.variant.symmetric or request.multiplied:
             return kernel
 
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             seen = self.part(x)
             if seen.numel() and scale.numel() == 1 and seen.abs().max() > 0:
                 scale.copy_(seen.abs().max().float() / 127)
@@ -212,19 +212,6 @@ class OverlooksTheLastColumnOfRows(Mutant):
                 scale.copy_((x[..., :-1].abs().amax(-1).float() / 127).reshape(-1).clamp(min=2.0**-126))
 
         return quantize
-
-
-class OverlooksTheLastRowOfMany(Mutant):
-    op, files = Op.QUANTIZE_MANY, EDGES
-
-    def wrap(self, kernel, request):
-        def quantize_many(xs, qs, scales, seeds, offset):
-            kernel(xs, qs, scales, seeds, offset)
-            for x, scale in zip(xs, scales, strict=True):
-                if scale.numel() == 1 and x.shape[0] > 1:
-                    scale.copy_(x[:-1].abs().max() / 127)
-
-        return quantize_many
 
 
 class OverlooksTheLastColumnOfARange(Affine):

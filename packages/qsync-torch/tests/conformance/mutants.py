@@ -6,7 +6,7 @@ import torch
 from qsync_core.kernels.backend import KernelConfig, KernelSpec, Op
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.quantize import multiplied
-from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.aten.random_bits import checksum, stream_key, stream_of
 
 
 class Mutant(AtenBackend):
@@ -233,8 +233,8 @@ class RoundsDown(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             if str(request.variant.rounding) == "nearest":
                 q.copy_((x.float() / scale.max()).floor().clamp(-127, 127))
 
@@ -247,8 +247,8 @@ class TinyGroupsHaveTheScaleOne(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             if scale.numel() == 1 and scale <= 2.0**-126:
                 scale.fill_(1.0)
                 q.copy_(x.float().floor() if str(request.variant.rounding) == "floor" else torch.zeros_like(q))
@@ -262,8 +262,8 @@ class OverflowsOnTheWay(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             q.masked_fill_(torch.isinf(x.float() * 256), 0)
 
         return quantize
@@ -275,8 +275,8 @@ class BiasedRounding(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             if str(request.variant.rounding) == "stochastic" and scale.numel() == 1 and x.dtype is torch.float32:
                 y = x / scale
                 q.copy_(torch.maximum(q, (y + 0.03).floor().clamp(-127, 127) * (y % 1 > 0.97) + -128 * (y % 1 <= 0.97)))
@@ -288,7 +288,7 @@ class IgnoresTheSeed(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, seed, offset, *more, **named: kernel(x, q, scale, 0, offset, *more, **named)
+        return lambda x, q, scale, stream, seed, offset, *more, **named: kernel(x, q, scale, stream, 0, offset, *more, **named)
 
 
 class TruncatesTheOffset(Mutant):
@@ -297,7 +297,9 @@ class TruncatesTheOffset(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, seed, offset, *more, **named: kernel(x, q, scale, seed, offset & 0xFFFFFFFF, *more, **named)
+        return lambda x, q, scale, stream, seed, offset, *more, **named: kernel(
+            x, q, scale, stream, seed, offset & 0xFFFFFFFF, *more, **named
+        )
 
 
 class KeepsTheFirstOffset(Mutant):
@@ -308,20 +310,55 @@ class KeepsTheFirstOffset(Mutant):
     def wrap(self, kernel, request):
         kept = []
 
-        def quantize(x, q, scale, seed, offset, *more, **named):
+        def quantize(x, q, scale, stream, seed, offset, *more, **named):
             if isinstance(offset, torch.Tensor):
                 kept.append(offset.clone())
                 offset = kept[0]
-            kernel(x, q, scale, seed, offset, *more, **named)
+            kernel(x, q, scale, stream, seed, offset, *more, **named)
 
         return quantize
 
 
-class ManyWithOneSeed(Mutant):
-    op = Op.QUANTIZE_MANY
+class RoundsAlikeWhateverTheData(Mutant):
+    """Its draws are those of seed and offset; its stream is as it should be."""
+
+    op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda xs, qs, scales, seeds, offset: kernel(xs, qs, scales, [seeds[0]] * len(seeds), offset)
+        def quantize(x, q, scale, stream, seed, offset, *more, **named):
+            kernel(x, q, scale, None, seed, int(offset) - int(checksum(x)) * (0x9E3779B9 << 32), *more, **named)
+            if stream is not None:
+                stream.fill_(stream_of(offset, x))
+
+        return quantize
+
+
+class AddsUpProducts(Mutant):
+    """Takes the checksum behind the multiplier."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            if multiplier is not None:
+                x, multiplier = multiplied(x, multiplier), None
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+
+        return quantize
+
+
+class SumsUpScales(Mutant):
+    """Takes the bits of the largest magnitude for those of the data."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, stream, seed, offset, *more, **named):
+            found = int(x.abs().max().float().view(torch.int32)) if x.numel() else 0
+            shift = (found - int(checksum(x))) * (0x9E3779B9 << 32)
+            kernel(x, q, scale, stream, seed, int(offset) + shift, *more, **named)
+
+        return quantize
 
 
 class Draws(Mutant):
@@ -341,28 +378,17 @@ class Draws(Mutant):
     def in_memory_order(self, x):
         return x.as_strided((x.numel(),), (1,), x.storage_offset())
 
-    def build(self, request, config):
-        if request.op != Op.QUANTIZE_MANY:
-            return super().build(request, config)
-        AtenBackend.build(self, request, config)
-        quantize = self.build(attrs.evolve(request, op=Op.QUANTIZE, shapes=request.shapes[:1]), config)
-
-        def quantize_many(xs, qs, scales, seeds, offset):
-            for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
-                quantize(x, q, scale, seed, offset)
-
-        return quantize_many
-
     def wrap(self, kernel, request):
         v = request.variant
         if (str(v.rounding), str(v.x_granularity), v.compute, v.symmetric) != ("stochastic", "tensor", "int8", True):
             return kernel
 
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier)
+            drawn = stream_of(offset, x)
             if multiplier is not None:
                 x = multiplied(x, multiplier)
-            u = self.draws(x.numel(), seed, offset)
+            u = self.draws(x.numel(), seed, drawn)
             y = self.in_memory_order(x).double() / scale.double()
             self.in_memory_order(q).copy_((y + u.double()).floor().clamp(-127, 127))
             if transposed_out is not None:
@@ -412,8 +438,8 @@ class KeepsRangeOfSmallValues(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             scale.clamp_(min=1e-20)
 
         return quantize
@@ -425,14 +451,16 @@ class CutsTheSeed(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, seed, *more, **named: kernel(x, q, scale, seed & ((1 << 62) - 1), *more, **named)
+        return lambda x, q, scale, stream, seed, *more, **named: kernel(x, q, scale, stream, seed & ((1 << 62) - 1), *more, **named)
 
 
 class CutsTheOffset(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, seed, offset, *more, **named: kernel(x, q, scale, seed, offset & ((1 << 62) - 1), *more, **named)
+        return lambda x, q, scale, stream, seed, offset, *more, **named: kernel(
+            x, q, scale, stream, seed, offset & ((1 << 62) - 1), *more, **named
+        )
 
 
 class RaisesNoErrorOnACpu(Mutant):
@@ -463,8 +491,8 @@ class ForgetsTheMultiplier(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, seed, offset, multiplier=None, transposed_out=None: kernel(
-            x, q, scale, seed, offset, None, transposed_out
+        return lambda x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None: kernel(
+            x, q, scale, stream, seed, offset, None, transposed_out
         )
 
 
@@ -618,8 +646,8 @@ class ClipsTheEnds(Affine):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             low, high = x.float().amin().clamp(max=0), x.float().amax().clamp(min=0)
             if scale.numel() == 2 and x.numel() and low * high < 0:
                 step = (high - low) / 255

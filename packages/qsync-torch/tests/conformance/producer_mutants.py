@@ -5,20 +5,21 @@ import torch
 
 from qsync_core.ir.chain import Activation
 from qsync_core.kernels.backend import Op
+from qsync_torch.aten.random_bits import stream_of
 
 from .mutants import Mutant
 
 NAMES = {
     Op.BATCH_NORM_OUTPUT: (
-        "x weight bias eps residual residual_absmax mean_out var_out out absmax_out q_out scale_out x_q_out x_scale_out open_out "
-        "seed x_seed offset"
+        "x weight bias eps residual residual_absmax mean_out var_out out absmax_out q_out scale_out stream_out x_q_out x_scale_out "
+        "open_out seed x_seed offset"
     ),
     Op.BATCH_NORM_GRAD_INPUT: (
         "grad x x_scale mean var weight bias eps open grad_input_out grad_residual_out grad_weight_out grad_bias_out "
         "multiplier grad_q_out grad_scale_out seed offset"
     ),
     Op.LAYER_NORM_OUTPUT: (
-        "x weight bias eps residual sum_out mean_out rstd_out out q_out scale_out x_q_out x_scale_out seed x_seed offset"
+        "x weight bias eps residual sum_out mean_out rstd_out out q_out scale_out stream_out x_q_out x_scale_out seed x_seed offset"
     ),
     Op.LAYER_NORM_GRAD_INPUT: "grad x x_scale mean rstd weight grad_input_out grad_weight_out grad_bias_out",
 }
@@ -107,6 +108,14 @@ class SubtractsASquaredMean(ProducerMutant):
 class SharesAStream(ProducerMutant):
     def before(self, a):
         return {"x_seed": a["seed"]}
+
+
+class TakesTheStreamOfItsResult(ProducerMutant):
+    """Whose bits differ from one device to the next."""
+
+    def after(self, a, request):
+        if a["stream_out"] is not None and a["out"] is not None:
+            a["stream_out"].fill_(stream_of(a["offset"], a["out"]))
 
 
 class BoundsTheLargestMagnitude(ProducerMutant):

@@ -12,7 +12,6 @@ from . import address_mutants, mutants, producer_mutants
 SUITE = "qsync_torch.conformance"
 FILES = {
     "quantize": ("test_quantize",),
-    "quantize_many": ("test_quantize",),
     "linear": ("test_linear",),
     "conv2d": ("test_conv2d",),
     "batch_norm": ("test_producers", "test_producer_gradients"),

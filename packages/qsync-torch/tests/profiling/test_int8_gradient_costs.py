@@ -34,8 +34,9 @@ def test_the_timed_backward_starts_from_copies_that_are_made_before(monkeypatch)
     layouts = {"conv.weight": torch.empty(6, 4, 3, 3).to(memory_format=torch.channels_last)}
     case = benchmark_case.adjustable_case(_convolution(), INPUT, layouts, torch.device("cpu"), ATEN)
     call = case.make_ready()
+    # The copies, their scales, and the stream that the rounding of gradients follows from.
     saved = watch_saved(call.run, case.activations, case.parameters)
-    assert (saved.inputs, saved.own_bytes) == ((0,), 6 * 4 * 9 + 4 + 6 * 4)
+    assert (saved.inputs, saved.own_bytes) == ((0,), 6 * 4 * 9 + 4 + 6 * 4 + 8)
     assert made == [1]
     grad_x, grad_w, grad_b = call.backward_thunk(saved.result, [torch.ones_like(saved.result)])()
     assert made == [1]

@@ -62,7 +62,7 @@ def test_the_fastest_of_each_kernel(install):
         "linear.grad_input": OpChoice("one", "b"),
         "linear.grad_weight": OpChoice("aten", ""),
         "quantize": OpChoice("one", "a"),
-        # Weights are quantized together, whatever their shapes: a backend, but no configuration.
+        # Weights of all shapes share one quantization: a backend, but no configuration.
         "quantize.weight": OpChoice("two", ""),
     }
     assert {request.op for request in chooser.untuned} == {Op.LINEAR_GRAD_WEIGHT}

@@ -24,7 +24,6 @@ class Op:
     """Names of the operators that a backend may provide."""
 
     QUANTIZE = "quantize"
-    QUANTIZE_MANY = "quantize_many"
     LINEAR_OUTPUT = "linear.output"
     LINEAR_GRAD_INPUT = "linear.grad_input"
     LINEAR_GRAD_WEIGHT = "linear.grad_weight"
@@ -40,7 +39,6 @@ class Op:
 
     UNFUSED = (
         QUANTIZE,
-        QUANTIZE_MANY,
         LINEAR_OUTPUT,
         LINEAR_GRAD_INPUT,
         LINEAR_GRAD_WEIGHT,
@@ -69,7 +67,7 @@ class KernelRequest:
         op: one of :class:`Op`.
         variant: precisions, granularity and rounding.
         shapes: operand shapes in the order in which the kernel takes them: activation or gradient first, then weight or activation
-            (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW; ``quantize_many``: every tensor's).
+            (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW).
         geometry: of a convolution; neutral for other operators.
         device_kind: ``cpu`` or ``cuda``; compute_capability: ``9.0`` and so on, empty on a CPU.
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).

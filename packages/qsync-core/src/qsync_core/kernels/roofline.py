@@ -44,7 +44,7 @@ class Peaks:
 def operations(asked: OperatorRequest) -> int:
     """Multiplications and additions of a product; 0 for a quantization, which memory binds."""
     op, shapes = asked.request.op, asked.request.shapes
-    if op in (Op.QUANTIZE, Op.QUANTIZE_MANY):
+    if op == Op.QUANTIZE:
         return 0
     if op.startswith("linear"):
         first, second = shapes
@@ -58,8 +58,8 @@ def operations(asked: OperatorRequest) -> int:
 def read_bytes(asked: OperatorRequest) -> int:
     """Bytes that must come from memory: every operand once (what is written may stay in a cache)."""
     request = asked.request
-    if request.op in (Op.QUANTIZE, Op.QUANTIZE_MANY):
-        return sum(math.prod(shape) for shape in request.shapes) * asked.source.nbytes
+    if request.op == Op.QUANTIZE:
+        return math.prod(request.shapes[0]) * asked.source.nbytes
     first, second = request.shapes
     quantized = request.variant.compute.nbytes
     return math.prod(first) * asked.source.nbytes + math.prod(second) * quantized

@@ -13,7 +13,6 @@ from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.kernels.backend import KernelRequest, Op
 
-QUANTIZATIONS = (Op.QUANTIZE, Op.QUANTIZE_MANY)
 LINEAR = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
 CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT)
 BATCH_NORMS = (Op.BATCH_NORM_OUTPUT, Op.BATCH_NORM_GRAD_INPUT)
@@ -52,7 +51,7 @@ def product_format(request: KernelRequest) -> Precision:
 
 def contraction_length(request: KernelRequest) -> int:
     """Number of products that a request sums for one element of its result; 0 where there is no product or shapes are missing."""
-    if len(request.shapes) < 2 or request.op in (*QUANTIZATIONS, *Op.PRODUCERS):
+    if len(request.shapes) < 2 or request.op in (Op.QUANTIZE, *Op.PRODUCERS):
         return 0
     first, second = request.shapes[:2]
     if request.op.endswith(".output"):
@@ -159,8 +158,6 @@ def layout_reasons(request: KernelRequest) -> Iterator[str]:
 
 def quantization_reasons(request: KernelRequest) -> Iterator[str]:
     """A quantization is asked for what no kernel does, or what its tensors cannot have."""
-    if request.op == Op.QUANTIZE_MANY and (request.multiplied or request.transposed):
-        yield f"it neither multiplies nor transposes in {request.op}; ask for each tensor by itself"
     if request.transposed and any(len(shape) != 2 for shape in request.shapes):
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 

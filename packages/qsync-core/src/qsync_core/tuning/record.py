@@ -80,7 +80,7 @@ def formats_of(request: KernelRequest) -> str:
     """The part of a request's variant that its kernel depends on."""
     variant, op = request.variant, request.op
     parts = [str(variant.compute)]
-    if op in (Op.QUANTIZE, Op.QUANTIZE_MANY):
+    if op == Op.QUANTIZE:
         parts += [f"x={variant.x_granularity}", f"round={variant.rounding}"]
     elif op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
         parts += [f"out={variant.output}", f"x={variant.x_granularity}", f"w={variant.w_granularity}"]
@@ -108,8 +108,8 @@ def shape_distance(one: TuningKey, other: TuningKey) -> float:
 
 def work(key: TuningKey) -> int:
     """What a kernel's time grows with to first order: products of a multiplication, elements of a quantization."""
-    if key.op in (Op.QUANTIZE, Op.QUANTIZE_MANY):
-        return sum(math.prod(shape) for shape in key.shapes)
+    if key.op == Op.QUANTIZE:
+        return math.prod(key.shapes[0])
     first, second = key.shapes
     if key.op == Op.CONV2D_GRAD_WEIGHT:
         return math.prod(first) * second[1]

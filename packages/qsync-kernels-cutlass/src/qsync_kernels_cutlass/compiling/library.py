@@ -65,7 +65,21 @@ _PRODUCER_NUMBERS = (
     *("rounding", "scale_per_row", "seed", "x_seed", "offset"),
 )
 _PRODUCER_POINTERS = (
-    *("x", "residual", "weight", "bias", "residual_absmax", "offset_tensor", "mean", "spread", "out", "absmax", "q", "scale"),
+    *(
+        "x",
+        "residual",
+        "weight",
+        "bias",
+        "residual_absmax",
+        "offset_tensor",
+        "mean",
+        "spread",
+        "out",
+        "absmax",
+        "q",
+        "scale",
+        "stream_out",
+    ),
     *(
         "kept",
         "x_q",

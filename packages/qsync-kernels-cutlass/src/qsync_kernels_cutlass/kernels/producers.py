@@ -46,6 +46,8 @@ class _Kind(enum.Enum):
     SCALES = enum.auto()
     """One, or one for each row."""
     ONE = enum.auto()
+    STREAM = enum.auto()
+    """One int64."""
     BITS = enum.auto()
     NUMBER = enum.auto()
     OFFSET = enum.auto()
@@ -86,7 +88,11 @@ def _out(field: str, kind: _Kind, needed: bool = False, name: str = "") -> _Oper
 _EPS, _SEED, _X_SEED = (_read(name, _Kind.NUMBER, True) for name in ("eps", "seed", "x_seed"))
 _OFFSET = _read("offset", _Kind.OFFSET, True)
 _WEIGHT, _BIAS = _read("weight", _Kind.COLUMNS), _read("bias", _Kind.COLUMNS)
-_RESULT, _COPY = _out("out", _Kind.FLOATS, name="out"), (_out("q", _Kind.COPY), _out("scale", _Kind.SCALES))
+_RESULT = _out("out", _Kind.FLOATS, name="out")
+_COPY = (
+    *(_out("q", _Kind.COPY), _out("scale", _Kind.SCALES)),
+    _out("stream_out", _Kind.STREAM, name="stream_out"),
+)
 _X_COPY = (_out("x_q", _Kind.COPY), _out("x_scale", _Kind.GROUPS))
 _STREAMS = (_SEED, _X_SEED, _OFFSET)
 _SAVED = (_read("grad", _Kind.FLOATS, True), _read("x", _Kind.SAVED, True), _read("x_scale", _Kind.GROUPS))
@@ -267,7 +273,7 @@ class Producer:
             dtypes = floats if operand.kind is _Kind.FLOATS else (*floats, torch.int8)
         elif operand.kind is _Kind.BITS:
             shape, dtypes = (x.shape[0], *x.shape[2:], -(-columns // 8)), (torch.uint8,)
-        elif operand.kind is _Kind.OFFSET:
+        elif operand.kind in (_Kind.OFFSET, _Kind.STREAM):
             count, dtypes = 1, (torch.int64,)
         elif operand.kind is _Kind.ONE or (operand.kind is _Kind.SCALES and not self._by_row):
             count = 1
@@ -290,10 +296,13 @@ class Producer:
         return torch.channels_last if is_image else torch.contiguous_format
 
     def _fill(self, given: tuple[Any, ...]) -> None:
-        """Outputs of nothing: statistics and gradients of parameters are 0, scales 1."""
+        """Outputs of nothing: statistics and gradients of parameters are 0, scales 1, the stream is the offset."""
         by_field = dict(zip((operand.field for operand in self._operands), given, strict=True))
         for operand, value in zip(self._operands, given, strict=True):
-            if isinstance(value, Tensor) and operand.written:
+            if operand.kind is _Kind.STREAM and isinstance(value, Tensor):
+                offset = by_field["offset"]
+                _ = value.copy_(offset) if isinstance(offset, Tensor) else value.fill_(offset)
+            elif isinstance(value, Tensor) and operand.written:
                 value.fill_(1.0 if operand.field in ("scale", "x_scale") else 0.0)
         if self._op == Op.LAYER_NORM_OUTPUT:
             by_field["spread"].fill_(1 / math.sqrt(by_field["eps"]))

@@ -4,7 +4,8 @@
 // sum of squares, the smallest and the largest x of a strip of channels at some of the positions; ``channel_coefficients`` merges
 // them, and knows the largest result without having written one, since z is monotone in x; ``normalize_positions`` writes.
 // Backward: ``reduce_gradient`` sums h and h * xhat, ``apply_gradient`` writes; for an 8-bit copy of the gradient the first also notes
-// the largest magnitudes of both, of which ``gradient_reach`` makes a bound of the gradient's.  Each of the large kernels reads a tensor once, 16
+// the largest magnitudes of both, of which ``gradient_reach`` makes a bound of the gradient's.  The first pass of both also sums up
+// the bits that it reads, which decide about random numbers.  Each of the large kernels reads a tensor once, 16
 // bytes a thread and access; memory is what limits them.  The second pass of both walks backward and finds the end of x in the
 // cache.
 #pragma once
@@ -41,6 +42,8 @@ struct BatchNorm {
   int64_t programs;   // of the kernel that sums
   float* partial;     // forward (5, channels, programs), backward (2, programs, channels)
   float* counts;      // positions of each program
+  float* checksums;   // of x, or of the gradient, by program and strip
+  int checksum_count;
   float* inverse;     // of the scales of xhat in 8 bit
   float* bound;       // the largest magnitude of 8 channels' results
   int bounds;
@@ -69,6 +72,7 @@ __global__ void __launch_bounds__(kThreads, 2) channel_statistics(BatchNorm p) {
   Place const place = Place::of(p);
   ChannelSums sums[kEight];
   float total[kEight], count = 0.0f;
+  uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < kEight; ++i) sums[i] = {0.0f, 0.0f, 0.0f, INFINITY, -INFINITY}, total[i] = 0.0f;
   for (int64_t row = place.first_row; row < q.rows && place.count > 0; row += kAtOnce * place.step) {
@@ -83,6 +87,7 @@ __global__ void __launch_bounds__(kThreads, 2) channel_statistics(BatchNorm p) {
       if (row + k * place.step >= q.rows) continue;
       float x[kEight];
       widen(raw[k], format, x);
+      bits += bits_of(raw[k], format);
       // About the thread's first x: a mean that is large beside the deviation costs no digits.
       if (count == 0.0f) {
 #pragma unroll
@@ -99,6 +104,8 @@ __global__ void __launch_bounds__(kThreads, 2) channel_statistics(BatchNorm p) {
       }
     }
   }
+  bits = block_sum(bits);
+  if (threadIdx.x == 0) p.checksums[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(bits);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     sums[i].moved = count == 0.0f ? 0.0f : total[i] / count;
@@ -211,7 +218,12 @@ __global__ void __launch_bounds__(kThreads, 2) normalize_positions(BatchNorm p) 
       if (q.absmax != nullptr && !has_residual) *q.absmax = rounded_to(__uint_as_float(absmax), out_format);
     }
   }
-  Stream const stream = stream_of(q.seed, q), x_stream = stream_of(q.x_seed, q);
+  Stream stream = {}, x_stream = {};
+  if (q.q != nullptr || q.x_q != nullptr) {
+    uint64_t const number = offset_of(q) + share_of(sum_of(p.checksums, p.checksum_count));
+    stream = stream_of(q.seed, number), x_stream = stream_of(q.x_seed, number);
+    if (q.stream_out != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *q.stream_out = int64_t(number);
+  }
   Place const place = Place::of(p);
   float mean[kEight], rstd[kEight], factor[kEight], shift[kEight], x_scale[kEight], x_inverse[kEight];
   if (place.count > 0) {
@@ -349,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_gradient(BatchNorm p) {
   Place const place = Place::of(p);
   GradientOfEight<kWide, kActivation> gradient;
   float total[kEight] = {}, product[kEight] = {};
-  uint32_t highest[kEight] = {}, widest[kEight] = {};
+  uint32_t highest[kEight] = {}, widest[kEight] = {}, bits = 0;
   if (place.count > 0) gradient.prepare(p, place);
   for (int64_t first = place.first_row; first < q.rows && place.count > 0; first += kRowsAtOnce * place.step) {
     typename GradientOfEight<kWide, kActivation>::Loaded loaded[kRowsAtOnce] = {};
@@ -362,12 +374,17 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_gradient(BatchNorm p) {
       if (first + k * place.step >= q.rows) continue;
       float h[kEight], xhat[kEight];
       gradient.widened(q, place, loaded[k], h, xhat);
+      if (kCopies) bits += bits_of(loaded[k].grad, int(q.grad_format));
 #pragma unroll
       for (int i = 0; i < kEight; ++i) {
         total[i] += h[i], product[i] = __fmaf_rn(h[i], xhat[i], product[i]);
         if (kCopies) highest[i] = larger(highest[i], magnitude(h[i])), widest[i] = larger(widest[i], magnitude(xhat[i]));
       }
     }
+  }
+  if (kCopies) {
+    bits = block_sum(bits);
+    if (threadIdx.x == 0) p.checksums[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(bits);
   }
   for (int distance = p.strips.lanes; distance < 32; distance *= 2) {
 #pragma unroll
@@ -438,7 +455,7 @@ __global__ void __launch_bounds__(kThreads, 2) apply_gradient(BatchNorm p) {
   Stream stream = {};
   if (q.q != nullptr) {
     scale = scale_of(largest_of(p.bound, p.bounds));
-    stream = stream_of(q.seed, q);
+    stream = stream_of(q.seed, offset_of(q) + share_of(sum_of(p.checksums, p.checksum_count)));
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *q.scale = scale.scale;
   }
   Place const place = Place::of(p);
@@ -497,13 +514,15 @@ struct BatchNormOutput {
     p.counts = p.partial + 5 * p.programs * q.columns;
     p.inverse = p.counts + p.programs;
     p.bound = p.inverse + q.columns;
+    p.checksums = p.bound + p.bounds;
+    p.checksum_count = int(p.programs) * p.strips.count;
     return p;
   }
 
   static int64_t workspace(QsyncProducerArguments const& q) {
     if (int32_t const status = check(q, 0)) return -int64_t(status);
     BatchNorm const p = planned(q);
-    return int64_t(sizeof(float)) * (5 * p.programs * q.columns + p.programs + q.columns + p.bounds);
+    return int64_t(sizeof(float)) * (5 * p.programs * q.columns + p.programs + q.columns + p.bounds + p.checksum_count);
   }
 
   static int32_t run(QsyncProducerArguments const& q) {
@@ -538,6 +557,8 @@ struct BatchNormGradient {
     float* const spare = p.partial + kinds(q) * p.programs * q.columns;
     p.bounds = q.q == nullptr ? 0 : int(ceil_div(q.columns, kSumColumns));
     p.bound = spare + 2 * q.columns;
+    p.checksums = p.bound + p.bounds;
+    p.checksum_count = q.q == nullptr ? 0 : int(p.programs) * p.strips.count;
     p.total = q.grad_bias == nullptr ? spare : q.grad_bias;
     p.product = q.grad_weight == nullptr ? spare + q.columns : q.grad_weight;
     return p;
@@ -546,7 +567,7 @@ struct BatchNormGradient {
   static int64_t workspace(QsyncProducerArguments const& q) {
     if (int32_t const status = check(q, 0)) return -int64_t(status);
     BatchNorm const p = planned(q);
-    return int64_t(sizeof(float)) * (kinds(q) * p.programs * q.columns + 2 * q.columns + p.bounds);
+    return int64_t(sizeof(float)) * (kinds(q) * p.programs * q.columns + 2 * q.columns + p.bounds + p.checksum_count);
   }
 
   static int32_t run(QsyncProducerArguments const& q) {

@@ -38,6 +38,25 @@ __device__ inline uint32_t largest_of(float const* partial, int count) {
   return block_largest(found);
 }
 
+// The sum of a block, for all of its threads; it wraps around, and so is the same in any order.
+__device__ inline uint32_t block_sum(uint32_t value) {
+  __shared__ uint32_t shared[kWarps];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared[0];
+  for (int warp = 1; warp < kWarps; ++warp) value += shared[warp];
+  __syncthreads();
+  return value;
+}
+
+// The sum of partial checksums, for all threads of a block.
+__device__ inline uint32_t sum_of(float const* partial, int count) {
+  uint32_t found = 0;
+  for (int i = threadIdx.x; i < count; i += kThreads) found += __float_as_uint(partial[i]);
+  return block_sum(found);
+}
+
 // One argument a kernel, so that a launch is type-checked.
 template <class Parameters>
 int32_t launch(void (*kernel)(Parameters), dim3 grid, Parameters parameters, void* stream) {

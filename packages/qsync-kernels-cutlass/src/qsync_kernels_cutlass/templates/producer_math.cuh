@@ -137,6 +137,22 @@ __device__ inline void load_vector(float const* vector, int64_t index, int count
 __device__ inline uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7FFFFFFFu; }
 __device__ inline uint32_t larger(uint32_t one, uint32_t other) { return one > other ? one : other; }
 
+// The sum of the bit patterns of eight elements, as signed integers of their width; it wraps around.
+__device__ inline uint32_t bits_of(Raw raw, int format) {
+  uint32_t sum = 0;
+  if (format == QSYNC_FLOAT32) {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) sum += word_of(raw, i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight / 2; ++i) {
+      uint32_t const word = word_of(raw, i);
+      sum += uint32_t(int32_t(int16_t(uint16_t(word)))) + uint32_t(int32_t(word) >> 16);
+    }
+  }
+  return sum;
+}
+
 // Random numbers: those of PyTorch's own kernels here (qsync_torch/aten/random_bits.py), so that a copy written by a producer has
 // the bits of one that ``quantize`` of backend aten writes.  Byte i of a stream is the high byte of number i and the low one of
 // number i - 1; MurmurHash3's finaliser makes four bytes of a word's index and the key.
@@ -151,9 +167,15 @@ __device__ inline uint64_t mix64(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-__device__ inline Stream stream_of(int64_t seed, QsyncProducerArguments const& q) {
-  int64_t const offset = q.offset_tensor == nullptr ? q.offset : *q.offset_tensor;
-  uint64_t const key = mix64(mix64(uint64_t(seed)) ^ uint64_t(offset)) >> 1;
+__device__ inline uint64_t offset_of(QsyncProducerArguments const& q) {
+  return uint64_t(q.offset_tensor == nullptr ? q.offset : *q.offset_tensor);
+}
+
+// What a checksum adds to the offset: offset + 0x9E3779B900000000 * checksum is the number of a stream.  Rounding follows from data.
+__device__ inline uint64_t share_of(uint32_t checksum) { return uint64_t(checksum * 0x9E3779B9u) << 32; }
+
+__device__ inline Stream stream_of(int64_t seed, uint64_t number) {
+  uint64_t const key = mix64(mix64(uint64_t(seed)) ^ number) >> 1;
   return {uint32_t(key), uint32_t(key >> 31)};
 }
 

@@ -27,8 +27,8 @@ struct QsyncProducerArguments {
   int64_t x_format, residual_format, out_format, kept_format, grad_format, grad_input_format;
   int64_t rounding;
   int64_t scale_per_row;    // 1: the result's copy has a scale for each row; 0: one
-  int64_t seed, x_seed;     // streams of the result's copy, and of what is kept
-  int64_t offset;           // of the streams, where offset_tensor is null
+  int64_t seed, x_seed;     // of the rounding of the result's copy, and of what is kept
+  int64_t offset;           // of random numbers, where offset_tensor is null
   double eps;
 
   const void* x;            // forward: what is normalized; backward: that, or its 8-bit copy
@@ -43,6 +43,7 @@ struct QsyncProducerArguments {
   float* absmax;
   int8_t* q;
   float* scale;
+  int64_t* stream_out;      // the stream of all of x: the offset for those who round because of the copy
   void* kept;               // the sum that a layer norm normalizes
   int8_t* x_q;
   float* x_scale;

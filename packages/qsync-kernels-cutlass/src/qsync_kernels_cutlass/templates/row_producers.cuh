@@ -15,7 +15,7 @@ struct Rows {
   QsyncProducerArguments q;
   int warps;       // of a row
   int64_t blocks;
-  float* partial;  // maxima of blocks; of a gradient (2, teams, columns)
+  float* partial;  // maxima of blocks, and then their checksums; of a gradient (2, teams, columns)
 
   int64_t teams() const { return blocks * (kWarps / warps); }
 
@@ -76,6 +76,10 @@ struct Team {
     return reduced(value, [](float one, float other) { return one + other; });
   }
 
+  __device__ uint32_t sum(uint32_t value) const {
+    return reduced(value, [](uint32_t one, uint32_t other) { return one + other; });
+  }
+
   __device__ uint32_t largest(uint32_t value) const {
     return reduced(value, [](uint32_t one, uint32_t other) { return larger(one, other); });
   }
@@ -104,11 +108,13 @@ struct Source {
   }
 };
 
+// The same, and the sum of the bits of x.
 template <bool kWide>
-__device__ inline void source_of(QsyncProducerArguments const& q, int64_t index, int count, float (&s)[kEight]) {
+__device__ inline uint32_t source_of(QsyncProducerArguments const& q, int64_t index, int count, float (&s)[kEight]) {
   Source<kWide> source;
   source.load(q, index, count);
   source.widen(q, s);
+  return bits_of(source.x, int(q.x_format));
 }
 
 // The result of eight elements; ``xhat`` becomes what they are normalized to, for an activation what they were.
@@ -137,13 +143,14 @@ __global__ void __launch_bounds__(kThreads, 2) produce_rows(Rows p) {
   Team const team = Team::of(p);
   int const rounding = int(q.rounding), slots = kHeld > 0 ? kHeld : (team.eights + team.size - 1) / team.size;
   bool const by_row = q.q != nullptr && q.scale_per_row != 0, by_tensor = q.q != nullptr && q.scale_per_row == 0;
-  Stream const stream = stream_of(q.seed, q), x_stream = stream_of(q.x_seed, q);
+  uint64_t const offset = offset_of(q);
   float const length = float(q.columns);
-  uint32_t greatest = 0;
+  uint32_t greatest = 0, total = 0;
   int64_t const rounds = team.rounds(q.rows);
   for (int64_t round = 0; round < rounds; ++round) {
     int64_t const row = team.first_row + round * team.step;
     int const eights = row < q.rows ? team.eights : 0;
+    uint32_t bits = 0;  // of the thread's part of x
     float held[kSlots][kEight];
     if (kHeld > 0) {
       // Two eights on their way at once: registers for more would cost warps.
@@ -157,12 +164,15 @@ __global__ void __launch_bounds__(kThreads, 2) produce_rows(Rows p) {
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          if (team.member + (first + k) * team.size < eights) sources[k].widen(q, held[(first + k) % kSlots]);
+          if (team.member + (first + k) * team.size >= eights) continue;
+          bits += bits_of(sources[k].x, int(q.x_format));
+          sources[k].widen(q, held[(first + k) % kSlots]);
         }
       }
     }
     // Calls visit(eight, index, count, values) for each of the thread's eights; a visit may change its values.
     auto const each = [&](auto const& visit) {
+      if (kHeld == 0) bits = 0;
 #pragma unroll (kSlots)
       for (int slot = 0; slot < slots; ++slot) {
         int const eight = team.member + slot * team.size;
@@ -174,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 2) produce_rows(Rows p) {
 #pragma unroll
           for (int i = 0; i < kEight; ++i) values[i] = held[kHeld > 0 ? slot : 0][i];
         } else {
-          source_of<kWide>(q, index, count, values);
+          bits += source_of<kWide>(q, index, count, values);
         }
         visit(eight, index, count, values);
       }
@@ -214,6 +224,10 @@ __global__ void __launch_bounds__(kThreads, 2) produce_rows(Rows p) {
     });
     Scale scale = {1.0f, 1.0f}, x_scale = {1.0f, 1.0f};
     greatest = larger(greatest, absmax);
+    total += bits;
+    // What has a scale a row takes the stream of the row's checksum.
+    uint64_t const number = offset + share_of(team.sum(bits));
+    Stream const stream = stream_of(q.seed, number), x_stream = stream_of(q.x_seed, number);
     if (by_row) {
       scale = scale_of(team.largest(absmax));
       if (team.member == 0 && row < q.rows) q.scale[row] = scale.scale;
@@ -234,7 +248,15 @@ __global__ void __launch_bounds__(kThreads, 2) produce_rows(Rows p) {
   }
   if (by_tensor) {
     greatest = block_largest(greatest);
-    if (threadIdx.x == 0) p.partial[blockIdx.x] = __uint_as_float(greatest);
+    total = block_sum(total);
+    if (threadIdx.x == 0) {
+      p.partial[blockIdx.x] = __uint_as_float(greatest);
+      p.partial[p.blocks + blockIdx.x] = __uint_as_float(total);
+    }
+  } else if (q.stream_out != nullptr) {
+    total = block_sum(total);
+    uint64_t const share = share_of(total) + (blockIdx.x == 0 ? offset : 0);
+    if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(q.stream_out), share);
   }
 }
 
@@ -244,8 +266,12 @@ __global__ void __launch_bounds__(kThreads, 2) round_rows(Rows p) {
   auto const& q = p.q;
   uint32_t const absmax = largest_of(p.partial, int(p.blocks));
   Scale const scale = scale_of(absmax);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *q.scale = scale.scale;
-  Stream const stream = stream_of(q.seed, q);
+  uint64_t const number = offset_of(q) + share_of(sum_of(p.partial + p.blocks, int(p.blocks)));
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *q.scale = scale.scale;
+    if (q.stream_out != nullptr) *q.stream_out = int64_t(number);
+  }
+  Stream const stream = stream_of(q.seed, number);
   Team const team = Team::of(p);
   float const most = __uint_as_float(absmax);
   for (int64_t number = team.first_row; number < q.rows; number += team.step) {
@@ -270,7 +296,7 @@ template <bool kNormalizes, Activation kActivation>
 struct RowsOutput {
   static int64_t workspace(QsyncProducerArguments const& q) {
     if (int32_t const status = check(q, 0)) return -int64_t(status);
-    return int64_t(sizeof(float)) * Rows::of(q, kHeldOutput, kWriting).blocks;
+    return int64_t(sizeof(float)) * 2 * Rows::of(q, kHeldOutput, kWriting).blocks;
   }
 
   template <bool kWide>
@@ -278,6 +304,10 @@ struct RowsOutput {
     Rows p = Rows::of(q, kHeldOutput, kWriting);
     auto const kernel = p.is_held(kHeldOutput) ? produce_rows<kWide, kNormalizes, kActivation, kHeldOutput>
                                                : produce_rows<kWide, kNormalizes, kActivation, 0>;
+    if (q.stream_out != nullptr && q.scale_per_row != 0) {  // to which blocks add
+      auto const error = cudaMemsetAsync(q.stream_out, 0, sizeof(int64_t), static_cast<cudaStream_t>(q.stream));
+      if (error != cudaSuccess) return cuda_status(error);
+    }
     int32_t const status = launch(kernel, dim3(unsigned(p.blocks)), p, q.stream);
     if (status != QSYNC_OK || q.q == nullptr || q.scale_per_row != 0) return status;
     if (q.kept != nullptr) {  // the sum is there

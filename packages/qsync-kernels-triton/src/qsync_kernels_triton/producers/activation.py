@@ -14,46 +14,64 @@ import triton.language as tl
 
 from qsync_kernels_triton.producers.functions import activated, slope
 from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, write_tile
-from qsync_kernels_triton.quantize.rounding import common_scale, infinite_if_nan, larger, stream_words
+from qsync_kernels_triton.quantize.rounding import (
+    as_float,
+    bits_of,
+    common_scale,
+    infinite_if_nan,
+    larger,
+    merged_checksum,
+    stream_of,
+    words_of,
+    write_stream,
+)
 from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
 
 
 @triton.jit
 def _loaded(x_ptr, first, column, row, rows, length):
+    """A tile as float32, and its bits."""
     inside = (row < rows)[:, None] & (column < length)[None, :]
-    return tl.load(x_ptr + first[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    read = tl.load(x_ptr + first[:, None] + column[None, :], mask=inside, other=0.0)
+    return read.to(tl.float32), bits_of(read)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "stream_low", "stream_high"])
+@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "offset_low", "offset_high"])
 def activate_rows(
-    x_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr, stream_ptr, rows: tl.int32, units: tl.int32,
+    x_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr, offset_ptr, stream_ptr, rows: tl.int32, units: tl.int32,
     seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
-    stream_low: tl.int32, stream_high: tl.int32,
+    offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, ACTIVATION: tl.constexpr,
     WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr, FORMAT: tl.constexpr, X_FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+    ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): each takes every programs-th group of ROWS rows; arguments as those of ``normalize_rows``."""
     length = units * UNIT
-    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     columns = tl.arange(0, BLOCK)
-    greatest = tl.zeros((ROWS,), dtype=tl.float32)
+    greatest, total = tl.zeros((ROWS,), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * length
         largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        bits = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
         # f(0) = 0: what is outside of the matrix has no part in the maxima.
         if HELD:
             xs, rs = (), ()
             for part in tl.static_range(HELD):
-                x = _loaded(x_ptr, first, part * BLOCK + columns, row, rows, length)
+                x, read = _loaded(x_ptr, first, part * BLOCK + columns, row, rows, length)
+                bits += read
                 r = activated(x, ACTIVATION)
                 xs, rs = xs + (x,), rs + (r,)  # noqa: RUF005  (Triton has no starred tuples)
                 largest, x_largest = larger(largest, r), larger(x_largest, x)
         else:
             for begin in range(0, length, BLOCK):
-                x = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                x, read = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                bits += read
                 largest, x_largest = larger(largest, activated(x, ACTIVATION)), larger(x_largest, x)
+        checksum = tl.sum(bits, 1)
+        total += checksum
+        low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+        stream_low, stream_high = low[:, None], high[:, None]
         scale, inverse, x_scale, x_inverse = 1.0, 1.0, 1.0, 1.0  # of what is not written
         if SCALES == PER_ROW:
             scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
@@ -70,7 +88,7 @@ def activate_rows(
                 )  # fmt: skip
         else:
             for begin in range(0, length, BLOCK):
-                x = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                x, read = _loaded(x_ptr, first, begin + columns, row, rows, length)
                 write_tile(
                     x, activated(x, ACTIVATION), out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, begin,
                     row, rows, length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
@@ -78,19 +96,24 @@ def activate_rows(
                 )  # fmt: skip
     if SCALES == ONE_SCALE:
         tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
+        tl.store(scale_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(total, 0)))
+    write_stream(stream_ptr, offset_ptr, offset_low, offset_high, tl.sum(total, 0), LIVE, STREAM)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "stream_low", "stream_high"])
+@triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "offset_low", "offset_high"])
 def round_activated(
-    x_ptr, partial_ptr, q_ptr, scale_ptr, stream_ptr, rows: tl.int32, units: tl.int32, partials: tl.int32,
-    seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    x_ptr, partial_ptr, q_ptr, scale_ptr, offset_ptr, stream_ptr, rows: tl.int32, units: tl.int32, partials: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PARTIALS: tl.constexpr,
-    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """f(x) again, under one scale; grid (programs,): each takes every programs-th tile, the last ones first."""
     length = units * UNIT
-    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     absmax, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
+    checksum = merged_checksum(partial_ptr + partials, partials, PARTIALS)
+    if tl.program_id(0) == 0:
+        write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
+    stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
     across = tl.cdiv(length, BLOCK)
     tiles = tl.cdiv(rows, ROWS) * across
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -100,7 +123,7 @@ def round_activated(
         column = begin + tl.arange(0, BLOCK)
         first = row.to(tl.int64) * length
         inside = (row < rows)[:, None] & (column < length)[None, :]
-        x = _loaded(x_ptr, first, column, row, rows, length)
+        x, _bits = _loaded(x_ptr, first, column, row, rows, length)
         r = tl.minimum(tl.maximum(activated(x, ACTIVATION), -absmax), absmax)
         q = rounded_rows(
             r, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,

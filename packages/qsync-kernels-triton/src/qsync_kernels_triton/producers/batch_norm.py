@@ -3,7 +3,8 @@
 The images are channels-last, a matrix of (positions, channels) in memory.  Three launches:
 
 * ``channel_statistics``: each program walks through some of the rows of one strip of channels and leaves, per channel, the mean,
-  the sum of squared deviations, and the smallest and largest x.  It sums about a shift, the mean of its own first tile, so that a
+  the sum of squared deviations, the smallest and largest x, and the checksum of its bits.  It sums about a shift, the mean of its
+  own first tile, so that a
   mean that is large beside the deviation costs no digits: the relative error of a program's sum of squares is at most about
   float32's times (1 + rows / rows of a tile), whatever the data.
 * ``channel_coefficients``: merges the programs' sums (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983):
@@ -27,12 +28,17 @@ import triton.language as tl
 
 from qsync_kernels_triton.producers.functions import activated, packed_bits
 from qsync_kernels_triton.quantize.rounding import (
+    as_float,
+    bits_of,
     infinite_if_nan,
     inverse_of,
     larger,
+    merged_checksum,
     merged_scale,
     scale_of,
-    stream_words,
+    stream_of,
+    words_of,
+    write_stream,
 )
 from qsync_kernels_triton.quantize.rows import rounded_rows
 
@@ -105,10 +111,10 @@ def _greatest(x):
 def channel_statistics(
     x_ptr, partial_ptr, positions: tl.int32, units: tl.int32, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sums over positions: grid (programs, strips of channels), partials (5, programs, channels).
+    """Sums over positions: grid (programs, strips of channels), partials (6, programs, channels).
 
-    The partials are a shift, the mean less the shift, the sum of squared deviations from the mean, minimum and maximum: the first
-    two have more digits than their sum.  Every program has at least one tile.
+    The partials are a shift, the mean less the shift, the sum of squared deviations from the mean, minimum, maximum and checksum:
+    the first two have more digits than their sum.  Every program has at least one tile.
 
     There are units * UNIT channels: a constant factor lets loads be wide.
     """
@@ -118,7 +124,8 @@ def channel_statistics(
     whole = positions // ROWS
     row = program * ROWS + tl.arange(0, ROWS)
     inside = (row < positions)[:, None] & wanted[None, :]
-    head = tl.load(x_ptr + row.to(tl.int64)[:, None] * channels + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    read = tl.load(x_ptr + row.to(tl.int64)[:, None] * channels + column[None, :], mask=inside, other=0.0)
+    head, bits = read.to(tl.float32), bits_of(read)
     shift = tl.sum(head, 0) / tl.minimum(positions - program * ROWS, ROWS).to(tl.float32)
     zeros = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     total, squares, low, high = _with_tile(head, inside, shift, zeros, zeros, zeros + float("inf"), zeros + float("-inf"), True)
@@ -129,14 +136,16 @@ def channel_statistics(
         tile += programs
         # On its way while the tile before it is summed.
         following = _whole_tile(x_ptr, tile, whole, channels, column, ROWS)
+        bits += bits_of(x)
         total, squares, low, high = _with_tile(x.to(tl.float32), inside, shift, total, squares, low, high, False)
         count += ROWS
         x = following
     if (whole % programs == program) & (whole * ROWS < positions) & (whole != program):
         row = whole * ROWS + tl.arange(0, ROWS)
         inside = (row < positions)[:, None] & wanted[None, :]
-        tail = tl.load(x_ptr + row.to(tl.int64)[:, None] * channels + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        total, squares, low, high = _with_tile(tail, inside, shift, total, squares, low, high, True)
+        tail = tl.load(x_ptr + row.to(tl.int64)[:, None] * channels + column[None, :], mask=inside, other=0.0)
+        bits += bits_of(tail)
+        total, squares, low, high = _with_tile(tail.to(tl.float32), inside, shift, total, squares, low, high, True)
         count += positions - whole * ROWS
     n = count.to(tl.float32)
     sums = tl.sum(total, 0)
@@ -148,6 +157,7 @@ def channel_statistics(
     tl.store(at + 2 * kind, larger_of(tl.sum(squares, 0) - sums * moved, sums * 0), mask=wanted)
     tl.store(at + 3 * kind, _least(low), mask=wanted)
     tl.store(at + 4 * kind, _greatest(high), mask=wanted)
+    tl.store(at + 5 * kind, as_float(tl.sum(bits, 0)), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["positions", "channels", "programs"])
@@ -157,7 +167,8 @@ def channel_coefficients(
     ROWS: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WRITE_ABSMAX: tl.constexpr, WRITE_X: tl.constexpr, X_FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Statistics and scales of BLOCK channels, and the largest magnitude of their results; grid (blocks of channels,).
+    """Statistics and scales of BLOCK channels, the largest magnitude of their results, and behind these magnitudes the checksums of
+    the channels; grid (blocks of channels,).
 
     With a residual that magnitude is a bound, and ``normalize_positions`` finds the true one, beginning with the 0 written here.
     """
@@ -202,27 +213,29 @@ def channel_coefficients(
                 tl.store(absmax_ptr, 0.0)
     bound = larger_of(tl.abs(activated(low, ACTIVATION)), tl.abs(activated(high, ACTIVATION)))
     tl.store(bound_ptr + tl.program_id(0), tl.max(tl.where(wanted, infinite_if_nan(bound), 0.0), 0))
+    checksum = tl.sum(tl.sum(tl.load(at + 5 * kind, mask=inside, other=0.0).to(tl.int32, bitcast=True), 0), 0)
+    tl.store(bound_ptr + tl.num_programs(0) + tl.program_id(0), as_float(checksum))
 
 
 @triton.jit(
     do_not_specialize=[
-        "positions", "units", "bounds", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "stream_low", "stream_high",
+        "positions", "units", "bounds", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "offset_low", "offset_high",
     ]
 )  # fmt: skip
 def normalize_positions(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, var_ptr, bound_ptr, x_scale_ptr, x_inverse_ptr,
-    out_ptr, absmax_ptr, q_ptr, scale_ptr, x_q_ptr, open_ptr, stream_ptr,
+    out_ptr, absmax_ptr, q_ptr, scale_ptr, x_q_ptr, open_ptr, offset_ptr, stream_ptr,
     positions: tl.int32, units: tl.int32, bounds: tl.int32, eps: tl.float32,
     seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
-    stream_low: tl.int32, stream_high: tl.int32,
+    offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BOUNDS: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     WRITE_OUT: tl.constexpr, WRITE_ABSMAX: tl.constexpr, WRITE_Q: tl.constexpr, WRITE_X: tl.constexpr, WRITE_OPEN: tl.constexpr,
     FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+    STREAM: tl.constexpr,
 ):  # fmt: skip
     """All that is written for each element; grid (programs, strips): each takes every programs-th tile of a strip, backward."""
     channels = units * UNIT
-    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     begin = tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
     wanted = column < channels
@@ -233,9 +246,14 @@ def normalize_positions(
     if WRITE_X:
         x_scale = tl.load(x_scale_ptr + column, mask=wanted, other=1.0)[None, :]
         x_inverse = tl.load(x_inverse_ptr + column, mask=wanted, other=1.0)[None, :]
+    leader = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    if WRITE_Q or WRITE_X:
+        checksum = merged_checksum(bound_ptr + bounds, bounds, BOUNDS)
+        stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+        if leader:
+            write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
     if WRITE_Q or WRITE_ABSMAX:
         absmax, scale, inverse = merged_scale(bound_ptr, bounds, BOUNDS, FORMAT)
-        leader = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         if WRITE_ABSMAX and not RESIDUAL:  # noqa: SIM102
             if leader:
                 tl.store(absmax_ptr, absmax.to(out_ptr.dtype.element_ty).to(tl.float32))

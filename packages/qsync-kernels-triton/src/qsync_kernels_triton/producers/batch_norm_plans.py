@@ -31,7 +31,7 @@ from qsync_kernels_triton.producers.operands import (
 )
 from qsync_kernels_triton.producers.sums import finish_sums
 from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
-from qsync_kernels_triton.quantize.single import FORMAT_CODE, stream_problems
+from qsync_kernels_triton.quantize.single import FORMAT_CODE, begin_stream, stream_problems
 
 _CHANNELS_LAST = torch.channels_last
 _MERGED_CHANNELS = 8
@@ -49,15 +49,15 @@ def build_batch_norm_output(activation: Activation, rounding: Rounding, config: 
     def plan(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, residual_absmax: Tensor | None,
         mean: Tensor, var: Tensor, out: Tensor | None, absmax: Tensor | None, q: Tensor | None, scale: Tensor | None,
-        x_q: Tensor | None, x_scale: Tensor | None, open_: Tensor | None, stream: Tensor | None, *_: int,
+        stream: Tensor | None, x_q: Tensor | None, x_scale: Tensor | None, open_: Tensor | None, offset: Tensor | None, *_: int,
     ) -> Callable[..., None]:  # fmt: skip
         shape = tuple(x.shape)
         refuse("batch_norm.output", _output_problems(x, weight, bias, residual, residual_absmax, mean, var, out, absmax, q, scale,
                                                      x_q, x_scale, open_))  # fmt: skip
-        refuse("batch_norm.output", stream_problems(stream, x.device))
+        refuse("batch_norm.output", stream_problems(offset, stream, x.device))
         if x.numel() == 0:
             return _fill_for_no_positions
-        optional = (weight, bias, residual, out, absmax, q, x_q, open_, stream)
+        optional = (weight, bias, residual, out, absmax, q, x_q, open_, offset, stream)
         return _Output(shape, x.device, optional, code, rounding_code, config)
 
     planned = Planned(plan)
@@ -65,11 +65,11 @@ def build_batch_norm_output(activation: Activation, rounding: Rounding, config: 
     def batch_norm_output(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, residual_absmax: Tensor | None,
         mean_out: Tensor, var_out: Tensor, out: Tensor | None, absmax_out: Tensor | None, q_out: Tensor | None,
-        scale_out: Tensor | None, x_q_out: Tensor | None, x_scale_out: Tensor | None, open_out: Tensor | None,
-        seed: int, x_seed: int, offset: int | Tensor,
+        scale_out: Tensor | None, stream_out: Tensor | None, x_q_out: Tensor | None, x_scale_out: Tensor | None,
+        open_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
     ) -> None:  # fmt: skip
-        planned(x, weight, bias, eps, residual, residual_absmax, mean_out, var_out, out, absmax_out, q_out, scale_out, x_q_out,
-                x_scale_out, open_out, *random_streams(seed, x_seed, offset))  # fmt: skip
+        planned(x, weight, bias, eps, residual, residual_absmax, mean_out, var_out, out, absmax_out, q_out, scale_out, stream_out,
+                x_q_out, x_scale_out, open_out, *random_streams(seed, x_seed, offset))  # fmt: skip
 
     return batch_norm_output
 
@@ -103,14 +103,15 @@ def _bits_problems(name: str, bits: Tensor | None, shape: tuple[int, ...]) -> It
         yield f"{name} must be contiguous uint8 of shape {wanted}, got {bits.dtype} {tuple(bits.shape)}"
 
 
-def _fill_for_no_positions(*operands: Tensor | None) -> None:
-    """Statistics and scales of a tensor without elements."""
+def _fill_for_no_positions(*operands: Any) -> None:
+    """Statistics, scales and stream of a tensor without elements."""
     for zero in (operands[6], operands[7], operands[9]):
         if zero is not None:
             zero.fill_(0.0)
-    for one in (operands[11], operands[13]):
+    for one in (operands[11], operands[14]):
         if one is not None:
             one.fill_(1.0)
+    begin_stream(operands[12], operands[16], operands[-2:])
 
 
 class _Output:
@@ -120,7 +121,7 @@ class _Output:
         self, shape: tuple[int, ...], device: torch.device, operands: tuple[Tensor | None, ...], activation: int, rounding: int,
         config: ProducerConfig,
     ) -> None:  # fmt: skip
-        weight, bias, residual, out, absmax, q, x_q, open_, stream = operands
+        weight, bias, residual, out, absmax, q, x_q, open_, offset, stream = operands
         positions, channels = shape[0] * shape[2] * shape[3], shape[1]
         reading, writing = _cuts(positions, channels, config)
         self._programs = min(programs_for(reading, config.reduce, device), MOST_PARTIALS)
@@ -141,7 +142,8 @@ class _Output:
             "WRITE_OPEN": open_ is not None,
             "FORMAT": 0 if q is None else FORMAT_CODE[q.dtype],
             "ROUNDING": rounding,
-            "LIVE": stream is not None,
+            "LIVE": offset is not None,
+            "STREAM": int(stream is not None),
         }
         cut = writing.constants | {"BOUNDS": triton.next_power_of_2(bounds)} | writing.aligned
         constants = cut | given | wanted | written | x_copy
@@ -149,19 +151,20 @@ class _Output:
         self._normalize_grid = (programs_for(writing, config.apply, device), writing.strips, 1)
         self._positions, self._channels, self._bounds = positions, channels, bounds
         self._units = channels // writing.unit
-        self._partial_count = 5 * self._programs * channels
+        self._partial_count = 6 * self._programs * channels
         self._writes = any(tensor is not None for tensor in (out, absmax, q, x_q, open_))
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None,
         residual_absmax: Tensor | None, mean: Tensor, var: Tensor, out: Tensor | None, absmax: Tensor | None, q: Tensor | None,
-        scale: Tensor | None, x_q: Tensor | None, x_scale: Tensor | None, open_: Tensor | None, stream: Tensor | None, *words: int,
+        scale: Tensor | None, stream: Tensor | None, x_q: Tensor | None, x_scale: Tensor | None, open_: Tensor | None,
+        offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write all outputs that are not None; ``words`` are the low and high words of seed, x_seed and offset."""
         x = x.contiguous(memory_format=_CHANNELS_LAST)
-        # Partial sums, then the inverse scales of x̂, then the bounds; each is written before it is read.
-        scratch = torch.empty(self._partial_count + self._channels + self._bounds, dtype=torch.float32, device=x.device)
-        partial, inverse, bound = scratch.split([self._partial_count, self._channels, self._bounds])
+        # Partial sums, then the inverse scales of x̂, then bounds and checksums; each is written before it is read.
+        scratch = torch.empty(self._partial_count + self._channels + 2 * self._bounds, dtype=torch.float32, device=x.device)
+        partial, inverse, bound = scratch.split([self._partial_count, self._channels, 2 * self._bounds])
         self._statistics(self._statistics_grid, None, (x, partial), (self._positions, self._units))
         w, b = (scratch if vector is None else vector.contiguous() for vector in (weight, bias))
         reach = scratch if residual_absmax is None else residual_absmax
@@ -177,7 +180,7 @@ class _Output:
         q, x_q = copies
         tensors = (x, w, b, shortcut, mean, var, bound, x_scales, inverse, x if out is None else out,
                    largest, q, bound if scale is None else scale, x_q,
-                   x if open_ is None else open_, bound if stream is None else stream)  # fmt: skip
+                   x if open_ is None else open_, *(bound if one is None else one for one in (offset, stream)))  # fmt: skip
         self._normalize(self._normalize_grid, None, tensors, (self._positions, self._units, self._bounds, eps, *words))
 
 
@@ -200,18 +203,18 @@ def build_batch_norm_grad_input(
         grad: Tensor, other: Tensor | None, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
         bias: Tensor | None, eps: float, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None,
         grad_weight: Tensor | None,
-        grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None, *_: int,
+        grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None, offset: Tensor | None, *_: int,
     ) -> Callable[..., None]:  # fmt: skip
         gradients = (grad_input, grad_residual, grad_weight, grad_bias)
         problems = _gradient_problems(
             activation, grad, other, x, x_scale, mean, var, weight, bias, open_, *gradients, multiplier, q, scale
         )
         refuse("batch_norm.grad_input", problems)
-        refuse("batch_norm.grad_input", stream_problems(stream, x.device))
+        refuse("batch_norm.grad_input", stream_problems(offset, None, x.device))
         if x.numel() == 0:
             return _zero_gradients
         reads = 0 if activation is not Activation.RELU else 2 if open_ is None else 1
-        optional = (weight, bias, x_scale, grad_input, grad_residual, multiplier, q, stream)
+        optional = (weight, bias, x_scale, grad_input, grad_residual, multiplier, q, offset)
         written_early = other is not None and grad_residual is not None and grad_residual.dtype is grad.dtype
         return _Gradient(tuple(x.shape), x.device, reads, optional, rounding_code, config, other is not None, written_early)
 
@@ -224,9 +227,9 @@ def build_batch_norm_grad_input(
         grad_weight_out: Tensor | None, grad_bias_out: Tensor | None, multiplier: Tensor | None = None,
         grad_q_out: Tensor | None = None, grad_scale_out: Tensor | None = None, seed: int = 0, offset: int | Tensor = 0,
     ) -> None:  # fmt: skip
-        stream, low, high, _, _, *words = random_streams(seed, 0, offset)
+        live, low, high, _, _, *words = random_streams(seed, 0, offset)
         planned(grad, other, x, x_scale, mean, var, weight, bias, eps, open, grad_input_out, grad_residual_out, grad_weight_out,
-                grad_bias_out, multiplier, grad_q_out, grad_scale_out, stream, low, high, *words)  # fmt: skip
+                grad_bias_out, multiplier, grad_q_out, grad_scale_out, live, low, high, *words)  # fmt: skip
 
     def batch_norm_grad_input(grad: Tensor, *operands: Any) -> None:
         run(None, grad, *operands)
@@ -291,7 +294,7 @@ class _Gradient:
         self._reduce_grid = (self._programs, reading.strips, 1)
         self._finish = Launch(finish_sums, {"ROWS": 128, "BLOCK": 16}, num_warps=4)
         self._finish_grid = (triton.cdiv(self._channels, 16), 2, 1)
-        self._reaches, self._kinds = triton.cdiv(self._channels, 16) if copied else 0, 4 if copied else 2
+        self._reaches, self._kinds = triton.cdiv(self._channels, 16) if copied else 0, 5 if copied else 2
         factors = {"WEIGHT": weight, "MULTIPLIER": multiplied}
         self._reach = Launch(gradient_reach, {"ROWS": 128, "BLOCK": 16} | factors, num_warps=4)
         written: dict[str, int] = {"WRITE_INPUT": grad_input, "WRITE_Q": copied, "MULTIPLIER": multiplied}
@@ -307,11 +310,11 @@ class _Gradient:
         weight: Tensor | None, bias: Tensor | None, eps: float, open_: Tensor | None, grad_input: Tensor | None,
         grad_residual: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, multiplier: Tensor | None,
         q: Tensor | None, scale: Tensor | None,
-        stream: Tensor | None, *words: int,
+        offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write all outputs that are not None."""
         grad, x = grad.contiguous(memory_format=_CHANNELS_LAST), x.contiguous(memory_format=_CHANNELS_LAST)
-        sizes = [self._kinds * self._programs * self._channels, self._channels, self._channels, self._reaches]
+        sizes = [self._kinds * self._programs * self._channels, self._channels, self._channels, 2 * self._reaches]
         scratch = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
         partial, total, product, reach = scratch.split(sizes)
         total, product = total if grad_bias is None else grad_bias, product if grad_weight is None else grad_weight
@@ -330,6 +333,6 @@ class _Gradient:
             sums = (partial, total, product, vectors[2], vectors[3], factors, reach)
             self._reach((self._reaches, 1, 1), None, sums, (self._positions, self._channels, self._programs, eps))
         written = [grad if gradient is None else gradient for gradient in (grad_input, grad_residual, q)]
-        written += [scratch if tensor is None else tensor for tensor in (scale, stream)]
+        written += [scratch if tensor is None else tensor for tensor in (scale, offset)]
         operands = (h, *tensors, total, product, factors, reach if q is not None else scratch, *written)
         self._apply(self._apply_grid, None, operands, (self._positions, self._units, self._reaches, eps, *words))

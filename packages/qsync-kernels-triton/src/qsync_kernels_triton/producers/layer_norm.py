@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 
 from qsync_kernels_triton.producers.batch_norm import inverse_deviation
-from qsync_kernels_triton.quantize.rounding import common_scale, infinite_if_nan, larger, stream_words
+from qsync_kernels_triton.quantize.rounding import (
+    as_float,
+    bits_of,
+    common_scale,
+    infinite_if_nan,
+    larger,
+    merged_checksum,
+    stream_of,
+    words_of,
+    write_stream,
+)
 from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
 
 PER_ROW: tl.constexpr = tl.constexpr(1)
@@ -24,13 +34,17 @@ ONE_SCALE: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr):
-    """s = x (+ residual) of a tile in float32; where it is kept, as it is kept, so that backward normalizes the same numbers."""
-    s = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    """s = x (+ residual) of a tile in float32; where it is kept, as it is kept, so that backward normalizes the same numbers.
+
+    Also the bits of x.
+    """
+    read = tl.load(x_ptr + where, mask=inside, other=0.0)
+    s = read.to(tl.float32)
     if RESIDUAL:
         s += tl.load(residual_ptr + where, mask=inside, other=0.0).to(tl.float32)
     if WRITE_SUM:
         s = s.to(sum_ptr.dtype.element_ty).to(tl.float32)
-    return s
+    return s, bits_of(read)
 
 
 @triton.jit
@@ -77,22 +91,24 @@ def _long_row_statistics(
     x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows of several chunks: sums about the mean of the first chunk."""
+    """The same for rows of several chunks, sums about the mean of the first chunk; and their checksums."""
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < length)[None, :]
-    s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
+    s, read = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
+    bits = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     shift = tl.sum(s, 1) / tl.minimum(length, BLOCK).to(tl.float32)
     total, squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for begin in range(0, length, BLOCK):
         inside = (row < rows)[:, None] & (begin + column < length)[None, :]
-        s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + (begin + column)[None, :], inside, RESIDUAL, WRITE_SUM)
+        s, read = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + (begin + column)[None, :], inside, RESIDUAL, WRITE_SUM)
+        bits += read
         apart = tl.where(inside, s - shift[:, None], 0.0)
         total += apart
         squares = tl.fma(apart, apart, squares)
     n = length.to(tl.float32)
     moved = tl.sum(total, 1) / n
     var = tl.sum(squares, 1) / n - moved * moved
-    return shift + moved, tl.where(var < 0, 0.0, var)
+    return shift + moved, tl.where(var < 0, 0.0, var), tl.sum(bits, 1)
 
 
 @triton.jit
@@ -122,40 +138,47 @@ def write_tile(
         tl.store(q_ptr + where, q, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "stream_low", "stream_high"])
+@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "offset_low", "offset_high"])
 def normalize_rows(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, sum_ptr, mean_ptr, rstd_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr,
-    stream_ptr, rows: tl.int32, units: tl.int32, eps: tl.float32,
+    offset_ptr, stream_ptr, rows: tl.int32, units: tl.int32, eps: tl.float32,
     seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
-    stream_low: tl.int32, stream_high: tl.int32,
+    offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr,
     FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+    STREAM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): each takes every programs-th group of ROWS rows; HELD tiles of BLOCK columns hold a row, 0: it is walked.
 
-    SCALES: 0 where no copy is wanted, PER_ROW, or ONE_SCALE: then ``scale_ptr`` receives a partial maximum of each program.
+    SCALES: 0 where no copy is wanted, PER_ROW, or ONE_SCALE: then ``scale_ptr`` receives a partial maximum of each program, and
+    behind these the partial checksums.  What has a scale a row takes the stream of the row's checksum.
     A row has units * UNIT elements: a constant factor lets loads be wide.
     """
     length = units * UNIT
-    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     columns = tl.arange(0, BLOCK)
-    greatest = tl.zeros((ROWS,), dtype=tl.float32)
+    greatest, total = tl.zeros((ROWS,), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * length
         if HELD:
-            tiles = ()
+            tiles, bits = (), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
             for part in tl.static_range(HELD):
                 column = part * BLOCK + columns
                 inside = (row < rows)[:, None] & (column < length)[None, :]
                 where = first[:, None] + column[None, :]
-                tiles = tiles + (summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM),)  # noqa: RUF005
+                s, read = summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM)
+                tiles = tiles + (s,)  # noqa: RUF005
+                bits += read
+            checksum = tl.sum(bits, 1)
             mean, var = _held_row_statistics(tiles, row, rows, length, HELD, ROWS, BLOCK)
         else:
-            mean, var = _long_row_statistics(
+            mean, var, checksum = _long_row_statistics(
                 x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK
             )  # fmt: skip
+        total += checksum
+        low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+        stream_low, stream_high = low[:, None], high[:, None]
         rstd = inverse_deviation(var, eps)
         tl.store(mean_ptr + row, mean, mask=row < rows)
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
@@ -173,7 +196,7 @@ def normalize_rows(
             for begin in range(0, length, BLOCK):
                 column = begin + columns
                 inside = (row < rows)[:, None] & (column < length)[None, :]
-                s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
+                s, _bits = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
                 x, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
                 largest, x_largest = larger(largest, tl.where(inside, z, 0.0)), larger(x_largest, tl.where(inside, x, 0.0))
         scale, inverse, x_scale, x_inverse = 1.0, 1.0, 1.0, 1.0  # of what is not written
@@ -200,7 +223,7 @@ def normalize_rows(
                 column = begin + columns
                 inside = (row < rows)[:, None] & (column < length)[None, :]
                 where = first[:, None] + column[None, :]
-                s = summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM)
+                s, _bits = summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM)
                 x, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
                 if WRITE_SUM:
                     tl.store(sum_ptr + where, s.to(sum_ptr.dtype.element_ty), mask=inside)
@@ -211,24 +234,29 @@ def normalize_rows(
                 )  # fmt: skip
     if SCALES == ONE_SCALE:
         tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
+        tl.store(scale_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(total, 0)))
+    write_stream(stream_ptr, offset_ptr, offset_low, offset_high, tl.sum(total, 0), LIVE, STREAM)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "stream_low", "stream_high"])
+@triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "offset_low", "offset_high"])
 def round_normalized(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr, partial_ptr, q_ptr, scale_ptr, stream_ptr,
-    rows: tl.int32, units: tl.int32, partials: tl.int32,
-    seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr, partial_ptr, q_ptr, scale_ptr, offset_ptr,
+    stream_ptr, rows: tl.int32, units: tl.int32, partials: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, PARTIALS: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr,
-    LIVE: tl.constexpr,
+    LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """z again, under one scale; grid (programs,): each takes every programs-th tile, the last ones first.
 
     Where the sum was kept, it is x here, and there is no residual.
     """
     length = units * UNIT
-    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     absmax, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
+    checksum = merged_checksum(partial_ptr + partials, partials, PARTIALS)
+    if tl.program_id(0) == 0:
+        write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
+    stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
     across = tl.cdiv(length, BLOCK)
     tiles = tl.cdiv(rows, ROWS) * across
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -238,7 +266,7 @@ def round_normalized(
         column = begin + tl.arange(0, BLOCK)
         first = row.to(tl.int64) * length
         inside = (row < rows)[:, None] & (column < length)[None, :]
-        s = summed(x_ptr, residual_ptr, x_ptr, first[:, None] + column[None, :], inside, RESIDUAL, False)
+        s, _bits = summed(x_ptr, residual_ptr, x_ptr, first[:, None] + column[None, :], inside, RESIDUAL, False)
         mean, rstd = tl.load(mean_ptr + row, mask=row < rows, other=0.0), tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         _, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
         # What two kernels work out is the same number; if a compiler thought otherwise, int8 would wrap around.

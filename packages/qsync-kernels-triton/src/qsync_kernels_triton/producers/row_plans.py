@@ -31,7 +31,7 @@ from qsync_kernels_triton.producers.operands import (
 )
 from qsync_kernels_triton.producers.sums import finish_sums
 from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
-from qsync_kernels_triton.quantize.single import FORMAT_CODE, stream_problems
+from qsync_kernels_triton.quantize.single import FORMAT_CODE, begin_stream, stream_problems
 
 ONE_READ = 8192
 """Rows up to this many elements stay in the registers of one program; a backward has γ·g and x̂ of a row, and two sums, there."""
@@ -48,32 +48,32 @@ def build_layer_norm_output(granularity: Granularity, rounding: Rounding, config
 
     def plan(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
-        mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, x_q: Tensor | None,
-        x_scale: Tensor | None, stream: Tensor | None, *_: int,
+        mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None,
+        x_q: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, *_: int,
     ) -> Callable[..., None]:  # fmt: skip
         refuse("layer_norm.output", _output_problems(granularity, x, residual, sum_, out, q, scale, x_q, x_scale))
         refuse("layer_norm.output", vector_problems("weight bias", (weight, bias), x.shape[1]))
         refuse("layer_norm.output", vector_problems("mean_out rstd_out", (mean, rstd), x.shape[0]))
-        refuse("layer_norm.output", stream_problems(stream, x.device))
+        refuse("layer_norm.output", stream_problems(offset, stream, x.device))
         if x.numel() == 0:
-            return lambda *operands: _fill(operands[10], operands[12])
+            return lambda *operands: _fill(operands[10], operands[11], operands[13], operands[14], operands[-2:])
         given = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RESIDUAL": residual is not None}
         # The second launch reads the sum that the first has kept, where it has.
         again = {name: value and (name != "RESIDUAL" or sum_ is None) for name, value in given.items()}
         first = normalize_rows, given | {"WRITE_SUM": sum_ is not None}
-        launches = _Rows(x, out, q, x_q, stream, granularity, rounding, config, first, (round_normalized, again))
+        launches = _Rows(x, out, q, x_q, offset, stream, granularity, rounding, config, first, (round_normalized, again))
 
         def run(
             x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
-            mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, x_q: Tensor | None,
-            x_scale: Tensor | None, stream: Tensor | None, *words: int,
+            mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None,
+            x_q: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, *words: int,
         ) -> None:  # fmt: skip
             x = x.contiguous()
             vectors = [mean if vector is None else vector.contiguous() for vector in (weight, bias)]
             tensors = (x, *vectors, x if residual is None else residual.contiguous())
             kept = x if sum_ is None else sum_
             again = (kept, *vectors, tensors[3], mean, rstd)
-            launches((*tensors, kept, mean, rstd), again, (out, q, scale, x_q, x_scale, stream), (eps,), words)
+            launches((*tensors, kept, mean, rstd), again, (out, q, scale, x_q, x_scale, offset, stream), (eps,), words)
 
         return run
 
@@ -82,10 +82,10 @@ def build_layer_norm_output(granularity: Granularity, rounding: Rounding, config
     def layer_norm_output(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_out: Tensor | None,
         mean_out: Tensor, rstd_out: Tensor, out: Tensor | None, q_out: Tensor | None, scale_out: Tensor | None,
-        x_q_out: Tensor | None, x_scale_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
+        stream_out: Tensor | None, x_q_out: Tensor | None, x_scale_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
     ) -> None:  # fmt: skip
-        planned(x, weight, bias, eps, residual, sum_out, mean_out, rstd_out, out, q_out, scale_out, x_q_out, x_scale_out,
-                *random_streams(seed, x_seed, offset))  # fmt: skip
+        planned(x, weight, bias, eps, residual, sum_out, mean_out, rstd_out, out, q_out, scale_out, stream_out, x_q_out,
+                x_scale_out, *random_streams(seed, x_seed, offset))  # fmt: skip
 
     return layer_norm_output
 
@@ -100,34 +100,37 @@ def build_activation_output(
         out: Tensor | None,
         q: Tensor | None,
         scale: Tensor | None,
+        stream: Tensor | None,
         x_q: Tensor | None,
         x_scale: Tensor | None,
-        stream: Tensor | None,
+        offset: Tensor | None,
         *_: int,
     ) -> Callable[..., None]:
         refuse("activation.output", _output_problems(granularity, x, None, None, out, q, scale, x_q, x_scale))
-        refuse("activation.output", stream_problems(stream, x.device))
+        refuse("activation.output", stream_problems(offset, stream, x.device))
         if x.numel() == 0:
-            return lambda *operands: _fill(operands[3], operands[5])
+            return lambda *operands: _fill(operands[3], operands[4], operands[6], operands[7], operands[-2:])
         given = {"ACTIVATION": ACTIVATION_CODE[activation]}
-        launches = _Rows(x, out, q, x_q, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given))
+        launches = _Rows(
+            x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
+        )
 
         def run(
-            x: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, x_q: Tensor | None, x_scale: Tensor | None,
-            stream: Tensor | None, *words: int,
+            x: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None, x_q: Tensor | None,
+            x_scale: Tensor | None, offset: Tensor | None, *words: int,
         ) -> None:  # fmt: skip
             x = x.contiguous()
-            launches((x,), (x,), (out, q, scale, x_q, x_scale, stream), (), words)
+            launches((x,), (x,), (out, q, scale, x_q, x_scale, offset, stream), (), words)
 
         return run
 
     planned = Planned(plan)
 
     def activation_output(
-        x: Tensor, out: Tensor | None, q_out: Tensor | None, scale_out: Tensor | None, x_q_out: Tensor | None,
-        x_scale_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
+        x: Tensor, out: Tensor | None, q_out: Tensor | None, scale_out: Tensor | None, stream_out: Tensor | None,
+        x_q_out: Tensor | None, x_scale_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
     ) -> None:  # fmt: skip
-        planned(x, out, q_out, scale_out, x_q_out, x_scale_out,
+        planned(x, out, q_out, scale_out, stream_out, x_q_out, x_scale_out,
                 *random_streams(seed, x_seed, offset))  # fmt: skip
 
     return activation_output
@@ -150,39 +153,49 @@ def _output_problems(
     yield from layout_problems("sum_out out q_out scale_out x_q_out x_scale_out", outputs, _DENSE)
 
 
-def _fill(*scales: Tensor | None) -> None:
-    for scale in scales:
-        if scale is not None:
-            scale.fill_(1.0)
+def _fill(
+    scale: Tensor | None, stream: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, words: tuple[int, ...]
+) -> None:
+    """Scales and stream of a tensor without elements."""
+    for vector in (scale, x_scale):
+        if vector is not None:
+            vector.fill_(1.0)
+    begin_stream(stream, offset, words)
 
 
 class _Rows:
     """One launch over rows that writes everything, and one more for the copy where the whole tensor has one scale.
 
-    Both kernels take their own tensors, then results, sizes, numbers and words of random streams.
+    Both kernels take their own tensors, then results, sizes, numbers and words of seeds and offset.
 
     Args:
         first, second: the kernels, each with its own constants.
     """
 
     def __init__(
-        self, x: Tensor, out: Tensor | None, q: Tensor | None, x_q: Tensor | None, stream: Tensor | None, granularity: Granularity,
-        rounding: Rounding, config: ProducerConfig, first: tuple[object, dict[str, Any]], second: tuple[object, dict[str, Any]],
+        self, x: Tensor, out: Tensor | None, q: Tensor | None, x_q: Tensor | None, offset: Tensor | None, stream: Tensor | None,
+        granularity: Granularity, rounding: Rounding, config: ProducerConfig, first: tuple[object, dict[str, Any]],
+        second: tuple[object, dict[str, Any]],
     ) -> None:  # fmt: skip
         rows, length = x.shape
         cut = cut_by_rows(rows, length, ONE_READ, config)
         self._one_scale = q is not None and granularity is Granularity.PER_TENSOR
         scales = 0 if q is None else 2 if self._one_scale else 1
         form = {"FORMAT": 0 if q is None else FORMAT_CODE[q.dtype], "ROUNDING": ROUNDING_CODE[rounding]}
-        form |= {"LIVE": stream is not None}
+        form |= {"LIVE": offset is not None}
         x_form = {"WRITE_X": x_q is not None, "X_FORMAT": 0 if x_q is None else FORMAT_CODE[x_q.dtype]}
         written = {"HELD": cut.held, "WRITE_OUT": out is not None, "SCALES": scales}
-        self._first = Launch(first[0], cut.constants | first[1] | written | x_form | form | cut.aligned, num_warps=cut.warps)
         self._programs = programs_for(cut, config.apply, x.device, strips=1)
         if self._one_scale:
             self._programs = min(self._programs, MOST_PARTIALS)
+        self._adds = stream is not None and not self._one_scale and self._programs > 1
+        early = {"STREAM": 0 if stream is None or self._one_scale else 2 if self._adds else 1}
+        constants = cut.constants | first[1] | written | x_form | form | cut.aligned | early
+        self._first = Launch(first[0], constants, num_warps=cut.warps)
+        if self._one_scale:
             free = cut_freely(rows, length, _WIDEST, config)
             merged = {"PARTIALS": max(16, triton.next_power_of_2(self._programs))}
+            merged |= {"STREAM": int(stream is not None)}
             self._second = Launch(second[0], free.constants | second[1] | merged | form | free.aligned, num_warps=free.warps)
             tiles = free.tiles * free.strips
             self._tiles = min(tiles, programs_for(free, config.apply, x.device, strips=1) * free.strips) if config.apply else tiles
@@ -193,16 +206,19 @@ class _Rows:
         words: tuple[int, ...],
     ) -> None:  # fmt: skip
         """Write all results that are not None; ``words`` are the low and high words of seed, x_seed and offset."""
-        out, q, scale, x_q, x_scale, stream = results
+        out, q, scale, x_q, x_scale, offset, stream = results
         x = own[0]
-        partial = torch.empty(self._programs, dtype=torch.float32, device=x.device) if self._one_scale else scale
+        if self._adds:
+            begin_stream(stream, offset, words[4:])
+        # Partial maxima, and behind them partial checksums.
+        partial = torch.empty(2 * self._programs, dtype=torch.float32, device=x.device) if self._one_scale else scale
         copies = [x if copy is None else as_bytes(copy) for copy in (q, x_q)]
         scales = [x if vector is None else vector for vector in (partial, x_scale)]
-        live = x if stream is None else stream
-        tensors = (*own, x if out is None else out, copies[0], scales[0], copies[1], scales[1], live)
+        random = [x if tensor is None else tensor for tensor in (offset, stream)]
+        tensors = (*own, x if out is None else out, copies[0], scales[0], copies[1], scales[1], *random)
         self._first((self._programs, 1, 1), None, tensors, (*self._sizes, *numbers, *words))
         if self._one_scale:
-            rounded = (*again, scales[0], copies[0], x if scale is None else scale, live)
+            rounded = (*again, scales[0], copies[0], x if scale is None else scale, *random)
             self._second((self._tiles, 1, 1), None, rounded, (*self._sizes, self._programs, *words[:2], *words[4:]))
 
 

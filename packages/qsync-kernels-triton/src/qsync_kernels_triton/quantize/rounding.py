@@ -1,10 +1,14 @@
 """Device functions that quantization kernels share: random numbers, scales, rounding to an 8-bit format, and tiles of one row.
 
-Random numbers.  ``seed`` is the key of a counter-based generator (Philox 4x32-10, Salmon et al., SC 2011) and ``offset`` names a
-stream under it: a sequence of 16-bit numbers, of which element ``i`` in memory order takes number ``i``.  One call of the
-generator gives eight of them: number ``i`` is half ``i mod 2`` (low first) of word ``(i mod 8) div 2`` of the call with the counter
-``(i div 8, offset)``.  So neither launch configuration nor device changes a result.
-``offset`` is a number, or a tensor that kernels read when they run: a replayed CUDA graph draws what the tensor says by then.
+Random numbers.  ``seed`` is the key of a counter-based generator (Philox 4x32-10, Salmon et al., SC 2011) and a *stream* is a
+sequence of 16-bit numbers under it, of which element ``i`` in memory order takes number ``i``.  One call of the generator gives
+eight of them: number ``i`` is half ``i mod 2`` (low first) of word ``(i mod 8) div 2`` of the call with the counter
+``(i div 8, stream)``.  So neither launch configuration nor device changes a result.
+
+The stream follows from data: ``offset + 0x9E3779B900000000 * checksum``, modulo 2**64, where the checksum is the sum, in an int32
+that wraps around, of the bit patterns of what was read, as signed integers of their width.  It is found in the pass that finds the
+scale, one addition an element, and is the same in any order.  ``offset`` is a number, or a tensor that kernels read when they run:
+a replayed CUDA graph draws what the tensor says by then.
 
 A number ``h`` becomes the threshold ``(h + 1/2) / 65536``.  Its mean is exactly 1/2, and the probability of rounding up differs
 from the residual by at most 2**-17: that is the largest bias, in units of the spacing between two values.
@@ -31,6 +35,10 @@ STOCHASTIC: tl.constexpr = tl.constexpr(1)
 # Adding 1.5 * 2**23 to a small float32 rounds it to the nearest integer, ties to even, and leaves that integer in the low bits.
 ROUND_TO_EVEN: tl.constexpr = tl.constexpr(12582912.0)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
+STREAM_FACTOR: tl.constexpr = tl.constexpr((0x9E3779B9 << 32) - (1 << 64))
+# What a kernel does with the stream of all that it has read: nothing, one program knows it, or each adds its part.
+STORED: tl.constexpr = tl.constexpr(1)
+ADDED: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -109,13 +117,55 @@ def random_words(call, seed_low, seed_high, stream_low, stream_high):
 
 
 @triton.jit
-def stream_words(stream_ptr, stream_low, stream_high, LIVE: tl.constexpr):
-    """Low and high word of the stream; LIVE: as ``stream_ptr`` (int64) has it when the kernel runs."""
+def bits_of(x):
+    """Bit patterns of loaded floats as int32: of 16-bit ones with their sign."""
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True)
+    else:
+        return x.to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def as_float(checksum):
+    """The bits of an int32 in a float32: partial checksums lie beside partial maxima."""
+    return checksum.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def merged_checksum(partial_ptr, partials, PARTIALS: tl.constexpr):
+    """The sum of partial checksums that :func:`as_float` has stored."""
+    index = tl.arange(0, PARTIALS)
+    return tl.sum(tl.load(partial_ptr + index, mask=index < partials, other=0.0).to(tl.int32, bitcast=True), axis=0)
+
+
+@triton.jit
+def stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE: tl.constexpr):
+    """The stream of a checksum, int64; LIVE: with the offset that is at ``offset_ptr`` (int64) when the kernel runs."""
     if LIVE:
-        stream = tl.load(stream_ptr)
-        stream_low = stream.to(tl.int32)
-        stream_high = (stream >> 32).to(tl.int32)
-    return stream_low, stream_high
+        return tl.load(offset_ptr) + share_of(checksum)
+    else:
+        return ((offset_high.to(tl.int64) << 32) | (offset_low.to(tl.int64) & 0xFFFFFFFF)) + share_of(checksum)
+
+
+@triton.jit
+def share_of(checksum):
+    """What a checksum adds to the offset."""
+    return checksum.to(tl.int64) * STREAM_FACTOR
+
+
+@triton.jit
+def write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE: tl.constexpr, STREAM: tl.constexpr):
+    """Write the stream of a checksum, or add a part of it to the offset that is there."""
+    if STREAM == STORED:
+        tl.store(stream_ptr, stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+    elif STREAM == ADDED:
+        tl.atomic_add(stream_ptr, share_of(checksum), sem="relaxed")
+
+
+@triton.jit
+def words_of(stream):
+    """Low and high word of a stream, or of streams."""
+    return stream.to(tl.int32), (stream >> 32).to(tl.int32)
 
 
 @triton.jit

@@ -16,15 +16,18 @@ from triton.language.extra.cuda import gdc_wait
 from qsync_kernels_triton.quantize.rounding import (
     NO_MULTIPLIER,
     STOCHASTIC,
+    bits_of,
     common_scale,
     infinite_if_nan,
     inverse_of,
-    larger,
+    merged_checksum,
     random_bits,
     random_bits_of,
     rounded,
     scale_of,
-    stream_words,
+    stream_of,
+    words_of,
+    write_stream,
 )
 
 
@@ -32,15 +35,16 @@ from qsync_kernels_triton.quantize.rounding import (
 def loaded_rows(
     x_ptr, multiplier_ptr, first, column, row, rows, row_length, inner, channels, FULL: tl.constexpr, MULTIPLIER: tl.constexpr
 ):
-    """The tile (rows of ``first``, ``column``) as float32, times its channels' multipliers; zero outside of the matrix."""
+    """The tile (rows of ``first``, ``column``) as float32, times its channels' multipliers, and its bits as they were read; zero
+    outside of the matrix."""
     position = first[:, None] + column[None, :]
     inside = (row < rows)[:, None] & (column < row_length)[None, :]
-    x = tl.load(x_ptr + position) if FULL else tl.load(x_ptr + position, mask=inside, other=0.0)
-    x = x.to(tl.float32)
+    read = tl.load(x_ptr + position) if FULL else tl.load(x_ptr + position, mask=inside, other=0.0)
+    x = read.to(tl.float32)
     if MULTIPLIER != NO_MULTIPLIER:
         channel = (position // inner) % channels
         x = x * tl.load(multiplier_ptr + channel, mask=inside, other=0.0)
-    return x
+    return x, bits_of(read)
 
 
 @triton.jit
@@ -50,8 +54,8 @@ def rounded_rows(
 ):  # fmt: skip
     """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on.
 
-    ``scale`` and ``inverse`` are one number each, or a column or row of the tile.  ALIGNED: rows and tiles begin at multiples of 8,
-    so that eight neighbours share a call of the random generator.
+    ``scale`` and ``inverse`` are one number each, or a column or row of the tile; the words of the stream one each, or a column.
+    ALIGNED: rows and tiles begin at multiples of 8, so that eight neighbours share a call of the random generator.
     """
     bits = tl.arange(0, BLOCK)[None, :]  # unused where none are drawn
     if ROUNDING == STOCHASTIC:
@@ -83,79 +87,53 @@ def _store(q_ptr, q, first, column, row, rows, row_length, FULL: tl.constexpr):
         tl.store(q_ptr + position, q, mask=(row < rows)[:, None] & (column < row_length)[None, :])
 
 
-@triton.jit
-def quantize_row_block(
-    x_ptr, q_ptr, scale_ptr, multiplier_ptr, block, rows, row_length, inner, channels,
-    seed_low, seed_high, stream_low, stream_high,
-    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-    FULL: tl.constexpr, SINGLE: tl.constexpr, MULTIPLIER: tl.constexpr,
-):  # fmt: skip
-    """Quantize rows block * ROWS and following; SINGLE says that a row is no longer than BLOCK, FULL that no tile overhangs."""
-    row = block * ROWS + tl.arange(0, ROWS)
-    first = row.to(tl.int64) * row_length
-    columns = tl.arange(0, BLOCK)
-    if SINGLE:
-        x = loaded_rows(x_ptr, multiplier_ptr, first, columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
-        largest = tl.abs(x)
-    else:
-        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for begin in range(0, row_length, BLOCK):
-            x = loaded_rows(x_ptr, multiplier_ptr, first, begin + columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
-            largest = larger(largest, x)
-    scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
-    if SINGLE:
-        q = rounded_rows(
-            x, scale, inverse, first, 0, seed_low, seed_high, stream_low, stream_high,
-            FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
-        )  # fmt: skip
-        _store(q_ptr, q, first, columns, row, rows, row_length, FULL)
-    else:
-        for begin in range(0, row_length, BLOCK):
-            column = begin + columns
-            x = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
-            q = rounded_rows(
-                x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
-                FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
-            )  # fmt: skip
-            _store(q_ptr, q, first, column, row, rows, row_length, FULL)
-
-
-_UNSPECIALISED = ["rows", "units", "inner", "channels", "seed_low", "seed_high", "stream_low", "stream_high"]
-
-
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=["rows", "units", "inner", "channels", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_rows(
-    x_ptr, q_ptr, scale_ptr, multiplier_ptr, stream_ptr, rows: tl.int32, units: tl.int32, inner: tl.int32, channels: tl.int32,
-    seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    x_ptr, q_ptr, scale_ptr, multiplier_ptr, offset_ptr, stream_ptr, rows: tl.int32, units: tl.int32, inner: tl.int32,
+    channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, SINGLE: tl.constexpr, MULTIPLIER: tl.constexpr, LIVE: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): each takes every programs-th group of ROWS rows, so that what the random generator needs is made once.
 
-    A row has units * UNIT elements: a constant factor lets loads be wide.
+    A row has units * UNIT elements, no more than BLOCK: a constant factor lets loads be wide.  FULL says that no tile overhangs.
+    Every row takes the stream of its own checksum.
     """
-    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
+    row_length, columns = units * UNIT, tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS,), dtype=tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        quantize_row_block(
-            x_ptr, q_ptr, scale_ptr, multiplier_ptr, block, rows, units * UNIT, inner, channels,
-            seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED, FULL, SINGLE, MULTIPLIER,
+        row = block * ROWS + tl.arange(0, ROWS)
+        first = row.to(tl.int64) * row_length
+        x, bits = loaded_rows(x_ptr, multiplier_ptr, first, columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
+        scale, inverse = scales_of_rows(scale_ptr, tl.abs(x), row, rows, FORMAT)
+        checksum = tl.sum(bits, axis=1)
+        total += checksum
+        low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+        q = rounded_rows(
+            x, scale, inverse, first, 0, seed_low, seed_high, low[:, None], high[:, None], FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
         )  # fmt: skip
+        _store(q_ptr, q, first, columns, row, rows, row_length, FULL)
+    write_stream(stream_ptr, offset_ptr, offset_low, offset_high, tl.sum(total, axis=0), LIVE, STREAM)
 
 
-@triton.jit(do_not_specialize=["partials", "row_units", "units", "channels", "seed_low", "seed_high", "stream_low", "stream_high"])
+@triton.jit(do_not_specialize=["partials", "row_units", "units", "channels", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_twice_from_partials(
-    x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, stream_ptr, partials: tl.int32, row_units: tl.int32,
-    units: tl.int32, channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, offset_ptr, stream_ptr, partials: tl.int32,
+    row_units: tl.int32, units: tl.int32, channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32,
+    offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr,
-    OVERLAP: tl.constexpr, LIVE: tl.constexpr,
+    OVERLAP: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile."""
     rows, row_length = row_units * ROW_UNIT, units * UNIT
-    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     if OVERLAP:
         gdc_wait()
     _, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
+    checksum = merged_checksum(partial_ptr + partials, partials, PARTIALS)
+    if tl.program_id(0) == 0:
+        write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
+    stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
     across = tl.cdiv(row_length, BLOCK)
     tiles = tl.cdiv(rows, ROWS) * across
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -164,7 +142,7 @@ def quantize_twice_from_partials(
         begin = (tile % across) * BLOCK
         column = begin + tl.arange(0, BLOCK)
         first = row.to(tl.int64) * row_length
-        x = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
         q = rounded_rows(
             x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
             FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,

@@ -35,12 +35,12 @@ TILE_ROWS, TILE_COLUMNS = 64, 128
 
 
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
-    """The kernel ``quantize(x, q_out, scale_out, seed, offset, multiplier=None, transposed_out=None)``.
+    """The kernel ``quantize(x, q_out, scale_out, stream_out, seed, offset, multiplier=None, transposed_out=None)``.
 
     ``x`` is a float32, float16 or bfloat16 tensor that fills its memory without gaps (channels-last does) and whose rows lie one
     after another; ``q_out`` int8, float8_e4m3fn or float8_e5m2 of the same shape and strides; ``scale_out`` float32 with
-    :func:`scale_count` elements; ``seed`` and ``offset`` integers in 0..2**63-1, ``offset`` also as one int64 on the device of
-    ``x``, which is read when the kernel runs.
+    :func:`scale_count` elements; ``stream_out`` one int64, or None; ``seed`` in 0..2**63-1, ``offset`` of 64 bits, also as
+    one int64 on the device of ``x``, which is read when the kernel runs.
 
     ``multiplier`` (float32, one element per channel: the last dimension of a matrix, dimension 1 of a 4-d tensor) is multiplied
     into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous.
@@ -53,18 +53,19 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         x: Tensor,
         q_out: Tensor,
         scale_out: Tensor,
+        stream_out: Tensor | None,
         multiplier: Tensor | None,
         transposed_out: Tensor | None,
-        stream: Tensor | None,
+        offset: Tensor | None,
         *_: int,
     ) -> Callable[..., None]:
         rows = scale_count(tuple(x.shape), granularity)
         problems = operand_problems(x, q_out, scale_out, granularity, rows)
         extra = _extra_problems(x, q_out, multiplier, transposed_out)
-        refuse("quantize", (*problems, *extra, *stream_problems(stream, x.device)))
+        refuse("quantize", (*problems, *extra, *stream_problems(offset, stream_out, x.device)))
         if x.numel() == 0:
-            return lambda x, q, scale, *_: scale.fill_(1.0)
-        problem = Problem(x, rows, q_out.dtype, code, multiplier, stream)
+            return _of_nothing
+        problem = Problem(x, rows, q_out.dtype, code, multiplier, offset, stream_out)
         if transposed_out is not None and rows == 1:
             return TwicePlan(problem, config, (x.shape[0], x.shape[1]))
         once: Callable[..., None] = (RowsPlan if problem.length <= ONE_READ else SplitPlan)(problem, config)
@@ -72,9 +73,9 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
             return once
 
         def quantize_then_transpose(
-            x: Tensor, q: Tensor, scale: Tensor, multiplier: Any, transposed: Tensor, stream: Any, *words: int
+            x: Tensor, q: Tensor, scale: Tensor, stream: Any, multiplier: Any, transposed: Tensor, offset: Any, *words: int
         ) -> None:
-            once(x, q, scale, multiplier, None, stream, *words)
+            once(x, q, scale, stream, multiplier, None, offset, *words)
             transpose_bytes(q, transposed)
 
         return quantize_then_transpose
@@ -85,17 +86,41 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         x: Tensor,
         q_out: Tensor,
         scale_out: Tensor,
+        stream_out: Tensor | None,
         seed: int,
         offset: int | Tensor,
         multiplier: Tensor | None = None,
         transposed_out: Tensor | None = None,
     ) -> None:
         if isinstance(offset, Tensor):
-            planned(x, q_out, scale_out, multiplier, transposed_out, offset, *signed_words(seed), 0, 0)
+            planned(x, q_out, scale_out, stream_out, multiplier, transposed_out, offset, *signed_words(seed), 0, 0)
         else:
-            planned(x, q_out, scale_out, multiplier, transposed_out, None, *signed_words(seed), *signed_words(offset))
+            planned(x, q_out, scale_out, stream_out, multiplier, transposed_out, None, *signed_words(seed), *signed_words(offset))
 
     return quantize
+
+
+def _of_nothing(
+    x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Any, transposed: Any, offset: Tensor | None, *words: int
+) -> None:
+    scale.fill_(1.0)
+    begin_stream(stream, offset, words[2:])
+
+
+def begin_stream(stream: Tensor | None, offset: Tensor | None, words: tuple[int, ...]) -> None:
+    """Write the offset where a stream is wanted, to which kernels add.
+
+    Args:
+        stream: one int64, or None.
+        offset: one int64, or None: then ``words`` are its low and high half.
+    """
+    if stream is None:
+        return
+    if offset is None:
+        low, high = words
+        stream.fill_((high << 32) | (low & 0xFFFFFFFF))
+    else:
+        stream.copy_(offset)
 
 
 def scale_count(shape: tuple[int, ...], granularity: Granularity) -> int:
@@ -150,10 +175,11 @@ def _extra_problems(x: Tensor, q_out: Tensor, multiplier: Tensor | None, transpo
         yield f"transposed_out must be {q_out.dtype} of shape {wanted}, contiguous, got {found}"
 
 
-def stream_problems(stream: Tensor | None, device: torch.device) -> Iterator[str]:
-    """What is wrong with an offset that is a tensor."""
-    if stream is not None and (stream.dtype is not torch.int64 or stream.numel() != 1 or stream.device != device):
-        yield f"offset must be a number or one int64 on {device}, got {stream.dtype} {tuple(stream.shape)} on {stream.device}"
+def stream_problems(offset: Tensor | None, stream: Tensor | None, device: torch.device) -> Iterator[str]:
+    """What is wrong with an offset that is a tensor, and with where the stream is written."""
+    for name, tensor in (("offset must be a number or", offset), ("stream_out must be", stream)):
+        if tensor is not None and (tensor.dtype is not torch.int64 or tensor.numel() != 1 or tensor.device != device):
+            yield f"{name} one int64 on {device}, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
 class Problem:
@@ -164,18 +190,21 @@ class Problem:
         unit: 8 where a row's length is a multiple of 8, so that loads are wide and calls of the generator shared; else 1.
         inner, channels, by_channel: elements in memory between two channels, how many channels, and which of the kernels' ways to
             multiply by them applies.
-        live: the stream of random numbers is read from memory.
+        live: the offset of random numbers is read from memory.
+        stream: which of the kernels' ways to write the stream applies.
         overlap: whether the second kernel starts before the first one ends (``griddepcontrol``, from compute capability 9.0 on).
     """
 
     def __init__(
-        self, x: Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: Tensor | None, stream: Tensor | None
-    ) -> None:
+        self, x: Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: Tensor | None, offset: Tensor | None,
+        stream: Tensor | None,
+    ) -> None:  # fmt: skip
         self.device, self.bytes = x.device, x.element_size()
         self.rows, self.length = rows, x.numel() // rows
         self.unit = 8 if self.length % 8 == 0 else 1
         self.rounding = {"FORMAT": FORMAT_CODE[form], "ROUNDING": rounding}
-        self.live = {"LIVE": stream is not None}
+        self.live = {"LIVE": offset is not None}
+        self.streamed, self.stream = stream is not None, 0 if stream is None else 1 if rows == 1 else 2
         self.inner, self.channels, self.by_channel = 1, 1, 0
         if multiplier is not None:
             self.channels = multiplier.numel()
@@ -197,22 +226,27 @@ class RowsPlan:
             "BLOCK": block,
             "ALIGNED": p.unit == 8,
             "FULL": p.length == block and p.rows % per_program == 0,
-            "SINGLE": True,
             "MULTIPLIER": p.by_channel,
             **p.live,
         }
         warps = max(1, min(16, per_program * block // 512))
-        self._launch = Launch(quantize_rows, constants, num_warps=warps)
         groups = triton.cdiv(p.rows, per_program)
         # As many warps as the sweep over long rows has with the default of eight to a program.
         self._grid = (groups if config.sweep == 0 else min(groups, max(1, config.sweep * 8 // warps)), 1, 1)
+        self._adds = p.streamed and self._grid[0] > 1
+        stream = {"STREAM": int(p.streamed) + int(self._adds)}
+        self._launch = Launch(quantize_rows, constants | stream, num_warps=warps)
         self._numbers = (p.rows, p.length // p.unit, p.inner, p.channels)
 
     def __call__(
-        self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, stream: Tensor | None, *words: int
-    ) -> None:
-        """Write ``q`` and ``scale``; ``words`` are the low and high words of the seed and of a stream that is not a tensor."""
-        tensors = (x, as_bytes(q), scale, scale if multiplier is None else multiplier, scale if stream is None else stream)
+        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, offset: Tensor | None,
+        *words: int,
+    ) -> None:  # fmt: skip
+        """Write ``q``, ``scale`` and ``stream``; ``words`` are the low and high words of the seed and of an offset that is none."""
+        if self._adds:
+            begin_stream(stream, offset, words[2:])
+        optional = (scale if tensor is None else tensor for tensor in (multiplier, offset, stream))
+        tensors = (x, as_bytes(q), scale, *optional)
         self._launch(self._grid, None, tensors, (*self._numbers, *words))
 
 
@@ -234,26 +268,32 @@ class SplitPlan:
         partials = {"PARTIALS": max(32, triton.next_power_of_2(programs)), "ALIGNED": p.rows == 1 or p.unit == 8}
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(
-            quantize_from_partials, p.rounding | cut | partials | flags | p.live, num_warps=config.warps, **options
+            quantize_from_partials,
+            p.rounding | cut | partials | flags | p.live | {"STREAM": p.stream},
+            num_warps=config.warps,
+            **options,
         )
         sweep = full + tail if config.sweep == 0 else min(full + tail, max(1, config.sweep // p.rows))
         self._second_grid = (sweep * p.rows, 1, 1)
         self._second_numbers = (sweep, p.length // p.unit, full, programs, p.inner, p.channels)
-        self.partials_per_row = programs
+        self.partials_per_row, self._adds = programs, p.stream == 2
         self._device, self._count = p.device, programs * p.rows
 
     def partials(self, x: Tensor, multiplier: Tensor | None) -> Tensor:
-        """Pass one: the partial maxima, as many for each row."""
-        partial = torch.empty(self._count, dtype=torch.float32, device=self._device)
+        """Pass one: the partial maxima, as many for each row, and then the partial checksums."""
+        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device)
         self._absmax(self._first_grid, None, (x, partial, partial if multiplier is None else multiplier), self._first_numbers)
         return partial
 
     def __call__(
-        self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, stream: Tensor | None, *words: int
-    ) -> None:
-        """Write ``q`` and ``scale``; ``words`` as for :class:`RowsPlan`."""
+        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, offset: Tensor | None,
+        *words: int,
+    ) -> None:  # fmt: skip
+        """Write ``q``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
+        if self._adds:
+            begin_stream(stream, offset, words[2:])
         partial = self.partials(x, multiplier)
-        optional = (partial if multiplier is None else multiplier, partial if stream is None else stream)
+        optional = (partial if tensor is None else tensor for tensor in (multiplier, offset, stream))
         self._round(self._second_grid, None, (x, as_bytes(q), scale, partial, *optional), (*self._second_numbers, *words))
 
 
@@ -275,6 +315,7 @@ class TwicePlan:
             "FULL": rows % TILE_ROWS == 0 and length % TILE_COLUMNS == 0,
             "MULTIPLIER": p.by_channel,
             "OVERLAP": p.overlap,
+            "STREAM": p.stream,
             **p.live,
         }
         options = {"launch_pdl": True} if p.overlap else {}
@@ -284,10 +325,11 @@ class TwicePlan:
         self._numbers = (count, rows // row_unit, length // unit, p.channels)
 
     def __call__(
-        self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, transposed: Tensor, stream: Tensor | None, *words: int
-    ) -> None:
-        """Write ``q``, ``transposed`` and ``scale``; ``words`` as for :class:`RowsPlan`."""
+        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
+        offset: Tensor | None, *words: int,
+    ) -> None:  # fmt: skip
+        """Write ``q``, ``transposed``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
         partial = self._split.partials(x, multiplier)
         copies = as_bytes(q), as_bytes(transposed)
-        optional = (partial if multiplier is None else multiplier, partial if stream is None else stream)
+        optional = (partial if tensor is None else tensor for tensor in (multiplier, offset, stream))
         self._round(self._grid, None, (x, *copies, scale, partial, *optional), (*self._numbers, *words))

@@ -32,8 +32,6 @@ from qsync_torch.operators.step_key import StepKey
 
 _NO_SEEDS = Seeds()
 _FLOAT32 = Variant.plain(Precision.FLOAT32)
-X, W, GRAD = 1, 2, 3
-"""Seeds of the random numbers of activation, weight and gradient: the same for all operators, which their data tell apart."""
 
 
 def _is_jagged(x: Any) -> bool:
@@ -153,7 +151,7 @@ class Operator:
             return _NO_SEEDS
         key = self._in_force.key
         offset = key.on(weight.device) if torch.compiler.is_compiling() else key.now(weight.device)
-        return Seeds(X, W, offset, GRAD, self._shown)
+        return Seeds(offset=offset, name=self._shown)
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Run the operator as planned where the model calls ``F.linear``."""

@@ -17,7 +17,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.variant import Variant
 from qsync_core.settings import CHECKED_ON
-from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of
+from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.handles import OperatorCall
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, check_numbers, first_named, prebuild
@@ -73,7 +73,7 @@ class PlannedModel:
         self._take_out: Callable[[], None] | None = None
         self._placed_on: torch.device | None = None
         self._settings: dict[str, str] | None = None
-        self._awaits_calls = True
+        self._awaits_calls, self._delivers_low = True, False
         self._said: set[str] = set()
         self._lag_watch: LagWatch | None = None
         self._as_planned = True
@@ -159,6 +159,8 @@ class PlannedModel:
                 calls.setdefault((module, "weight"), Refused(fqn, self._in_force))
             for place in weights:
                 calls.setdefault((place.module, place.name), Refused(place.fqn, self._in_force))
+        outputs = {entry.variant.output for entry in entries.values()}
+        self._delivers_low = self.base not in LOW_BASES and bool(outputs & LOW_BASES)
         self._in_force.begins = self._begin
         self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
@@ -204,7 +206,7 @@ class PlannedModel:
                 torch.ops.qsync.share_buffers(buffers_of(model), self._training)
             if self._planned.fuses:
                 OFFSET_OF_STEP(self._key.on(device_of(model)))
-            return inner(model, *args, **kwargs)
+            return self._finished(inner(model, *args, **kwargs))
         if torch._C._len_torch_function_stack():
             _name_modes()
         if self._lag_watch is not None:
@@ -222,7 +224,11 @@ class PlannedModel:
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:
             self._name_lost()
-        return self._explained(inner, args, kwargs)
+        return self._finished(self._explained(inner, args, kwargs))
+
+    def _finished(self, output: Any) -> Any:
+        """The script reads float32, also of outputs that no loss does, whose readers a trace does not know."""
+        return float32_outputs(output) if self._delivers_low else output
 
     def _explained(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What fails on a format, in a forward whose operators deliver 16 bits, the script has not seen without a plan.

@@ -11,8 +11,8 @@ from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import quantization_variant
-from qsync_torch.aten.quantize import build_quantize
-from qsync_torch.aten.random_bits import Offset
+from qsync_torch.aten.quantize import build_copy
+from qsync_torch.aten.random_bits import Offset, stream_of, write_stream
 
 _GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
 """PyTorch's names of the approximation."""
@@ -20,14 +20,15 @@ _GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
 
 def build_activation_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
     """The function of every element, and the copies that are wanted."""
-    quantize = build_quantize(variant)
-    quantize_saved = build_quantize(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+    write_copy = build_copy(variant)
+    write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
 
     def kernel(
         x: torch.Tensor,
         out: torch.Tensor | None,
         q_out: torch.Tensor | None,
         scale_out: torch.Tensor | None,
+        stream_out: torch.Tensor | None,
         x_q_out: torch.Tensor | None,
         x_scale_out: torch.Tensor | None,
         seed: int,
@@ -38,10 +39,13 @@ def build_activation_output(variant: Variant, chain: ChainForm) -> Callable[...,
         r_MK = _function(x_MK, chain.activation)
         if out is not None:
             out.copy_(r_MK)
-        if q_out is not None:
-            quantize(r_MK, q_out, scale_out, seed, offset)
-        if x_q_out is not None:
-            quantize_saved(x_MK, x_q_out, x_scale_out, x_seed, offset)
+        stream = stream_of(offset, x)
+        if q_out is not None and scale_out is not None:
+            write_copy(r_MK, q_out, scale_out, seed, stream)
+        if stream_out is not None:
+            write_stream(stream, stream_out)
+        if x_q_out is not None and x_scale_out is not None:
+            write_saved(x_MK, x_q_out, x_scale_out, x_seed, stream)
 
     return kernel
 

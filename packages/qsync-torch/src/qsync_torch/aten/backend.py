@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FLOATS, LINEAR, QUANTIZATIONS
+from qsync_core.kernels.support import CONVOLUTIONS, FLOATS, LINEAR
 from qsync_torch.aten.support import DEVICES, EIGHT_BIT, unsupported_reasons
 
 _LAYOUTS = ("contiguous", "channels_last")
@@ -24,7 +24,7 @@ class AtenBackend:
         """Operators, formats, devices and layouts that it offers, as data only."""
         eight_bit, floats = tuple(map(str, EIGHT_BIT)), tuple(map(str, FLOATS))
         formats = (
-            dict.fromkeys(QUANTIZATIONS, eight_bit)
+            {Op.QUANTIZE: eight_bit}
             | dict.fromkeys(LINEAR, (*eight_bit, *floats))
             | dict.fromkeys(CONVOLUTIONS, (str(Precision.INT8), *floats))
             | dict.fromkeys(Op.PRODUCERS, (*eight_bit, *floats))
@@ -76,7 +76,6 @@ class AtenBackend:
             return of_geometry[request.op](request.geometry, request.variant)
         of_variant = {
             Op.QUANTIZE: quantize.build_quantize,
-            Op.QUANTIZE_MANY: quantize.build_quantize_many,
             Op.LINEAR_OUTPUT: linear.build_linear_output,
             Op.LINEAR_GRAD_INPUT: linear.build_linear_grad_input,
             Op.LINEAR_GRAD_WEIGHT: linear.build_linear_grad_weight,

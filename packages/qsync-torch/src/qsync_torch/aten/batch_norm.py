@@ -15,7 +15,7 @@ from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.quantize import require_finite, write_rounded, write_scale
-from qsync_torch.aten.random_bits import Offset
+from qsync_torch.aten.random_bits import Offset, stream_of, write_stream
 
 _BITS = 8
 
@@ -37,6 +37,7 @@ def build_batch_norm_output(variant: Variant, chain: ChainForm) -> Callable[...,
         absmax_out: torch.Tensor | None,
         q_out: torch.Tensor | None,
         scale_out: torch.Tensor | None,
+        stream_out: torch.Tensor | None,
         x_q_out: torch.Tensor | None,
         x_scale_out: torch.Tensor | None,
         open_out: torch.Tensor | None,
@@ -44,6 +45,9 @@ def build_batch_norm_output(variant: Variant, chain: ChainForm) -> Callable[...,
         x_seed: int,
         offset: Offset,
     ) -> None:
+        stream = stream_of(offset, x)
+        if stream_out is not None:
+            write_stream(stream, stream_out)
         x_PC = _by_position(x).to(torch.float32)
         if not x_PC.numel():
             for written, value in ((mean_out, 0), (var_out, 0), (absmax_out, 0), (scale_out, 1), (x_scale_out, 1)):
@@ -73,14 +77,14 @@ def build_batch_norm_output(variant: Variant, chain: ChainForm) -> Callable[...,
             write_scale(most.clamp(min=0.0).view(1), variant.compute, scale_out)
             require_finite(x, scale_out, variant.compute)
             q_PC = q_out.permute(0, 2, 3, 1).view(r_PC.shape)
-            write_rounded(r_PC, scale_out, variant.compute, Granularity.PER_TENSOR, variant.rounding, seed, offset, q_PC)
+            write_rounded(r_PC, scale_out, variant.compute, Granularity.PER_TENSOR, variant.rounding, seed, stream, q_PC)
         if x_q_out is not None and x_scale_out is not None:
             write_scale(xhat_ends.abs().amax(0), variant.saved, x_scale_out)
             require_finite(x, x_scale_out, variant.saved)
             # Rounding knows scales of rows, and here columns have them.
             steps_PC, one = xhat_PC / x_scale_out, torch.ones_like(x_scale_out[:1])
             x_q_PC = x_q_out.permute(0, 2, 3, 1).view(r_PC.shape)
-            write_rounded(steps_PC, one, variant.saved, Granularity.PER_TENSOR, variant.rounding, x_seed, offset, x_q_PC)
+            write_rounded(steps_PC, one, variant.saved, Granularity.PER_TENSOR, variant.rounding, x_seed, stream, x_q_PC)
 
     return kernel
 
@@ -143,8 +147,9 @@ def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[
                 grad_PC, reach = grad_PC * multiplier, reach * multiplier.abs()
             write_scale(reach.amax().view(1), Precision.INT8, grad_scale_out)
             require_finite(grad, grad_scale_out, Precision.INT8)
+            stream = stream_of(offset, grad)
             q_PC = grad_q_out.permute(0, 2, 3, 1).view(h_PC.shape)
-            write_rounded(grad_PC, grad_scale_out, Precision.INT8, Granularity.PER_TENSOR, variant.rounding, seed, offset, q_PC)
+            write_rounded(grad_PC, grad_scale_out, Precision.INT8, Granularity.PER_TENSOR, variant.rounding, seed, stream, q_PC)
 
     def of_sum(grad: torch.Tensor, other: torch.Tensor, *operands: Any) -> None:
         kernel(grad + other, *operands)

@@ -10,12 +10,11 @@ values and 0, so that 0 is exact, with which convolutions pad.  ``scale = (max -
 ReLU, else ``/ 254``: then both integers next to any quotient are at hand, nothing is clipped, and stochastic rounding is unbiased.
 ``zero_point = -128 + ceil(-min / scale)``.  The vector of scales holds both: the scales first, then as many zero points.
 
-The backend's kernels, which :func:`build_quantize` and :func:`build_quantize_many` return:
+The backend's kernel, which :func:`build_quantize` returns: ``kernel(x, q_out, scale_out, stream_out, seed, offset,
+multiplier=None, transposed_out=None)``.
 
-* ``quantize``: ``kernel(x, q_out, scale_out, seed, offset, multiplier=None, transposed_out=None)``
-* ``quantize_many``: ``kernel(xs, qs, scales, seeds, offset)``, bit for bit what ``quantize`` does with each and its seed
-
-Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order.
+Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order, in the
+stream that follows from the offset and the bits of ``x`` (:func:`~qsync_torch.aten.random_bits.stream_of`).
 
 NaN and infinity: on a CPU quantizing such a tensor raises :class:`~qsync_core.errors.NumericsError`.  On CUDA that test would
 make the CPU wait for the device at every operator, so there the scale becomes NaN or infinity and with it every output of the
@@ -26,14 +25,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
 from qsync_core.errors import NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_torch.aten.random_bits import Offset, random_thresholds
+from qsync_torch.aten.random_bits import Offset, random_thresholds, stream_of, write_stream
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
@@ -49,40 +48,39 @@ CENTRE = 0.5 + 2.0**-9
 
 def build_quantize(variant: Variant) -> Callable[..., None]:
     """Quantization of one tensor to ``variant``'s compute format, with the scales and zero points of its activation."""
-    precision, granularity, rounding = variant.compute, variant.x_granularity, variant.rounding
-    find, write = (find_scale, write_rounded) if variant.symmetric else (find_affine_scale, write_affine)
+    write_copy = build_copy(variant)
 
     def kernel(
         x: torch.Tensor,
         q_out: torch.Tensor,
         scale_out: torch.Tensor,
+        stream_out: torch.Tensor | None,
         seed: int,
         offset: Offset,
         multiplier: torch.Tensor | None = None,
         transposed_out: torch.Tensor | None = None,
     ) -> None:
-        if multiplier is not None:
-            x = multiplied(x, multiplier)
-        find(x, precision, granularity, scale_out)
-        require_finite(x, scale_out, precision)
-        write(x, scale_out, precision, granularity, rounding, seed, offset, q_out)
+        stream = stream_of(offset, x)
+        if stream_out is not None:
+            write_stream(stream, stream_out)
+        write_copy(x if multiplier is None else multiplied(x, multiplier), q_out, scale_out, seed, stream)
         if transposed_out is not None:
             transposed_out.copy_(q_out.t())
 
     return kernel
 
 
-def build_quantize_many(variant: Variant) -> Callable[..., None]:
-    """Quantization of several tensors one after the other: the reference for backends that do it in fewer launches."""
-    quantize = build_quantize(variant)
+def build_copy(variant: Variant) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Offset], None]:
+    """Quantization of one tensor with the random numbers of a given stream: ``write_copy(x, q_out, scale_out, seed, stream)``."""
+    precision, granularity, rounding = variant.compute, variant.x_granularity, variant.rounding
+    find, write = (find_scale, write_rounded) if variant.symmetric else (find_affine_scale, write_affine)
 
-    def kernel(
-        xs: Sequence[torch.Tensor], qs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], seeds: Sequence[int], offset: Offset
-    ) -> None:
-        for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
-            quantize(x, q, scale, seed, offset)
+    def write_copy(x: torch.Tensor, q_out: torch.Tensor, scale_out: torch.Tensor, seed: int, stream: Offset) -> None:
+        find(x, precision, granularity, scale_out)
+        require_finite(x, scale_out, precision)
+        write(x, scale_out, precision, granularity, rounding, seed, stream, q_out)
 
-    return kernel
+    return write_copy
 
 
 def multiplied(x: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
@@ -115,7 +113,7 @@ def write_rounded(
     granularity: Granularity,
     rounding: Rounding,
     seed: int,
-    offset: Offset,
+    stream: Offset,
     q_out: torch.Tensor,
 ) -> None:
     """Write ``x / scale``, rounded, into ``q_out`` of the same layout (see :func:`quantizable`).
@@ -124,14 +122,14 @@ def write_rounded(
         x: to be quantized.
         scale: float32, one for each group; no magnitude of the group is larger than 127 (int8) or 448 of it.
         precision, granularity, rounding: of the copy.
-        seed, offset: the stream of random numbers; element i in memory order takes number i.
+        seed, stream: which random numbers; element i in memory order takes number i.
         q_out: written.
     """
     groups, q_groups = _grouped(x, granularity), _grouped(q_out, granularity)
     if x.device.type == "cpu" and precision is Precision.INT8:
-        _round_int8_cpu(groups, scale, q_groups, rounding, seed, offset)
+        _round_int8_cpu(groups, scale, q_groups, rounding, seed, stream)
     elif x.numel():
-        draws = _uniform(groups, seed, offset) if rounding is Rounding.STOCHASTIC else None
+        draws = _uniform(groups, seed, stream) if rounding is Rounding.STOCHASTIC else None
         round_ = _round_float8 if precision is Precision.FLOAT8_E4M3FN else _round_int8
         q_groups.copy_(round_(groups, scale[:, None], rounding, draws))
 
@@ -229,15 +227,15 @@ def write_affine(
     granularity: Granularity,
     rounding: Rounding,
     seed: int,
-    offset: Offset,
+    stream: Offset,
     q_out: torch.Tensor,
 ) -> None:
     """:func:`write_rounded` with the scales and zero points of :func:`find_affine_scale`; the same draws."""
     groups, q_groups, (scales, zero_points) = _grouped(x, granularity), _grouped(q_out, granularity), affine_parts(scale)
     if x.device.type == "cpu":
-        _round_int8_cpu(groups, scales, q_groups, rounding, seed, offset, zero_points)
+        _round_int8_cpu(groups, scales, q_groups, rounding, seed, stream, zero_points)
     elif x.numel():
-        draws = _uniform(groups, seed, offset) if rounding is Rounding.STOCHASTIC else None
+        draws = _uniform(groups, seed, stream) if rounding is Rounding.STOCHASTIC else None
         y = _rounded(groups.to(torch.float32), scales[:, None], rounding, draws).add_(zero_points[:, None])
         q_groups.copy_(y.clamp_(-128.0, 127.0))
 
@@ -293,7 +291,7 @@ def _round_int8_cpu(
     q_groups: torch.Tensor,
     rounding: Rounding,
     seed: int,
-    offset: Offset,
+    stream: Offset,
     zero_point: torch.Tensor | None = None,
 ) -> None:
     """Round (groups, elements) with one scale a group into ``q_groups``, block by block, so that blocks stay in the cache.
@@ -311,7 +309,7 @@ def _round_int8_cpu(
         part, target = groups[row, column], q_groups[row, column]
         if rounding is Rounding.STOCHASTIC:
             position = row.start * columns + column.start
-            y = random_thresholds(part.numel(), seed, offset, position, buffers=buffers).view(part.shape)
+            y = random_thresholds(part.numel(), seed, stream, position, buffers=buffers).view(part.shape)
             torch.add(centre, y, alpha=1.0 / 256.0, out=y)
             if zero_point is not None:
                 y.add_(buffers[0, : part.numel()].view(part.shape).copy_(part).div_(scale[row, None]))
@@ -361,7 +359,7 @@ def _round_float8(groups: torch.Tensor, scale: torch.Tensor, rounding: Rounding,
     return y.mul(spacing).clamp(-LARGEST[Precision.FLOAT8_E4M3FN], LARGEST[Precision.FLOAT8_E4M3FN])
 
 
-def _uniform(groups: torch.Tensor, seed: int, offset: Offset) -> torch.Tensor:
+def _uniform(groups: torch.Tensor, seed: int, stream: Offset) -> torch.Tensor:
     """Float32 draws in [0, 1), multiples of 2**-16, one for each element."""
-    draws = random_thresholds(groups.numel(), seed, offset, device=groups.device).mul_(1.0 / 256.0).add_(CENTRE)
+    draws = random_thresholds(groups.numel(), seed, stream, device=groups.device).mul_(1.0 / 256.0).add_(CENTRE)
     return draws.view_as(groups)

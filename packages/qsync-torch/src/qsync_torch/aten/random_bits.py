@@ -1,4 +1,6 @@
-"""Counter-based random numbers for stochastic rounding: element i of stream (seed, offset) is a pure function of the three.
+"""Counter-based random numbers for stochastic rounding: element i of stream (seed, stream) is a pure function of the three.
+
+What is rounded decides which stream it takes (:func:`stream_of`): rounding is a pure function of seed, offset and data.
 
 Nothing is stored between calls and nothing depends on the number of threads, so a recomputed forward (gradient checkpointing) draws
 the same bits.  The generator is MurmurHash3's 32-bit finaliser over the element's index with a 64-bit key put in between its
@@ -52,7 +54,44 @@ def stream_key(seed: int, *parts: int) -> int:
 
 
 Offset = int | torch.Tensor
-"""The offset of a stream: a number, or one int64 that holds it when kernels run."""
+"""An offset or a stream: a number, or one int64 that holds it when kernels run."""
+_WEIGHT = 0x9E3779B9 << 32
+"""What a checksum is multiplied by: 2**32 times an odd number, so that different checksums give different streams, and parts of a
+sum that wraps around at 32 bits may be added up in 64."""
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """Sum up the bit patterns of a tensor, as signed integers of their width, in one int32 that wraps around.
+
+    The order of summation does not matter, so neither do a tensor's layout and the cut of a launch.
+
+    Args:
+        x: float32, bfloat16 or float16.
+    """
+    return x.view(_BITS[x.dtype]).sum(dtype=torch.int32)
+
+
+def stream_of(offset: Offset, x: torch.Tensor) -> Offset:
+    """Which stream the rounding of ``x`` takes: ``offset + 0x9E3779B900000000 * checksum``, modulo 2**64.
+
+    Returns:
+        A number on a CPU; elsewhere one int64 of shape (1,), for which no device is waited for.
+    """
+    if x.device.type == "cpu":
+        word = (int(offset) + _WEIGHT * int(checksum(x))) & _MASK64
+        return _signed64(word)
+    return checksum(x).view(1).to(torch.int64).mul_(_signed64(_WEIGHT)).add_(offset)
+
+
+def write_stream(stream: Offset, out: torch.Tensor) -> None:
+    """Write a stream's number into one int64."""
+    if isinstance(stream, int):
+        out.fill_(stream)
+    else:
+        out.copy_(stream)
+
+
 _NUMBER = "qsync_number"
 
 

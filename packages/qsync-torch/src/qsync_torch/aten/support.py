@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS, QUANTIZATIONS
+from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS
 
 DEVICES = ("cpu", "cuda")
 EIGHT_BIT = (Precision.INT8, Precision.FLOAT8_E4M3FN)
@@ -18,7 +18,7 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     yield from support.op_reasons(request, Op.ALL)
     yield from support.device_reasons(request, DEVICES)
     yield from support.affine_reasons(request)
-    if request.op in QUANTIZATIONS:
+    if request.op == Op.QUANTIZE:
         yield from support.format_reasons(request, EIGHT_BIT)
         yield from support.quantization_reasons(request)
     elif request.op in Op.UNFUSED:

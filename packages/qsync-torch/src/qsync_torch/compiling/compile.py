@@ -19,14 +19,13 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
-from qsync_torch.compiling import gradient_copies, gradient_sums, graph_nodes, shape_arguments, weight_copies
+from qsync_torch.compiling import gradient_copies, gradient_sums, graph_nodes, shape_arguments
 from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.gradient_sums import fuse_gradient_sums
 from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
 from qsync_torch.compiling.shape_arguments import keep_no_shapes
-from qsync_torch.compiling.weight_copies import quantize_weights_together
 from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.kernels import producers
 
@@ -151,7 +150,6 @@ def _rewrite_joint(graph: Graph) -> None:
 
 def _rewrite(graph: Graph) -> None:
     """What is done to forward and backward graphs once autograd has made them."""
-    quantize_weights_together(graph)
     fuse_gradient_copies(graph)
     fuse_gradient_sums(graph)
 
@@ -166,7 +164,7 @@ def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
             rewrite(graph)
 
         def uuid(self) -> Any:
-            parts = (gradient_copies, gradient_sums, graph_nodes, shape_arguments, weight_copies, producers)
+            parts = (gradient_copies, gradient_sums, graph_nodes, shape_arguments, producers)
             return get_hash_for_files(tuple(part.__file__ for part in parts), rewrite.__name__)
 
     return Rewrite()

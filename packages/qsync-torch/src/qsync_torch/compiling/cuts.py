@@ -80,10 +80,13 @@ class Cuts:
         if not torch.is_grad_enabled():  # nothing is kept for backward there
             return lambda run: run
         graph, names = module.graph, chain_names(module, self._model)
-        for node, given in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):
+        given_to = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=False))
+        modules = {id(parameter): fqn.rpartition(".")[0] for fqn, parameter in self._model.named_parameters()}
+        owners = {node: modules[id(given)] for node, given in given_to.items() if id(given) in modules}
+        for node, given in given_to.items():
             end = self._end_of(node, given)
             if end is not None and (self._planned is None or end.name is None or end.name in self._planned):
-                self._cut |= dict.fromkeys(self._lost(node, end), isinstance(given, FakeTensor))
+                self._cut |= dict.fromkeys(self._lost(node, end, owners), isinstance(given, FakeTensor))
         ends = [_end(node, graph, names) for node in _results(graph)]
         self._ends += [end for end in ends if end is not None]
         return functools.partial(self._watched, ends) if any(ends) else lambda run: run
@@ -135,14 +138,14 @@ class Cuts:
         producer = None if given.grad_fn is None else _EAGER.get(given.grad_fn.name())
         return None if producer is None else _End(lambda: None, None, producer, False, False)
 
-    def _lost(self, given: Node, end: _End) -> Iterator[str]:
-        """What goes on in a graph with a chain whose part has run before."""
+    def _lost(self, given: Node, end: _End, owners: Mapping[Any, str]) -> Iterator[str]:
+        """What goes on in a graph with a chain whose part has run before; ``owners``: names of modules, by their parameters."""
         for last in _continued(given, end):
             readers = readers_of(last, end.producer)
             if not readers and (last is given or self._planned is None):
                 continue
             scopes = scopes_of(self._model)
-            names = [place_of(reader, scopes, "linear") for reader in readers]
+            names = [owners.get(reader.args[1]) or place_of(reader, scopes, "linear") for reader in readers]
             names = names or [place_of(last, scopes, nodes.function_of(last) or "add")]
             chain = f"eager {end.producer}" if end.name is None else end.name.fqn
             yield f"{chain} before {' and '.join(dict.fromkeys(names))}"

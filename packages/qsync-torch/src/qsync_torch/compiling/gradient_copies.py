@@ -94,7 +94,7 @@ def _replace(graph: Graph, node: Node, quantize: Node) -> None:
             _move_before(source, node)
     with graph.inserting_before(node):
         made = graph.call_function(_WITH_COPY, arguments)
-    stand_for(made, (node, quantize), both, [*node.meta["val"], *quantize.meta["val"]])
+    stand_for(made, (node, quantize), both, [*node.meta["val"], *quantize.meta["val"][:2]])
     for reader in list(quantize.users):
         reader.args = (made, len(node.meta["val"]) + _arguments(reader)[1])
     graph.erase_node(quantize)

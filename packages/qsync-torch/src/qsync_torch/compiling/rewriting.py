@@ -24,6 +24,7 @@ from qsync_torch.kernels.binding import BOUND, OperatorBinding
 from qsync_torch.kernels.library_ops import is_channels_last
 from qsync_torch.kernels.producers import ProducerBinding, producer_binding, producer_choice
 from qsync_torch.kernels.selection import find_backends
+from qsync_torch.operators.casts import X
 from qsync_torch.operators.chains import CHAINS
 from qsync_torch.operators.lowered_ops import LOWERED_CONV2D
 
@@ -142,10 +143,6 @@ def fuse_planned(module: GraphModule, wanted: Mapping[Node, WantedChain]) -> dic
     return reasons
 
 
-_ALONE = 5
-"""The seed of what a chain rounds that no operator reads."""
-
-
 @attrs.frozen
 class _Result:
     """What stands in a graph for the result of a chain: its float tensor, and the largest magnitude of that."""
@@ -221,7 +218,7 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
 
 
 def _streams(graph: Graph, chain: FoundChain, binding: ProducerBinding) -> tuple[Any, Node] | None:
-    """A chain's random numbers: those of the first operator that reads its copy, else its own; None where a graph has none.
+    """Seed and offset of a chain's random numbers: those of the first operator that reads its copy; None where a graph has none.
 
     A node that works out an offset behind the chain is copied before it.
     """
@@ -240,7 +237,7 @@ def _streams(graph: Graph, chain: FoundChain, binding: ProducerBinding) -> tuple
         with graph.inserting_before(last):
             return 0, graph.call_function(torch.zeros, ((1,),), {"dtype": torch.int64, "device": x.device})
     known = next((offset for offset in nodes.offsets(graph) if offset < last), None)
-    return None if known is None else (_ALONE, known)
+    return None if known is None else (X, known)
 
 
 def _replace(
@@ -258,7 +255,7 @@ def _replace(
     last = chain.last
     with graph.inserting_before(last):
         produced = graph.call_function(CHAINS[chain.producer], _arguments(chain, results, (binding.key, *streams)))
-        count = 3 if binding.writes_copy else 1
+        count = 4 if binding.writes_copy else 1
         out, *copy = (graph.call_function(operator.getitem, (produced, place)) for place in range(count))
         has_absmax = chain.producer is Producer.BATCH_NORM and chain.float_result
         absmax = graph.call_function(operator.getitem, (produced, count)) if has_absmax else None

@@ -8,7 +8,7 @@ from torch.nn import functional
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_torch.conformance.checks import HALF_STEP
 from qsync_torch.conformance.producers import BATCH_NORM, EPS, FINE, LAYER_NORM, Expected, Producer, Written, given, magnitude
-from qsync_torch.conformance.test_quantize import LARGEST, NEAR
+from qsync_torch.conformance.test_quantize import LARGEST, NEAR, check_stream
 from qsync_torch.dtypes import PRECISION
 
 
@@ -68,6 +68,8 @@ def check_forward(problem: Producer, written: Written) -> None:
     """All that a forward kernel wrote."""
     expected, variant = problem.expected(written), problem.variant
     r, error = expected.r, expected.error
+    if written.stream is not None:
+        check_stream(written.stream, written.offset, problem.x)
     if problem.x.numel() == 0:
         return
     if problem.name == BATCH_NORM and written.mean is not None and written.spread is not None:

@@ -58,7 +58,7 @@ def variant_of(
 class Written:
     """What a forward kernel wrote, as matrices and vectors; None for what was not wanted.
 
-    ``spread`` is the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows.
+    ``offset`` is what it was called with, ``spread`` the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows.
     """
 
     mean: torch.Tensor | None
@@ -67,10 +67,12 @@ class Written:
     absmax: torch.Tensor | None
     q: torch.Tensor | None
     scale: torch.Tensor | None
+    stream: torch.Tensor | None
     x_q: torch.Tensor | None
     x_scale: torch.Tensor | None
     bits: torch.Tensor | None
     sum: torch.Tensor | None
+    offset: Offset
 
 
 @attrs.frozen(eq=False)
@@ -201,10 +203,12 @@ class Producer:
             absmax=empty(of_batch and self.chain.float_result, float32, 1),
             q=empty(copied, TORCH_DTYPE[variant.compute], rows, columns),
             scale=empty(copied, float32, groups),
+            stream=empty(copied, torch.int64, 1),
             x_q=empty(saved, TORCH_DTYPE[variant.saved], rows, columns),
             x_scale=empty(saved, float32, per_group),
             bits=empty(self.wants_bits, torch.uint8, rows, -(-columns // 8)),
             sum=empty(self.name == LAYER_NORM and self.chain.residual and not saved, self.x.dtype, rows, columns),
+            offset=offset,
         )
         copies = (found.x_scale, seed, x_seed, offset)
         if of_batch:
@@ -212,16 +216,16 @@ class Producer:
             bits = None if found.bits is None else found.bits.view(*self.images, found.bits.shape[1])
             kernel(
                 self.image(self.x), self.weight, self.bias, EPS, self.image(self.residual), absmax, found.mean, found.spread,
-                self.image(found.out), found.absmax, self.image(found.q), found.scale, self.image(found.x_q), found.x_scale, bits,
-                seed, x_seed, offset,
+                self.image(found.out), found.absmax, self.image(found.q), found.scale, found.stream, self.image(found.x_q),
+                found.x_scale, bits, seed, x_seed, offset,
             )  # fmt: skip
         elif normalized:
             kernel(
                 self.x, self.weight, self.bias, EPS, self.residual, found.sum, found.mean, found.spread, found.out, found.q,
-                found.scale, found.x_q, *copies,
+                found.scale, found.stream, found.x_q, *copies,
             )  # fmt: skip
         else:
-            kernel(self.x, found.out, found.q, found.scale, found.x_q, *copies)
+            kernel(self.x, found.out, found.q, found.scale, found.stream, found.x_q, *copies)
         return found
 
     def expected(self, written: Written | None = None) -> Expected:

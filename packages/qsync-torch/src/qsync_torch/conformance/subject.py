@@ -137,12 +137,8 @@ def watched(kernel: Kernel, op: str) -> Kernel:
     """A kernel that fails where it changes one of its inputs."""
 
     def call(*arguments: Any, **named: Any) -> None:
-        if op == Op.QUANTIZE_MANY:
-            inputs = list(arguments[0])
-        elif op == Op.QUANTIZE:
-            inputs = [arguments[0], named.get("multiplier")]
-        else:
-            inputs = list(arguments[: _INPUTS.get(op, -1)])
+        first = list(arguments[: _INPUTS.get(op, -1)])
+        inputs = [arguments[0], named.get("multiplier")] if op == Op.QUANTIZE else first
         before = [x.clone() if isinstance(x, torch.Tensor) else None for x in inputs]
         kernel(*arguments, **named)
         for position, (x, kept) in enumerate(zip(inputs, before, strict=True)):

@@ -17,7 +17,7 @@ from qsync_torch.conformance.operands import LAYOUTS, Outputs, between_others, f
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.conformance.test_conv2d import IMAGES, Convolution
 from qsync_torch.conformance.test_linear import magnitude_of, product
-from qsync_torch.conformance.test_quantize import NEAR, groups_of, scale_count, variant_of
+from qsync_torch.conformance.test_quantize import NEAR, check_stream, groups_of, scale_count, variant_of
 from qsync_torch.dtypes import TORCH_DTYPE
 
 TENSOR, ROW = Granularity.PER_TENSOR, Granularity.PER_ROW
@@ -43,7 +43,9 @@ def run(
     """Values, scales and zero points."""
     q, count = outputs.like(x, torch.int8), scale_count(x, granularity)
     both = outputs.empty((2 * count,), torch.float32)
-    kernel(x, q, both, seed, 12)
+    stream = outputs.empty((1,), torch.int64)
+    kernel(x, q, both, stream, seed, 12)
+    check_stream(stream, 12, x)
     return q, both[:count], both[count:]
 
 
@@ -135,20 +137,6 @@ def test_nan_and_infinity_show(subject: Subject, outputs: Outputs, value: float)
             continue
         assert subject.device.type != "cpu", f"a tensor with {value} got a scale, and no NumericsError on a CPU"
         assert not torch.isfinite(scale).any(), f"a tensor with {value} got the scale {scale.item()}"
-
-
-def test_many_tensors_come_out_as_each_alone(subject: Subject, outputs: Outputs) -> None:
-    """``quantize_many``: bit for bit the same as ``quantize`` of each with its own seed."""
-    shapes, variant = ((16, 8), (1, 1), (33, 129)), affine(Rounding.STOCHASTIC)
-    xs = [floats(shape, torch.float32, subject.device, i) + i for i, shape in enumerate(shapes)]
-    for kernel in subject.kernels(Op.QUANTIZE_MANY, variant, shapes):
-        qs = [outputs.like(x, torch.int8) for x in xs]
-        both = [outputs.empty((2,), torch.float32) for _ in xs]
-        kernel(xs, qs, both, [3, 1 << 60, 5], 12)
-        for x, q, scale, seed in zip(xs, qs, both, (3, 1 << 60, 5), strict=True):
-            expected, *expected_scale = run(subject.kernels(Op.QUANTIZE, variant, (tuple(x.shape),))[0], x, outputs, seed=seed)
-            assert torch.equal(q, expected)
-            assert torch.equal(scale, torch.cat(expected_scale))
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, ROW])

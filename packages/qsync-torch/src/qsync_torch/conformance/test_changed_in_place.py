@@ -24,7 +24,7 @@ from qsync_torch.conformance.subject import Subject
 from qsync_torch.conformance.test_conv2d import INT8_GRADIENT, Convolution
 from qsync_torch.conformance.test_linear import FLOAT32_OUTPUT, gradient_variant, product
 from qsync_torch.conformance.test_producer_gradients import Kept, gradient
-from qsync_torch.conformance.test_quantize import ROW, TENSOR, check_rounding, check_scales, groups_of, scale_count
+from qsync_torch.conformance.test_quantize import ROW, TENSOR, check_rounding, check_scales, check_stream, groups_of, scale_count
 from qsync_torch.conformance.test_quantize import variant_of as quantization
 
 Reference = Callable[..., torch.Tensor]
@@ -187,8 +187,10 @@ def test_quantize(subject: Subject, outputs: Outputs, granularity: Granularity, 
     x = x.to(memory_format=torch.channels_last) if layout != "dense" else x
     for kernel in subject.kernels(Op.QUANTIZE, quantization(Rounding.NEAREST, granularity), (tuple(x.shape),)):
         q, scale = outputs.like(x, torch.int8), outputs.empty((scale_count(x, granularity),), torch.float32)
+        stream = outputs.empty((1,), torch.int64)
         for _ in after_each_change((x,)):
-            kernel(x, q, scale, 11, 12)
+            kernel(x, q, scale, stream, 11, 12)
+            check_stream(stream, 12, x)
             check_scales(x, scale, granularity)
             check_rounding(x, q, scale, granularity, Rounding.NEAREST)
 
@@ -197,29 +199,15 @@ def test_quantize_with_a_multiplier_and_a_transposed_copy(subject: Subject, outp
     """The tensor and the factors."""
     x, factors = floats((24, 16), torch.float32, subject.device, 1), torch.logspace(-1, 1, 16, device=subject.device)
     for kernel in subject.kernels(Op.QUANTIZE, quantization(Rounding.NEAREST), ((24, 16),), multiplied=True, transposed=True):
-        q, turned, scale = (outputs.empty(shape, dtype) for shape, dtype in COPIES)
+        q, turned, scale, stream = (outputs.empty(shape, dtype) for shape, dtype in COPIES)
         for _ in after_each_change((x, factors)):
-            kernel(x, q, scale, 11, 12, multiplier=factors, transposed_out=turned)
+            kernel(x, q, scale, stream, 11, 12, multiplier=factors, transposed_out=turned)
             check_scales(x * factors, scale, TENSOR)
             check_rounding(x * factors, q, scale, TENSOR, Rounding.NEAREST)
             assert torch.equal(turned, q.t()), "the transposed copy is not that of now"
 
 
-COPIES = (((24, 16), torch.int8), ((16, 24), torch.int8), ((1,), torch.float32))
-
-
-@pytest.mark.parametrize("granularity", list(Granularity))
-def test_quantize_many(subject: Subject, outputs: Outputs, granularity: Granularity) -> None:
-    """Each of the tensors."""
-    xs = [floats(shape, torch.float32, subject.device, i) for i, shape in enumerate(((16, 8), (33, 5), (1, 3)))]
-    for kernel in subject.kernels(Op.QUANTIZE_MANY, quantization(Rounding.NEAREST, granularity), tuple(tuple(x.shape) for x in xs)):
-        qs = [outputs.like(x, torch.int8) for x in xs]
-        scales = [outputs.empty((scale_count(x, granularity),), torch.float32) for x in xs]
-        for _ in after_each_change(xs):
-            kernel(xs, qs, scales, [1, 2, 3], 12)
-            for x, q, scale in zip(xs, qs, scales, strict=True):
-                check_scales(x, scale, granularity)
-                check_rounding(x, q, scale, granularity, Rounding.NEAREST)
+COPIES = (((24, 16), torch.int8), ((16, 24), torch.int8), ((1,), torch.float32), ((1,), torch.int64))
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, ROW])
@@ -231,7 +219,7 @@ def test_quantize_with_a_zero_point(subject: Subject, outputs: Outputs, granular
         count = scale_count(x, granularity)
         q, both = outputs.like(x, torch.int8), outputs.empty((2 * count,), torch.float32)
         for when in after_each_change((x,)):
-            kernel(x, q, both, 11, 12)
+            kernel(x, q, both, None, 11, 12)
             values, scale, zero_point = groups_of(x.double(), granularity), both[:count, None].double(), both[count:, None].double()
             error = (groups_of(q.double(), granularity) - zero_point) * scale - values
             assert bool((error.abs() <= 0.5001 * scale).all()), f"{when}: values are off by more than half a step"

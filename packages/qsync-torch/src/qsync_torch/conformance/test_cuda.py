@@ -13,7 +13,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.conformance.operands import integers
 from qsync_torch.conformance.subject import Kernel, Subject
-from qsync_torch.conformance.test_quantize import variant_of
+from qsync_torch.conformance.test_quantize import check_stream, variant_of
 
 INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
@@ -45,7 +45,7 @@ def call_of(case: str, device: torch.device) -> tuple[Callable[[Kernel], None], 
 
     def call(kernel: Kernel) -> None:
         if op == Op.QUANTIZE:
-            kernel(x, q, scale, 0, 0)
+            kernel(x, q, scale, None, 0, 0)
         elif op == Op.LINEAR_OUTPUT:
             kernel(a, x_scale, b, ones, None, out)
         else:
@@ -116,22 +116,23 @@ def test_a_replay_rounds_with_the_offset_of_its_time(subject: Subject) -> None:
         pytest.skip("graphs are CUDA's")
     x = torch.randn(SIZE, SIZE, device=subject.device)
     q, scale = torch.zeros(SIZE, SIZE, dtype=torch.int8, device=subject.device), torch.zeros(1, device=subject.device)
-    offset = torch.zeros(1, dtype=torch.int64, device=subject.device)
+    offset, streams = (torch.zeros(1, dtype=torch.int64, device=subject.device) for _ in range(2))
     for kernel in subject.bare_kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((SIZE, SIZE),)):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            kernel(x, q, scale, 3, offset)
+            kernel(x, q, scale, streams, 3, offset)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernel(x, q, scale, 3, offset)
+            kernel(x, q, scale, streams, 3, offset)
         found = []
         for number in (1 << 33, 7):
             offset.fill_(number)
             graph.replay()
             found.append(q.clone())
-            kernel(x, q, scale, 3, number)
+            check_stream(streams, number, x)
+            kernel(x, q, scale, streams, 3, number)
             assert torch.equal(found[-1], q), f"the replay with the offset {number} has other bits than a call with it"
         assert not torch.equal(*found), "two replays drew the same numbers"
 

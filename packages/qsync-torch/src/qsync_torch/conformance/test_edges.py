@@ -72,22 +72,6 @@ def test_scales_of_rows(subject: Subject, outputs: Outputs, columns: int, granul
         assert bool((q.diagonal() == -127).all())
 
 
-@pytest.mark.parametrize("granularity", list(Granularity))
-def test_many_tensors(subject: Subject, outputs: Outputs, granularity: Granularity) -> None:
-    """Each with its largest value at another edge, in every row."""
-    shapes = tuple((rows, columns) for rows, columns in ((4, 9), (3, 129), (5, 33)) for _ in edges(columns))
-    places = [place for _, columns in ((4, 9), (3, 129), (5, 33)) for place in edges(columns)]
-    xs = [floats(shape, torch.float32, subject.device, i).clamp(-3, 3) for i, shape in enumerate(shapes)]
-    for x, place in zip(xs, places, strict=True):
-        x[-1 if granularity is TENSOR else slice(None), place] = LARGEST
-    for kernel in subject.kernels(Op.QUANTIZE_MANY, quantization(NEAREST, granularity), shapes):
-        qs = [outputs.like(x, torch.int8) for x in xs]
-        scales = [outputs.empty((scale_count(x, granularity),), torch.float32) for x in xs]
-        kernel(xs, qs, scales, list(range(len(xs))), 21)
-        for shape, place, scale in zip(shapes, places, scales, strict=True):
-            assert bool((scale == 1).all()), f"the largest value was overlooked in column {place} of {shape}"
-
-
 @pytest.mark.parametrize("granularity", [TENSOR, ROW])
 @pytest.mark.parametrize("end", ["smallest", "largest"])
 def test_ends_of_a_range(subject: Subject, outputs: Outputs, end: str, granularity: Granularity) -> None:
@@ -100,7 +84,7 @@ def test_ends_of_a_range(subject: Subject, outputs: Outputs, end: str, granulari
                 x[row, column] = -254.0 if end == "smallest" else 254.0
                 count = scale_count(x, granularity)
                 q, both = outputs.like(x, torch.int8), outputs.empty((2 * count,), torch.float32)
-                kernel(x, q, both, 11, 12)
+                kernel(x, q, both, None, 11, 12)
                 group = row if granularity is ROW else 0
                 found = (q[row, column].item() - both[count + group].item()) * both[group].item()
                 assert abs(found - x[row, column].item()) < 2, f"the {end} value was overlooked at {(row, column)} of {shape}"

@@ -20,7 +20,6 @@ from qsync_torch.conformance.subject import Subject, check_sentences
 INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32, rounding=Rounding.NEAREST)
 SAMPLES = {
     Op.QUANTIZE: ((64, 128),),
-    Op.QUANTIZE_MANY: ((64, 128), (32, 64)),
     Op.LINEAR_OUTPUT: ((64, 128), (96, 128)),
     Op.LINEAR_GRAD_INPUT: ((64, 96), (96, 128)),
     Op.LINEAR_GRAD_WEIGHT: ((64, 96), (64, 128)),

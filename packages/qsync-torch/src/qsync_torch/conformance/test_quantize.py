@@ -11,6 +11,7 @@ from qsync_core.errors import NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
+from qsync_torch.aten.random_bits import Offset, checksum, stream_of
 from qsync_torch.conformance.operands import Outputs, floats
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -42,13 +43,24 @@ def scale_count(x: torch.Tensor, granularity: Granularity) -> int:
 
 def run(
     kernel: Kernel, x: torch.Tensor, outputs: Outputs, granularity: Granularity = TENSOR, precision: Precision = Precision.INT8,
-    seed: int = 11, offset: int | torch.Tensor = 12, **more: torch.Tensor,
+    seed: int = 11, offset: Offset = 12, **more: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Call a kernel on fresh outputs."""
+    """Call a kernel on fresh outputs, and check the stream that it writes."""
     q = outputs.like(x, TORCH_DTYPE[precision])
     scale = outputs.empty((scale_count(x, granularity),), torch.float32)
-    kernel(x, q, scale, seed, offset, **more)
+    stream = outputs.empty((1,), torch.int64)
+    kernel(x, q, scale, stream, seed, offset, **more)
+    check_stream(stream, offset, x)
     return q, scale
+
+
+def check_stream(stream: torch.Tensor, offset: Offset, x: torch.Tensor) -> None:
+    """``offset + 0x9E3779B900000000 * checksum``, modulo 2⁶⁴, as an int64; the checksum is that of ``x`` as it was given."""
+    expected = int(stream_of(offset, x))
+    assert stream.item() == expected, (
+        f"the stream of a tensor of shape {list(x.shape)} in {x.dtype} with the offset {int(offset)} is {expected}, and the kernel "
+        f"wrote {stream.item()}"
+    )
 
 
 def check_scales(x: torch.Tensor, scale: torch.Tensor, granularity: Granularity, precision: Precision = Precision.INT8) -> None:
@@ -278,7 +290,7 @@ def test_every_magnitude_is_quantized(
 
 
 def test_every_bit_of_seed_and_offset_counts(subject: Subject, outputs: Outputs) -> None:
-    """All 63 of each."""
+    """All 63 of each, of one tensor."""
     x = floats((64, 100), torch.float32, subject.device, 9)
     pairs = [(1 << bit, 2) for bit in range(63)] + [(1, 1 << bit) for bit in range(63) if bit != 1] + [(1, 0), (0, 2)]
     for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((64, 100),))[:1]:
@@ -291,7 +303,7 @@ def test_every_bit_of_seed_and_offset_counts(subject: Subject, outputs: Outputs)
 
 
 def test_draws_are_reproducible_and_of_another_seed_different(subject: Subject, outputs: Outputs) -> None:
-    """The same seed and offset give the same bits, whatever the configuration; any other pair gives others."""
+    """The same seed, offset and data give the same bits, whatever the configuration; any other pair gives others."""
     x = floats((64, 100), torch.float32, subject.device, 9)
     largest = (1 << 63) - 1
     pairs = [(1, 2), (2, 1), (1, 3), (largest, 2), (1, largest), (1 + (1 << 40), 2), (1, 2 + (1 << 40))]
@@ -318,12 +330,57 @@ def test_an_offset_in_a_tensor_gives_the_bits_of_the_number(subject: Subject, ou
             q, _ = run(kernel, x, outputs, seed=3, offset=tensor.fill_(number))
             assert torch.equal(q, expected), f"the offset {number} gave other bits in a tensor"
             assert tensor.item() == number, "the kernel changed its offset"
-    if subject.offers(Op.QUANTIZE_MANY):
-        alone, many = (subject.kernels(op, variant, ((64, 100),))[0] for op in (Op.QUANTIZE, Op.QUANTIZE_MANY))
-        q, scale = outputs.like(x, torch.int8), outputs.empty((1,), torch.float32)
-        for number in (5, 5 + (1 << 62)):
-            many([x], [q], [scale], [3], tensor.fill_(number))
-            assert torch.equal(q, run(alone, x, outputs, seed=3, offset=number)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_the_stream_follows_from_offset_and_bits(
+    subject: Subject, outputs: Outputs, granularity: Granularity, dtype: torch.dtype
+) -> None:
+    """Checksums that wrap around, of both signs; offsets of 64 bits, negative ones too; none is written where None is given."""
+    for value in (1.5, -3.0, -0.0, 2.0**-20):
+        x = torch.full((37, 1000), value, dtype=dtype, device=subject.device)
+        x[0, 0] = 77.0
+        for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.NEAREST, granularity), ((37, 1000),)):
+            for offset in (0, 5, -1, -(1 << 63), (1 << 63) - 1):
+                run(kernel, x, outputs, granularity, offset=offset)
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC, granularity), ((37, 1000),)):
+        q, scale = run(kernel, x, outputs, granularity)
+        again, same = outputs.like(x, torch.int8), outputs.empty(tuple(scale.shape), torch.float32)
+        kernel(x, again, same, None, 11, 12)
+        assert torch.equal(q, again), "without stream_out a kernel drew other numbers"
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_other_data_round_otherwise(subject: Subject, outputs: Outputs, granularity: Granularity) -> None:
+    """One bit of one element counts, under equal scales too: whatever clips gives the same largest magnitude over and over."""
+    x = floats((4, 500), torch.float32, subject.device, 5).clamp(-1, 1)
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC, granularity), ((4, 500),)):
+        for place in ((0, 0), (0, 499), (3, 250), (3, 499)):
+            moved = x.clone()
+            moved[place] = moved[place] / 2
+            moved[place[0], 7] = moved[place[0], 9] = 1.0  # which keeps the scale of the group
+            before = x.clone()
+            before[place[0], 7] = before[place[0], 9] = 1.0
+            expected, scale = (tensor.clone() for tensor in run(kernel, before, outputs, granularity))
+            q, same = run(kernel, moved, outputs, granularity)
+            assert torch.equal(scale, same)
+            changed = int((q[place[0]] != expected[place[0]]).sum())
+            assert changed > 50, f"of the group with the element {place}, which has changed, {changed} others round otherwise"
+
+
+def test_draws_are_those_of_the_stream(subject: Subject, outputs: Outputs) -> None:
+    """Two tensors whose offsets make up for their checksums draw the same numbers."""
+    x = torch.full((64, 64), 3.5, device=subject.device)
+    x[0, 0] = 127.0
+    other = x.clone()
+    other[5, 5] = -1.75
+    difference = (int(checksum(x)) - int(checksum(other))) * (0x9E3779B9 << 32)
+    offset = (12 + difference + (1 << 63)) % (1 << 64) - (1 << 63)
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((64, 64),)):
+        expected = run(kernel, x, outputs)[0].clone()
+        q, _ = run(kernel, other, outputs, offset=offset)
+        assert int((q != expected).sum()) == 1, "under one stream equal values at equal places were rounded otherwise"
 
 
 def test_float8_values_are_neighbours(subject: Subject, outputs: Outputs) -> None:
@@ -368,23 +425,3 @@ def test_a_transposed_copy(subject: Subject, outputs: Outputs, shape: tuple[int,
         expected, expected_scale = run(plain[0], x, outputs)
         assert torch.equal(q, expected), "the transposed copy changed the draws"
         assert torch.equal(scale, expected_scale)
-
-
-@pytest.mark.parametrize("granularity", list(Granularity))
-def test_many_tensors_come_out_as_each_alone(subject: Subject, outputs: Outputs, granularity: Granularity) -> None:
-    """``quantize_many``: bit for bit the same as ``quantize`` of each with its own seed."""
-    shapes = ((16, 8), (4, 3, 3, 3), (1, 1), (33, 129), (300, 40))
-    variant = variant_of(Rounding.STOCHASTIC, granularity)
-    xs = [floats(shape, torch.float32, subject.device, i) * 10.0**i for i, shape in enumerate(shapes)]
-    if granularity is not ROW:  # a kernel is only given rows that follow each other in memory
-        xs[1] = xs[1].to(memory_format=torch.channels_last)
-    seeds = [3, 1 << 60, 5, 6, 7]
-    for kernel in subject.kernels(Op.QUANTIZE_MANY, variant, shapes):
-        qs = [outputs.like(x, torch.int8) for x in xs]
-        scales = [outputs.empty((scale_count(x, granularity),), torch.float32) for x in xs]
-        kernel(xs, qs, scales, seeds, 21)
-        for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
-            alone = subject.kernels(Op.QUANTIZE, variant, (tuple(x.shape),))[0]
-            expected, expected_scale = run(alone, x, outputs, granularity, seed=seed, offset=21)
-            assert torch.equal(scale, expected_scale)
-            assert torch.equal(q, expected)

@@ -22,7 +22,7 @@ from qsync_core.kernels.choice import ATEN, QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, 
 from qsync_core.kernels.requests import quantization_variant
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel, reasons_against
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -74,10 +74,6 @@ class Bound:
         """
         return self._kernels[op, device, *shapes]
 
-    def is_offered(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> bool:
-        """Whether a backend of the choice runs the call."""
-        return not reasons_against(self.request(op, device, *shapes), self.choice)
-
 
 BOUND: dict[str, Bound] = {}
 """Every binding of this process, by its key."""
@@ -94,19 +90,23 @@ class Quantization(Bound):
         choice: whose kernels.
         multiplied: the tensor is first multiplied by one factor per channel.
         transposed: a transposed copy is wanted too.
+        streamed: something reads which random numbers it took.
         dtype: of the copy; ``granularity``: of its scales.
         scale_counts: :meth:`scale_count`, by the tensor's shape.
         kind: a number that equal casts have in common, whatever backend runs them; hashed faster than what it stands for.
     """
 
-    def __init__(self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False) -> None:
+    def __init__(
+        self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False, streamed: bool = True
+    ) -> None:
         self.target, self.choice, self.multiplied, self.transposed = target, choice, multiplied, transposed
+        self.streamed = streamed
         self.variant = quantization_variant(target.precision, target.granularity, target.rounding, target.symmetric)
         self.dtype = TORCH_DTYPE[target.precision]
         self.granularity = target.granularity
         self.kind = _KINDS.setdefault((target, multiplied, transposed), len(_KINDS))
         self.scale_counts = Memo(self.scale_count)
-        self._register("quantize", self.variant, choice.backend, choice.config, multiplied, transposed)
+        self._register("quantize", self.variant, choice.backend, choice.config, multiplied, transposed, streamed)
 
     def scale_count(self, shape: Sequence[int]) -> int:
         """How many numbers its scales are: one a group, and behind them the zero point of each where it is affine."""
@@ -154,11 +154,11 @@ class OperatorBinding(Bound):
         activation = _role(choice, Op.QUANTIZE)
         self.x = quantization(steps.x, activation)
         self.x_transposed = quantization(steps.x, activation, transposed=True)
-        self.w = quantization(steps.weight, _weight_choice(choice))
+        self.w = quantization(steps.weight, _weight_choice(choice), streamed=False)
         eight_bit = [copy for copy in steps.gradient_copies() if copy.precision.needs_scale]
         gradient = eight_bit[0] if eight_bit else CastTarget(Precision.INT8)
         chosen = _role(choice, QUANTIZE_GRADIENT)
-        self.grad = tuple(tuple(quantization(gradient, chosen, m, t) for t in (False, True)) for m in (False, True))
+        self.grad = tuple(tuple(quantization(gradient, chosen, m, t, streamed=False) for t in (False, True)) for m in (False, True))
         self.conv2d_shapes: Memo[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
         self.conv2d_shapes = Memo(lambda shapes: self._checked_conv2d_shape(*shapes))
         self._register("operator", variant, choice.backend, choice.config, geometry)
@@ -186,7 +186,7 @@ def _role(choice: KernelChoice, role: str) -> KernelChoice:
 
 
 def _weight_choice(choice: KernelChoice) -> KernelChoice:
-    """The same of the weight's.  Never a configuration: equal quantizations of weights run together, whatever their shapes."""
+    """The same of the weight's.  Never a configuration: one quantization serves weights of all shapes."""
     pinned = choice.of(QUANTIZE_WEIGHT) or choice.of(Op.QUANTIZE)
     if pinned is None:
         return KernelChoice(choice.chain)

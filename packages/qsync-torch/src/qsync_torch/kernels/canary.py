@@ -192,7 +192,7 @@ def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
     """Random operands for a kernel; the output holds NaN (integers: -128), which a kernel that leaves elements out leaves there."""
     arguments = make_operands(asked, device)
     if asked.request.op == Op.QUANTIZE:
-        for argument in (arguments[1], *arguments[6:7]):
+        for argument in (arguments[1], *arguments[7:8]):
             argument.view(torch.int8).fill_(-128)
         return arguments
     if arguments[0].dtype is torch.int8 and asked.request.op not in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
@@ -236,7 +236,7 @@ def _activation(x: torch.Tensor, scale: torch.Tensor, variant: Variant) -> Facto
 
 def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
     """Whether each number lies within a step of its copy, and a transposed copy is that of the other."""
-    x, q, scale, _, _, *more = arguments
+    x, q, scale, _, _, _, *more = arguments
     variant = request.variant
     if more and more[0] is not None:
         factors = more[0].view(1, -1, *(1,) * (x.dim() - 2)) if x.dim() > 2 else more[0]

@@ -7,6 +7,9 @@ are attached where operators are put together (:mod:`qsync_torch.operators`): ba
 float activation.
 
 The overloads ``at`` take the offset of the random numbers in a tensor: compilers make one graph for every step with it.
+
+A quantization also gives its *stream*, one int64: which random numbers it took, a function of the offset and the bits of what it
+read (:func:`~qsync_torch.aten.random_bits.stream_of`).  It is the offset of what is quantized because of that.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from qsync_torch.aten.quantize import quantizable
 from qsync_torch.aten.random_bits import Offset, as_kernels_take
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Copied = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Values, scales and stream."""
+CopiedTwice = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The same and the transposed values."""
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = torch.ops.qsync
 
@@ -46,21 +51,26 @@ def quantize(
     multiplier: torch.Tensor | None = None,
     *,
     straight: bool = False,
-) -> Pair:
-    """The 8-bit copy of ``x``, dense in its layout, and its float32 scales as a vector, with its zero points behind them where it
-    is affine.  Not differentiable."""
+) -> Copied:
+    """Quantize ``x``, without a derivative.
+
+    Returns:
+        The 8-bit copy, dense in the layout of ``x``; its float32 scales as a vector, with its zero points behind them where it is
+        affine; and its stream, (1,), which is empty where the quantization says that none is read.
+    """
     if not straight and not is_plain(x):
         op = _OPS.quantize.at if isinstance(offset, torch.Tensor) else _OPS.quantize.default
-        return cast(Pair, op(x, quantization.key, seed, offset, multiplier))
+        return cast(Copied, op(x, quantization.key, seed, offset, multiplier))
     if not x.is_contiguous():
         x = quantizable(x, quantization.granularity)
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x.shape)
-    q, scale = _quantized(x, quantization, quantization.scale_counts[x.shape])
+    q, scale, stream = _quantized(x, quantization, quantization.scale_counts[x.shape])
+    written = stream if quantization.streamed else None
     if multiplier is None:
-        kernel(x, q, scale, seed, offset)
+        kernel(x, q, scale, written, seed, offset)
     else:
-        kernel(x, q, scale, seed, offset, multiplier)
-    return q, scale
+        kernel(x, q, scale, written, seed, offset, multiplier)
+    return q, scale, stream
 
 
 def quantize_transposed(
@@ -71,43 +81,33 @@ def quantize_transposed(
     multiplier: torch.Tensor | None = None,
     *,
     straight: bool = False,
-) -> Triple:
-    """The 8-bit copy of ``x`` (..., K), its scales, and the copy as (K, M), M all other dimensions together."""
+) -> CopiedTwice:
+    """Quantize ``x`` (..., K) as :func:`quantize` does; the fourth result is the copy as (K, M), M all other dimensions."""
     if not straight and not is_plain(x):
         op = _OPS.quantize_transposed.at if isinstance(offset, torch.Tensor) else _OPS.quantize_transposed.default
-        return cast(Triple, op(x, quantization.key, seed, offset, multiplier))
+        return cast(CopiedTwice, op(x, quantization.key, seed, offset, multiplier))
     x_MK = rows(x).contiguous()
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x_MK.shape)
-    q, scale, transposed = _transposed(x_MK, x.shape, quantization, quantization.scale_counts[x_MK.shape])
-    kernel(x_MK, q.view(x_MK.shape), scale, seed, offset, multiplier, transposed)
-    return q, scale, transposed
+    q, scale, stream, transposed = _transposed(x_MK, x.shape, quantization, quantization.scale_counts[x_MK.shape])
+    written = stream if quantization.streamed else None
+    kernel(x_MK, q.view(x_MK.shape), scale, written, seed, offset, multiplier, transposed)
+    return q, scale, stream, transposed
 
 
-def quantize_many(
-    xs: Sequence[torch.Tensor], quantization: Quantization, seeds: Sequence[int], offset: Offset, *, straight: bool = False
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Several tensors quantized in one call, each with its own seed; the bits are those of :func:`quantize` of each."""
-    if not straight and not is_plain(*xs):
-        op = _OPS.quantize_many.at if isinstance(offset, torch.Tensor) else _OPS.quantize_many.default
-        return cast(tuple[list[torch.Tensor], list[torch.Tensor]], op(xs, quantization.key, seeds, offset))
-    dense = [quantizable(x, quantization.granularity) for x in xs]
-    out = [_quantized(x, quantization, quantization.scale_counts[x.shape]) for x in dense]
-    qs, scales = [q for q, _ in out], [scale for _, scale in out]
-    if dense:
-        kernel = quantization.kernel(Op.QUANTIZE_MANY, dense[0].device, *(x.shape for x in dense))
-        kernel(dense, qs, scales, list(seeds), offset)
-    return qs, scales
+def _quantized(x: torch.Tensor, quantization: Quantization, scale_count: int) -> Copied:
+    return (
+        torch.empty_like(x, dtype=quantization.dtype),
+        x.new_empty(scale_count, dtype=torch.float32),
+        x.new_empty(int(quantization.streamed), dtype=torch.int64),
+    )
 
 
-def _quantized(x: torch.Tensor, quantization: Quantization, scale_count: int) -> Pair:
-    return torch.empty_like(x, dtype=quantization.dtype), x.new_empty(scale_count, dtype=torch.float32)
-
-
-def _transposed(x_MK: torch.Tensor, shape: Sequence[int], quantization: Quantization, scale_count: int) -> Triple:
-    q, scale = _quantized(x_MK, quantization, scale_count)
+def _transposed(x_MK: torch.Tensor, shape: Sequence[int], quantization: Quantization, scale_count: int) -> CopiedTwice:
+    q, scale, stream = _quantized(x_MK, quantization, scale_count)
     return (
         q.view(shape) if q.is_contiguous() else q,
         scale,
+        stream,
         torch.empty(x_MK.shape[::-1], dtype=quantization.dtype, device=x_MK.device),
     )
 
@@ -295,21 +295,21 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
 
 
-def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Pair:
+def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Copied:
     quantization = _quantization(key)
     return _quantized(quantizable(x, quantization.granularity), quantization, quantization.scale_count(x.shape))
 
 
 def _fake_quantize_transposed(
     x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None
-) -> Triple:
+) -> CopiedTwice:
     x_MK, quantization = rows(x).contiguous(), _quantization(key)
     return _transposed(x_MK, x.shape, quantization, quantization.scale_count(x_MK.shape))
 
 
 for _name, _run, _fake, _results in (
-    ("quantize", quantize, _fake_quantize, "(Tensor, Tensor)"),
-    ("quantize_transposed", quantize_transposed, _fake_quantize_transposed, "(Tensor, Tensor, Tensor)"),
+    ("quantize", quantize, _fake_quantize, "(Tensor, Tensor, Tensor)"),
+    ("quantize_transposed", quantize_transposed, _fake_quantize_transposed, "(Tensor, Tensor, Tensor, Tensor)"),
 ):
 
     def _quantize(x: Any, key: str, seed: int, offset: Offset, multiplier: Any = None, run: Callable[..., Any] = _run) -> Any:
@@ -322,12 +322,6 @@ for _name, _run, _fake, _results in (
             _fake,
         )
 
-for _overload, _type in (("", "SymInt"), (".at", "Tensor")):
-    define(
-        f"quantize_many{_overload}(Tensor[] xs, str quantization, SymInt[] seeds, {_type} offset) -> (Tensor[], Tensor[])",
-        lambda xs, key, seeds, offset: quantize_many(xs, _quantization(key), seeds, offset, straight=True),
-        lambda xs, key, seeds, offset: tuple(map(list, zip(*(_fake_quantize(x, key, 0, 0) for x in xs), strict=True))) or ([], []),
-    )
 define(
     "linear_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
     lambda x, x_scale, w, w_scale, bias, key: linear_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),

@@ -60,7 +60,8 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
     count = variant.x_granularity.scale_count(shape) * (1 if variant.symmetric else 2)
     scale = torch.empty(count, dtype=torch.float32, device=device)
     channels = shape[1] if len(shape) == 4 else shape[-1]
-    arguments: Arguments = (x, q, scale, 1, 0)
+    stream = torch.empty(1, dtype=torch.int64, device=device)
+    arguments: Arguments = (x, q, scale, stream, 1, 0)
     if request.multiplied or request.transposed:
         arguments = (*arguments, torch.rand(channels, device=device) + 0.5 if request.multiplied else None)
     if request.transposed:

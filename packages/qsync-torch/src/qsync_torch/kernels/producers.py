@@ -32,7 +32,7 @@ class Produced(NamedTuple):
     Attributes:
         out: the result, in a float format.
         absmax: its largest magnitude (batch norm).
-        q, scale: its 8-bit copy.
+        q, scale: its 8-bit copy; stream: one int64, the offset for those who quantize because of it.
         mean, spread: the statistics; ``spread`` is a batch norm's biased variance, a layer norm's 1 / deviation.
         kept, kept_scale: what backward reads in the place of the argument: the sum that a layer norm normalizes, or the
             normalized input (of an activation: the input) in 8 bit.
@@ -43,6 +43,7 @@ class Produced(NamedTuple):
     absmax: torch.Tensor | None = None
     q: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    stream: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     spread: torch.Tensor | None = None
     kept: torch.Tensor | None = None
@@ -110,6 +111,7 @@ class ProducerBinding(Bound):
             "absmax": chain.float_result and is_image,
             "q": self.writes_copy,
             "scale": self.writes_copy,
+            "stream": self.writes_copy,
             "mean": normalizes,
             "spread": normalizes,
             "kept": keep and (self.saves_copy or (self.producer is Producer.LAYER_NORM and chain.residual)),
@@ -133,6 +135,7 @@ class ProducerBinding(Bound):
             "absmax": lambda: x.new_empty(1, dtype=torch.float32),
             "q": lambda: torch.empty_like(x, dtype=self.dtype),
             "scale": lambda: x.new_empty(copy_scales, dtype=torch.float32),
+            "stream": lambda: x.new_empty(1, dtype=torch.int64),
             "mean": lambda: x.new_empty(groups, dtype=torch.float32),
             "spread": lambda: x.new_empty(groups, dtype=torch.float32),
             "kept": lambda: torch.empty_like(x, dtype=kept_dtype),
@@ -190,7 +193,7 @@ def _batch_norm_output(
     p = binding.allocate(x, keep)
     kernel = binding.kernel(binding.output_op, x.device, x.shape)
     kernel(
-        x, weight, bias, eps, residual, residual_absmax, p.mean, p.spread, p.out, p.absmax, p.q, p.scale,
+        x, weight, bias, eps, residual, residual_absmax, p.mean, p.spread, p.out, p.absmax, p.q, p.scale, p.stream,
         *_kept_args(binding, p), p.open, seed, x_seed, as_kernels_take(offset),
     )  # fmt: skip
     return _written(p)
@@ -213,7 +216,7 @@ def _layer_norm_output(
     kernel = binding.kernel(binding.output_op, x.device, x.shape)
     summed = p.kept if residual is not None and not binding.saves_copy else None
     kernel(
-        x, weight, bias, eps, residual, summed, p.mean, p.spread, p.out, p.q, p.scale,
+        x, weight, bias, eps, residual, summed, p.mean, p.spread, p.out, p.q, p.scale, p.stream,
         *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset),
     )  # fmt: skip
     return _written(p)
@@ -223,7 +226,7 @@ def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed:
     binding = _binding(key)
     p = binding.allocate(x, keep)
     kernel = binding.kernel(binding.output_op, x.device, x.shape)
-    kernel(x, p.out, p.q, p.scale, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
+    kernel(x, p.out, p.q, p.scale, p.stream, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
     return _written(p)
 
 

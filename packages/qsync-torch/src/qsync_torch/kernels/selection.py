@@ -156,8 +156,7 @@ def build_kernel(request: KernelRequest, choice: KernelChoice) -> Kernel:
 
 
 _OFFSET = {
-    Op.QUANTIZE: 4,
-    Op.QUANTIZE_MANY: 4,
+    Op.QUANTIZE: 5,
     Op.BATCH_NORM_OUTPUT: -1,
     Op.LAYER_NORM_OUTPUT: -1,
     Op.ACTIVATION_OUTPUT: -1,

@@ -3,6 +3,10 @@
 Consumers that read one activation in the same format (Q, K and V) share one cast of it.  A cast is kept as long as the activation
 it was made from, and is of no meaning for the result: made again, it has the same bits.
 
+Random numbers follow from data (docs/decisions/counter-based-random-numbers.md).  Which ones the activation takes follows from the
+offset and its bits; that is its *stream*, and the offset with which the weight and, in backward, the incoming gradient are
+quantized: so all three differ from one micro-batch to the next.  Seeds only tell the three apart.
+
 With G the incoming gradient (..., N), w_q (N, K) and x_q (M, K) the saved copies with scales s_w[n] and s_x, a product in int8
 needs one scale for everything that it sums.  ``grad_input`` sums over the output channels n, along which the weight's scales lie,
 so G is multiplied by them before it is quantized: s_g · g_q = G · s_w.  Then
@@ -26,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.profile import CastKey
-from qsync_torch.aten.random_bits import Offset, stream_key
+from qsync_torch.aten.random_bits import Offset, as_kernels_take, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kernels.binding import Memo, OperatorBinding
 from qsync_torch.kernels.library_ops import is_plain, quantize, quantize_transposed, rows
@@ -134,29 +138,41 @@ _QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
 
 
 class Operand(NamedTuple):
-    """An operand in the compute format; for 8-bit formats with its scales and, where a backward product wants it, a copy (K, M)."""
+    """An operand in the compute format.
+
+    Attributes:
+        values: 8-bit; ``scale``: its scales.
+        stream: one int64, which random numbers it took; empty where nothing reads that.
+        transposed: a copy (K, M), where a backward product wants it.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
+    stream: torch.Tensor
     transposed: torch.Tensor | None = None
 
 
+X, W, GRAD, KEPT = range(1, 5)
+"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, and what a producer keeps for backward."""
+
+
 class Seeds(NamedTuple):
-    """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in all.
+    """Which random numbers an operator's stochastic rounding takes: a seed per operand, alike for all operators, and the offset of
+    the activation, from whose stream the others follow.
 
     ``name`` is the operator's, for messages.
     """
 
-    x: int = 0
-    w: int = 1
+    x: int = X
+    w: int = W
     offset: Offset = 0
-    grad: int = 2
+    grad: int = GRAD
     name: str = "an operator"
 
 
 def seeds_of(seed: int, offset: Offset = 0) -> Seeds:
-    """The streams of one seed."""
-    return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset, stream_key(seed, 2))
+    """The seeds of the roles under one seed."""
+    return Seeds(stream_key(seed, X), stream_key(seed, W), offset, stream_key(seed, GRAD))
 
 
 def cast_input(
@@ -222,11 +238,23 @@ def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
     )
 
 
-def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seeds: Seeds, *, straight: bool = False) -> Operand:
-    """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`."""
+def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seed: int, stream: Offset, *, straight: bool = False) -> Operand:
+    """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`.
+
+    Args:
+        weight: in any layout.
+        binding: how the operator runs.
+        seed: of the weights' rounding; stream: the activation's, so that a weight's error differs from one micro-batch to the next.
+        straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``weight``.
+    """
     # Integer products read the rows of a matrix; the transpose of a (K, N) parameter is copied.
     dense = weight.contiguous() if binding.is_linear else weight
-    return Operand(*quantize(dense, binding.w, seeds.w, seeds.offset, straight=straight))
+    return Operand(*quantize(dense, binding.w, seed, _offset(stream, straight), straight=straight))
+
+
+def _offset(stream: Offset, straight: bool) -> Offset:
+    """A stream as the offset of what follows from it: its number, where a kernel is called right away."""
+    return as_kernels_take(stream) if straight else stream
 
 
 Needs = tuple[bool, bool, bool]
@@ -278,7 +306,7 @@ def cast_gradient(
     binding: OperatorBinding,
     needs: Needs,
     seed: int,
-    offset: Offset,
+    stream: Offset,
     straight: bool = False,
 ) -> Gradient:
     """Make the copies that the backward products of ``needs`` read.
@@ -288,7 +316,7 @@ def cast_gradient(
         w_scale: the weight's scales, one or one per output channel; needed for an 8-bit gradient of the activation only.
         binding: how the operator runs.
         needs: which gradients are wanted.
-        seed, offset: which random numbers the stochastic rounding takes.
+        seed: of the gradients' rounding; stream: the activation's, where an 8-bit copy is made.
         straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``grad``.
     """
     need_x, need_w, _ = needs
@@ -302,11 +330,11 @@ def cast_gradient(
     transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of four.
-    source = rows(grad) if binding.is_linear else grad
+    source, offset = rows(grad) if binding.is_linear else grad, _offset(stream, straight)
     if transpose:
-        q, scale, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
+        q, scale, _, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
         return Gradient(grad, wide, q, scale, transposed, multiplier)
-    q, scale = quantize(source, quantization, seed, offset, multiplier, straight=straight)
+    q, scale, _ = quantize(source, quantization, seed, offset, multiplier, straight=straight)
     return Gradient(grad, wide, q, scale, None, multiplier)
 
 
@@ -457,11 +485,14 @@ def keep_for_backward(
     ctx: Any,
     x: torch.Tensor,
     copies: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    stream: torch.Tensor,
     binding: OperatorBinding,
     seeds: Seeds,
 ) -> None:
-    """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
-    ctx.save_for_backward(*copies)
+    """Save the 8-bit copies (activation, its scales, weight, its scales), the activation's stream and what else backward asks for;
+    never a float operand."""
+    rounds = binding.grad_input_quantized or binding.grad_weight_quantized
+    ctx.save_for_backward(*copies, stream if rounds else None)
     ctx.kept = binding, seeds, x.shape, x.dtype
 
 
@@ -495,11 +526,11 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
             return run_backward(ctx, grad, products)
     binding, seeds, x_shape, x_dtype = ctx.kept
     needs = ctx.needs_input_grad[:3]
-    x, x_scale, w, w_scale = ctx.saved_tensors
+    x, x_scale, w, w_scale, stream = ctx.saved_tensors
     # Hooks may keep 16 bits of all that autograd saves (saved_tensors_hooks).
     x_scale, w_scale = (None if scale is None else scale.float() for scale in (x_scale, w_scale))
     saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype)
-    gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, seeds.offset, straight)
+    gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, stream, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
     if grad_x is not None and grad_x.dtype is not x_dtype:
         grad_x = grad_x.to(x_dtype)

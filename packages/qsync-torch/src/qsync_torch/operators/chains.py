@@ -2,7 +2,8 @@
 
 A chain's result is read as its 8-bit copy, as a float tensor, or as both.  Autograd carries the gradient to the float result, so
 that there is one either way; where nothing reads it, it is one element that counts for all (strides of 0).  Each operator gives the
-float result; then, where one is written, the copy and its scale; then, of a batch norm with a float result, its largest magnitude.
+float result; then, where one is written, the copy, its scale and its stream; then, of a batch norm with a float result, its largest
+magnitude.
 
 What is kept for backward is the input, or its 8-bit copy, statistics and bits: never the result.
 """
@@ -19,11 +20,11 @@ from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.library_ops import is_channels_last, rows
 from qsync_torch.kernels.producers import Produced, ProducerBinding
-from qsync_torch.operators.casts import apply_of, first_derivative
+from qsync_torch.operators.casts import KEPT, apply_of, first_derivative
 
 _OPS = torch.ops.qsync
 Streams = tuple[int, torch.Tensor]
-"""The stream of a chain's copy, and the offset of this step."""
+"""The seed of a chain's copy, and the offset of its input."""
 
 
 def _of_float_result(backward: Any) -> Any:
@@ -42,9 +43,9 @@ def _of_float_result(backward: Any) -> Any:
 
 
 def _arguments(binding: ProducerBinding, streams: Streams, keep: bool) -> tuple[Any, ...]:
-    """The last arguments of every producer; what is kept in 8 bit has a stream of its own."""
+    """The last arguments of every producer; what is kept in 8 bit has a seed of its own."""
     seed, offset = streams
-    return binding.key, keep, seed, stream_key(seed, 3), offset
+    return binding.key, keep, seed, stream_key(seed, KEPT), offset
 
 
 def _results(ctx: Any, p: Produced, x: torch.Tensor, binding: ProducerBinding) -> tuple[torch.Tensor, ...]:
@@ -52,7 +53,7 @@ def _results(ctx: Any, p: Produced, x: torch.Tensor, binding: ProducerBinding) -
     out = p.out
     if out is None:
         out = torch.empty_strided(x.shape, (0,) * x.ndim, dtype=binding.output, device=x.device)
-    rest = tuple(tensor for tensor in (p.q, p.scale, p.absmax, p.mean, p.spread) if tensor is not None)
+    rest = tuple(tensor for tensor in (p.q, p.scale, p.stream, p.absmax, p.mean, p.spread) if tensor is not None)
     ctx.mark_non_differentiable(*rest)
     ctx.set_materialize_grads(False)
     return (out, *rest)

@@ -64,12 +64,12 @@ class QuantizedConv2d(torch.autograd.Function):
         if x_copy is None:
             x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
         if weight_copy is None:
-            weight_copy = cast_weight(weight, binding, seeds, straight=straight)
-        q_x, x_scale, _ = x_copy
-        q_w, w_scale, _ = weight_copy
+            weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight)
+        q_x, x_scale, stream, _ = x_copy
+        q_w, w_scale, *_ = weight_copy
         # The weight's copy is needed for its shape alone when only the weight has a gradient.
         copies = (*((q_x, x_scale) if need_w else (None, None)), q_w if need_x or need_w else None, w_scale if need_x else None)
-        keep_for_backward(ctx, x, copies, binding, seeds)
+        keep_for_backward(ctx, x, copies, stream, binding, seeds)
         return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
     @staticmethod
@@ -122,17 +122,15 @@ def run_conv2d(
     binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
-    weight_copy: Operand | None = None,
 ) -> torch.Tensor:
-    """A convolution call with every cast of core's table, of images with or without a batch; ``weight_copy`` as in
-    ``run_linear``."""
+    """A convolution call with every cast of core's table, of images with or without a batch."""
     if x.ndim == 3:
-        return run_conv2d(x[None], weight, bias, binding, seeds, cache, weight_copy)[0]
+        return run_conv2d(x[None], weight, bias, binding, seeds, cache)[0]
     if x.ndim != 4:
         return F.conv2d(x, weight, bias)  # which says what it takes
     if not binding.is_quantized:
         return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
-    return apply_of(QuantizedConv2d, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
+    return apply_of(QuantizedConv2d, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache)
 
 
 def resolve_padding(x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: IntPair) -> tuple[torch.Tensor, IntPair]:

@@ -62,12 +62,12 @@ class QuantizedLinear(torch.autograd.Function):
         if x_copy is None:
             x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
         if weight_copy is None:
-            weight_copy = cast_weight(weight, binding, seeds, straight=straight)
-        q_x, x_scale, x_transposed = x_copy
-        q_w, w_scale, _ = weight_copy
+            weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight)
+        q_x, x_scale, stream, x_transposed = x_copy
+        q_w, w_scale, *_ = weight_copy
         kept_x = q_x if x_transposed is None else x_transposed.t()
         copies = (*((kept_x, x_scale) if need_w else (None, None)), *((q_w, w_scale) if need_x else (None, None)))
-        keep_for_backward(ctx, x, copies, binding, seeds)
+        keep_for_backward(ctx, x, copies, stream, binding, seeds)
         return linear_output(q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
     @staticmethod
@@ -123,12 +123,11 @@ def run_linear(
     binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
-    weight_copy: Operand | None = None,
 ) -> torch.Tensor:
-    """A linear call with every cast of core's table; ``weight_copy`` is the weight's, where it was made before."""
+    """A linear call with every cast of core's table."""
     if not binding.is_quantized:
         return linear_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
-    return apply_of(QuantizedLinear, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
+    return apply_of(QuantizedLinear, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache)
 
 
 def linear(

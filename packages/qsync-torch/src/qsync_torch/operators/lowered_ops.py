@@ -21,7 +21,7 @@ from qsync_torch.operators.linear import QuantizedLinear, run_linear
 
 _ARGUMENTS = (
     "(Tensor x, Tensor weight, Tensor? bias, str binding, SymInt x_seed, SymInt w_seed, SymInt grad_seed, Tensor offset, "
-    "Tensor? q=None, Tensor? scale=None) -> Tensor"
+    "Tensor? q=None, Tensor? scale=None, Tensor? stream=None) -> Tensor"
 )
 
 
@@ -47,12 +47,13 @@ def _lowered(function: type[torch.autograd.Function], run: _Run) -> _Run:
         offset: torch.Tensor,
         q: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        stream: torch.Tensor | None = None,
     ) -> torch.Tensor:
         binding = cast(OperatorBinding, BOUND[key])
         seeds = Seeds(x_seed, w_seed, offset_of(offset, x), grad_seed)
-        if q is None or scale is None:
+        if q is None or scale is None or stream is None:
             return run(x, weight, bias, binding, seeds)
-        x_copy = Operand(q, scale)
+        x_copy = Operand(q, scale, stream)
         return apply_of(function, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, x_copy)
 
     return lowered

@@ -21,7 +21,7 @@ from qsync_torch.distributed.alone import Alone
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
-from qsync_torch.operators.casts import Gradient, Grads, Saved, Seeds, cast_gradient, cast_input, cast_weight
+from qsync_torch.operators.casts import GRAD, Gradient, Grads, Saved, Seeds, W, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.conv2d import QuantizedConv2d, conv2d_backward, conv2d_product
 from qsync_torch.operators.linear import QuantizedLinear, linear_backward, linear_product
 from qsync_torch.tracing.aten_call import AtenCall
@@ -160,7 +160,8 @@ def _quantized_case(
 ) -> BenchmarkCase:
     weight = parameter.t() if operator.is_transposed else parameter
     with torch.no_grad():
-        q_x, q_w = cast_input(x, binding, Seeds()), cast_weight(weight, binding, Seeds())
+        q_x = cast_input(x, binding, Seeds())
+        q_w = cast_weight(weight, binding, W, q_x.stream)
     # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
     x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
     place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
@@ -190,7 +191,7 @@ def _quantized_case(
     incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
     if not is_linear and x.is_contiguous(memory_format=torch.channels_last):
         incoming = incoming.to(memory_format=torch.channels_last)
-    gradient = cast_gradient(incoming, q_w.scale, binding, needs, 0, 0)
+    gradient = cast_gradient(incoming, q_w.scale, binding, needs, GRAD, q_x.stream)
     call = ReadyCall(forward, (parameter,), lambda grad: backward(gradient))
     return BenchmarkCase(lambda: call, (kept_x,), trained)
 

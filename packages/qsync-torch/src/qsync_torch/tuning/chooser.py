@@ -82,7 +82,7 @@ class KernelChooser:
                     raise BackendError(f"{name or call.kind} cannot run {asked.role} as {variant.label}: {'; '.join(reasons)}")
                 continue
             answer = self.answer(asked.request)
-            # Weights are quantized together, whatever their shapes, so that one's configuration is of no use.
+            # Weights of all shapes share one quantization, so that one's configuration is of no use.
             ops[asked.role] = OpChoice(answer.backend, "" if asked.role == QUANTIZE_WEIGHT else answer.config)
         return _chosen(ops) if ops else KernelChoice()
 
