@@ -181,6 +181,6 @@ def test_an_output_that_is_too_deep_to_walk_is_refused():
         return h
 
     model = Calls(nested)
-    apply_(model, named(a=BFLOAT16))
+    apply_(model, {OpId("a"): Assignment(BFLOAT16, "", "", "")})
     with pytest.raises(PlanError, match="the list that the model returns nests deeper than Python walks"):
         model(torch.randn(8, 16))

@@ -121,7 +121,7 @@ def test_nothing_is_said_of_operators_in_float_formats_and_in_evaluation():
 
 def test_functions_are_named_after_their_module():
     (sentence,) = said(compiled(Called()), torch.randn(4, 16))
-    assert "(norm before up, gelu before linear)" in sentence
+    assert "(norm before up, gelu before down)" in sentence
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
 
     def get(self: Any) -> Any:
         value = read(self)
-        if not may_be_computed and value.grad_fn is not None:  # no parameter, and no operator of a trace
+        # What is computed, or cut out of a flat parameter, is none itself, and no operator of a trace.
+        if type(value) is torch.Tensor and (value._base is not None or (not may_be_computed and value.grad_fn is not None)):
             return value
         return _handle(value, self._qsync_plan[leaf], self)
 

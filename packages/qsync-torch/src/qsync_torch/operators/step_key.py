@@ -43,6 +43,7 @@ class StepKey:
     def __init__(self, key: int, model: nn.Module) -> None:
         self._key, self._memory, self._model = key % _KEYS, array("q", [key % _KEYS]), weakref.ref(model)
         self.ends: list[Callable[[], None]] = []
+        self._is_known = False
         with torch.inference_mode(False):
             self._on_cpu = torch.frombuffer(self._memory, dtype=torch.int64).view(())
         self._on_gpu: dict[torch.device, torch.Tensor] = {}
@@ -106,9 +107,16 @@ class StepKey:
                 offset.add_(STEP_STRIDE)
 
     def holds(self, parameters: Collection[int]) -> bool:
-        """Whether a parameter of the model is among these, given by ``id``."""
+        """Whether a parameter of the model is among these, given by ``id``: its optimizer is known from then on."""
         model = self._model()
-        return model is not None and any(id(parameter) in parameters for parameter in model.parameters())
+        found = model is not None and any(id(parameter) in parameters for parameter in model.parameters())
+        self._is_known = self._is_known or found
+        return found
+
+    @property
+    def counts_any(self) -> bool:
+        """Whether no optimizer is known that holds the model's parameters: one with copies of them may be its own."""
+        return not self._is_known
 
 
 _IN_FORCE: weakref.WeakSet[StepKey] = weakref.WeakSet()
@@ -123,14 +131,13 @@ def _forget(own: list[torch.Tensor]) -> None:
 
 
 def _plans_of(optimizer: Any) -> list[StepKey]:
-    """The plans whose parameters an optimizer holds; all of them where it holds none (copies of parameters, in float32)."""
+    """The plans whose parameters an optimizer holds; where it holds none (but copies in float32), those of which none is known."""
     count, known = _KNOWN.get(optimizer, (-1, []))
     if count != len(_IN_FORCE):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = [key for key in _IN_FORCE if key.holds(held)] or list(_IN_FORCE)
-        known = [weakref.ref(key) for key in found]
+        known = [weakref.ref(key) for key in _IN_FORCE if key.holds(held)]
         _KNOWN[optimizer] = len(_IN_FORCE), known
-    return [key for reference in known if (key := reference()) is not None]
+    return [key for reference in known if (key := reference()) is not None] or [key for key in _IN_FORCE if key.counts_any]
 
 
 def _ended(optimizer: Any, *_: Any) -> None:
