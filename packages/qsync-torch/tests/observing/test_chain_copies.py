@@ -70,8 +70,8 @@ def _written(model, x, draw):
     mean, var, q, scale = torch.empty(3), torch.empty(3), torch.empty_like(normalized, dtype=torch.int8), torch.empty(1)
     norm, most = model.norm, x.abs().amax().view(1)
     build_batch_norm_output(variant, form)(
-        normalized, norm.weight.detach(), norm.bias.detach(), norm.eps, residual, most, mean, var, None, None, q, scale, None, None,
-        None, 7, 8, draw,
+        normalized, norm.weight.detach(), norm.bias.detach(), norm.eps, residual, most, mean, var, None, None, q, scale, None,
+        None, None, None, 7, 8, draw,
     )  # fmt: skip
     return q, scale
 

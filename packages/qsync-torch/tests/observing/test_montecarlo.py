@@ -8,7 +8,9 @@ from torch import nn
 
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
@@ -92,7 +94,11 @@ def test_every_operator_against_gradients_taken_by_hand():
 
     def gradients(entries):
         model = copy.deepcopy(job.model).train()
-        applied = apply_(model, entries) if entries else None
+        whole = {operator.op_id: FLOAT32 for operator in step.dag.adjustable} | {
+            OpId.parse(str(op_id)): variant for op_id, variant in entries.items()
+        }
+        decided = OutputFormats.of(step.dag).decided(whole)
+        applied = apply_(model, {op_id: Assignment(variant, "", "", "") for op_id, variant in decided.items()}) if entries else None
         torch.manual_seed(step.seed)
         taken = torch.autograd.grad(job.compute_loss(step.batch, model), list(model.parameters()))
         if applied:

@@ -6,6 +6,7 @@ from torch import nn
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
+from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating
@@ -37,10 +38,10 @@ def test_what_is_more_than_the_mean_of_none_and_all(monkeypatch):
     def issue(runner, step, stopwatch):
         formats = []
         hooks = [
-            layer.register_forward_hook(lambda _, x, y: formats.append(y.dtype is torch.bfloat16))
+            layer.register_forward_hook(lambda layer, x, y: formats.append(is_planned(layer) and is_lowered(layer)))
             for layer in runner.model.children()
         ]
-        replaced = "forward" in runner.model[0].__dict__
+        replaced = is_planned(runner.model[0])
         runner.forward(step)
         for hook in hooks:
             hook.remove()
@@ -54,7 +55,11 @@ def test_what_is_more_than_the_mean_of_none_and_all(monkeypatch):
     turn = [[False, True] * 2, [True] * 4, [False, True] * 2, [False] * 4]
     assert plans == [[False] * 4, *3 * turn]
     assert (found.variant, found.forward_ns, found.backward_ns) == (BFLOAT16, 2 * 30, 0)
-    assert "forward" not in runner.model[0].__dict__
+    assert not is_planned(runner.model[0])
+
+
+def is_lowered(layer):
+    return layer._qsync_plan["weight"].is_lowered
 
 
 def test_only_a_cpu_that_may_be_the_whole_of_a_mixed_step_is_looked_at():

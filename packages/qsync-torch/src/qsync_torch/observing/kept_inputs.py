@@ -325,7 +325,7 @@ class _Keeping:
         """The 8-bit tensor, its scales, and the statistics of a norm."""
         x_q = torch.empty_like(x, dtype=TORCH_DTYPE[self.variant.saved])
         scale, mean, spread = (x.new_empty(x.shape[self.producer is Producer.BATCH_NORM]) for _ in range(3))
-        keep, no_copy = (x_q, scale), (None, None)
+        keep, no_copy = (x_q, scale), (None, None, None)
         if self.producer is Producer.BATCH_NORM:
             kernel = build_batch_norm_output(self.variant, ALONE)
             kernel(x, None, None, self.call.eps, None, None, mean, spread, None, None, *no_copy, *keep, None, 0, self.seed, 0)

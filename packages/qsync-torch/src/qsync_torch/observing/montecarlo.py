@@ -191,11 +191,11 @@ class MonteCarloCollector:
 
     @staticmethod
     def _entries(step: ObservedStep, group: Sequence[Operator], variant: Variant) -> dict[OpId, Assignment]:
-        """A plan that lowers these operators alone: one that delivers 16 bits only together with others delivers float32."""
+        """A whole plan that lowers these operators alone: one that delivers 16 bits only together with others delivers float32."""
         plain = {operator.op_id: Variant.plain(step.dag.base) for operator in step.dag.adjustable}
         decided = OutputFormats.of(step.dag).decided(plain | {operator.op_id: variant for operator in group})
         backend = default_backend(device_of(step.model))
-        return {operator.op_id: Assignment(decided[operator.op_id], backend, "", "") for operator in group}
+        return {op_id: Assignment(entry, backend if entry.compute.needs_scale else "", "", "") for op_id, entry in decided.items()}
 
     def _halves(
         self,
