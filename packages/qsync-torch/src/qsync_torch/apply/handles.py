@@ -209,7 +209,8 @@ _PLANNED: dict[Any, tuple[int, str, _Planned]] = {
     **dict.fromkeys((torch.addmm, _T.addmm), (2, "mat2", _addmm)),
     **dict.fromkeys(
         (
-            *(torch.t, _T.t, _T.T.__get__, _T.mT.__get__, torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes),
+            *(torch.t, _T.t, torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes),
+            *(_T.T.__get__, _T.mT.__get__),  # type: ignore[attr-defined]
             *_PERMUTATIONS,
         ),
         (0, "input", _turned),

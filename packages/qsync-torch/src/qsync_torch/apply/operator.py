@@ -114,11 +114,11 @@ class Operator:
         self.assign(assigned)
 
     def is_on(self, owner: nn.Module) -> bool:
-        """As :meth:`InForce.is_on`."""
+        """Whether the plan is in force for the module that reads the parameter."""
         return self._in_force.is_on(owner)
 
     def is_stored(self, x: torch.Tensor) -> bool:
-        """As :func:`~qsync_torch.apply.handles.stores` says of the model."""
+        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
         return stores(self._in_force.model, x)
 
     def assign(self, assigned: Assigned) -> None:
@@ -304,11 +304,11 @@ class Refused:
         self._fqn, self._in_force = fqn, in_force
 
     def is_on(self, owner: nn.Module) -> bool:
-        """As :meth:`InForce.is_on`."""
+        """Whether the plan is in force for the module that reads the parameter."""
         return self._in_force.is_on(owner)
 
     def is_stored(self, x: torch.Tensor) -> bool:
-        """As :func:`~qsync_torch.apply.handles.stores` says of the model."""
+        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
         return stores(self._in_force.model, x)
 
     def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:

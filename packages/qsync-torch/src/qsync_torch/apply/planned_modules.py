@@ -50,7 +50,8 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
             module.__dict__[_FORWARD] = module.__dict__.pop("forward")
         if module is model:
             module.__dict__[_AROUND] = around
-        make = _planned_class.__wrapped__ if module is model else _planned_class  # PyTorch compiles each model's forward anew
+        # PyTorch compiles each model's forward anew.
+        make: Callable[..., type] = _planned_class.__wrapped__ if module is model else _planned_class
         module.__class__ = make(type(module), tuple(sorted(own)), kind, module is model, is_patched)
 
     def remove() -> None:
@@ -83,7 +84,8 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
     """The class of planned modules, under the same name; one for all of a class, so that they share compiled code."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        function, arguments, state, *others = unplanned.__reduce_ex__(self, protocol)
+        reduced: Any = unplanned.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
+        function, arguments, state, *others = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # which insists on an object's own class
             function, arguments = copyreg._reconstructor, (unplanned, object, None)  # type: ignore[attr-defined]
         return function, arguments, _without_plan(state), *others
@@ -105,7 +107,8 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
     if hasattr(unplanned, "__deepcopy__"):
         body["__deepcopy__"] = deepcopy
     if is_model:
-        body["forward"] = _entered(_patched if is_patched else _FORWARDS.get(kind, unplanned.forward))  # type: ignore[attr-defined]
+        own: Any = unplanned.forward  # type: ignore[attr-defined]
+        body["forward"] = _entered(_patched if is_patched else _FORWARDS.get(kind, own))
     elif kind:
         body["forward"] = _FORWARDS[kind]
     for leaf in leaves:
@@ -139,7 +142,7 @@ def _entered(inner: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._qsync_around(self, inner, args, kwargs)
 
-    forward.__code__ = forward.__code__.replace()
+    forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
     return forward
 
 

@@ -95,11 +95,11 @@ class _HookedCall:
         self._model, self._fqn = model, fqn
 
     def is_on(self, owner: torch.nn.Module) -> bool:
-        """In every mode of the model."""
+        """Whether calls are observed now: they are in every mode of the model."""
         return True
 
     def is_stored(self, x: torch.Tensor) -> bool:
-        """As :func:`~qsync_torch.apply.handles.stores` says of the model."""
+        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
         return stores(self._model.model, x)
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
