@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Role
+from qsync_core.ir.plan import Assignment, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
@@ -98,11 +99,12 @@ def measured() -> tuple[Job, PrecisionDag, Profile]:
     return job, dag, attrs.evolve(found, steps=uncalibrated, costs=costs, handed_on=handing)
 
 
-def kept_bytes(job: Job, variants: Mapping[OpId, Variant]) -> int:
+def kept_bytes(job: Job, dag: PrecisionDag, variants: Mapping[OpId, Variant]) -> int:
     """Storages that autograd keeps at the end of a forward, without parameters and the batch."""
     model, batch = job.copy_model().train(), job.batch(0, 3)
     if any(variant != FLOAT32 for variant in variants.values()):
-        apply_(model, variants)
+        decided = OutputFormats.of(dag).decided(variants)
+        apply_(model, {op_id: Assignment(variant, "", "", "") for op_id, variant in decided.items()})
     lasting = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *batch.tensors)}
     kept: dict[int, torch.Tensor] = {}
 
@@ -125,4 +127,4 @@ def test_what_is_kept_is_what_autograd_keeps(measured: tuple[Job, PrecisionDag, 
     group = DeviceGroup("g", found.device.name, 1, Role.INFER, Precision.FLOAT32, LADDER)
     replayer = Replayer(dag, Cluster("c", (group,)), {"g": found})
     # An activation's 8-bit copies for Q, K and V have one scale, which counts with each.
-    assert abs(replayer.memory("g", variants).saved_bytes - kept_bytes(job, variants)) <= 4 * len(dag.adjustable)
+    assert abs(replayer.memory("g", variants).saved_bytes - kept_bytes(job, dag, variants)) <= 4 * len(dag.adjustable)

@@ -14,9 +14,10 @@ from . import address_mutants, mutants, producer_mutants
 
 HERE = Path(__file__).parent
 REPRESENTATIVES = {
-    "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "ManyWithOneSeed", "DelaysTheScale", "KeepsWeights",
+    "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "RoundsAlikeWhateverTheData", "DelaysTheScale",
+    "KeepsWeights",
 }  # fmt: skip
-"""One for each operator's part of the suite: a product, a convolution, a quantization, one of many, a producer; one in place."""
+"""One for each operator's part of the suite: a product, a convolution, a quantization, its numbers, a producer; one in place."""
 MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {
