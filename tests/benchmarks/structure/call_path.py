@@ -40,12 +40,13 @@ def main(tree: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     qsync_torch.apply_(nn.Sequential(nn.Linear(8, 8)), {"0#0": "int8"}, backend="aten")  # loads the backend
     kernels = record_builds(backend_class())
-    model, x = nn.Sequential(nn.Linear(WIDTH, OUT)), torch.randn(BATCH, WIDTH, requires_grad=True)
+    model = nn.Sequential(nn.Linear(WIDTH, OUT))
+    first, second = (torch.randn(BATCH, WIDTH, requires_grad=True) for _ in range(2))  # one that is read again is not cast again
     applying = ApplyTrace(tree, model[0])
     profiled(applying, lambda: qsync_torch.apply_(model, {"0#0": "int8"}, backend="aten"))
-    model(x).sum().backward()
-    forward = ForwardTrace(tree, model[0], x.shape, kernels)
-    profiled(forward, lambda: model(x))
+    model(first).sum().backward()
+    forward = ForwardTrace(tree, model[0], second.shape, kernels)
+    profiled(forward, lambda: model(second))
     return {
         "stacks": {what: named(stack) for what, stack in forward.stacks.items()},
         "deepest": {what: named(stack) for what, stack in forward.deepest.items()},

@@ -1,9 +1,11 @@
 """Row S11 on fewer steps: errors of micro-batches average out as if each were rounded with numbers of its own."""
 
+import importlib
+
 import pytest
 import torch
 
-from qsync_torch.operators import casts
+from structure import micro_batches
 from structure.micro_batches import cases, ratio
 
 TRIALS = 150
@@ -17,24 +19,24 @@ def test_errors_of_micro_batches_average_out(name):
 
 
 def test_weights_that_draw_by_their_own_bits_would_not_average_out(monkeypatch):
-    """The measurement tells: by what a weight is itself, it is rounded alike in all micro-batches."""
+    """The measurement tells: by the step and what a weight is itself, it is rounded alike in all micro-batches."""
 
     def by_itself(weight, binding, seed, stream, *, straight=False):
-        return original(weight, binding, seed, torch.full_like(stream, offset[0]), straight=straight)
+        if trial:
+            stream = torch.full_like(stream, trial[0])
+        return cast_weight(weight, binding, seed, stream, straight=straight)
 
-    original, offset = casts.cast_weight, [0]
-
-    def counted(case, trials, offset_of):
-        def note(trial, batch):
-            offset[0] = offset_of(trial, batch)
-            return offset[0]
+    def errors_of(case, trials, offset_of):
+        def note(number, batch):
+            offset = offset_of(number, batch)
+            trial[:] = [number] if offset == number else []  # independent rounding stays as it is
+            return offset
 
         return errors(case, trials, note)
 
-    from qsync_torch.operators import linear
-    from structure import micro_batches
-
-    errors = micro_batches.errors
+    trial, errors = [], micro_batches.errors
+    linear = importlib.import_module("qsync_torch.operators.linear")  # the package has a function of that name
+    cast_weight = linear.cast_weight
     monkeypatch.setattr(linear, "cast_weight", by_itself)
-    monkeypatch.setattr(micro_batches, "errors", counted)
+    monkeypatch.setattr(micro_batches, "errors", errors_of)
     assert ratio(cases()["nearly equal"], 60).value > 1.2
