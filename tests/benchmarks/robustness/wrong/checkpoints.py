@@ -13,7 +13,23 @@ from torch.utils.checkpoint import checkpoint
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
-from robustness.wrong.two import BOTH, Pair, Two, batch, gradients, one_rank, plan, same, script, step, twice, with_functions
+from robustness.wrong.two import (
+    BOTH,
+    Pair,
+    Two,
+    batch,
+    did_not_run,
+    first_step,
+    gradients,
+    one_rank,
+    plain,
+    plan,
+    same,
+    script,
+    step,
+    twice,
+    with_functions,
+)
 
 
 @script()
@@ -145,15 +161,29 @@ def own_checkpoint_under_ddp() -> Pair:
         return step(nn.parallel.DistributedDataParallel(model)), same()[1]
 
 
+def with_given(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """The body, with weights and biases as arguments."""
+    return F.linear(F.linear(x, weights[0], weights[1]).relu(), weights[2], weights[3])
+
+
 @script()
 def checkpoint_that_is_given_its_weights() -> Pair:
     def body(model: Any, x: torch.Tensor) -> torch.Tensor:
-        part = lambda t, *ps: F.linear(F.linear(t, ps[0], ps[1]).relu(), ps[2], ps[3])  # noqa: E731
-        return checkpoint(part, x, *model.parameters(), use_reentrant=True)
+        weights = model.a.weight, model.a.bias, model.b.weight, model.b.bias
+        return checkpoint(with_given, x, *weights, use_reentrant=True)
 
     model = Two(body)
     apply_(model, plan())
     return step(model), same()[1]
+
+
+@script()
+def checkpoint_that_is_given_all_parameters() -> Pair:
+    """``parameters()`` gives no handles: full precision, which is said."""
+    model = Two(lambda model, x: checkpoint(with_given, x, *model.parameters(), use_reentrant=True))
+    apply_(model, plan())
+    found, said = first_step(model)
+    return [torch.tensor(did_not_run(said, "a#0", "b#0")), found], [torch.tensor(True), plain(step)]
 
 
 @script()

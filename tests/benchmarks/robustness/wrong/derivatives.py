@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from robustness.wrong.two import (
     Pair,
     Two,
     batch,
+    did_not_run,
+    first_step,
     gradients,
     inside,
     plain,
@@ -76,7 +77,7 @@ def adjoint_of_the_model_in_a_float_format() -> Pair:
 
 @script()
 def adjoint_of_the_model_in_8_bits() -> Pair:
-    return refused_only(solved)
+    return same(solved)
 
 
 @script()
@@ -212,10 +213,8 @@ def eval_then_train() -> Pair:
 def trained_in_eval_mode() -> Pair:
     model = Two()
     apply_(model, plan())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = step(model.eval())
-    named = any("from a forward in eval mode, in which the plan is not in force" in str(one.message) for one in said)
+    found, said = first_step(model.eval())
+    named = did_not_run(said, "a#0", "b#0") and any("call apply_(" in one and "lower_eval=True" in one for one in said)
     return [torch.tensor(named), found], [torch.tensor(True), plain(step)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,6 +88,25 @@ def step(model: Any, x: torch.Tensor | None = None) -> list[Any]:
     y = model(batch() if x is None else x).float()
     y.square().sum().backward()
     return [y.detach(), *gradients(model)]
+
+
+def first_step(model: nn.Module, run: Callable[[Any], Any] = step) -> tuple[Any, list[str]]:
+    """What the first training step of a model gives, and what is said until its optimizer has stepped.
+
+    Args:
+        model: under a plan.
+        run: makes gradients; the optimizer changes nothing.
+    """
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = run(model)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+    return found, [str(one.message) for one in said]
+
+
+def did_not_run(said: list[str], *op_ids: str) -> bool:
+    """Whether a warning names these operators, and no other, as lowered by the plan and not run."""
+    return any(one.startswith(f"the plan lowers {', '.join(op_ids)}, which the first step did not run") for one in said)
 
 
 def same(

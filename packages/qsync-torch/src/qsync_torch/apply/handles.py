@@ -215,7 +215,7 @@ _PLANNED: dict[Any, tuple[int, str, _Planned]] = {
         ),
         (0, "input", _turned),
     ),
-    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.clone, _T.contiguous), (0, "self", _same)),
+    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.contiguous), (0, "self", _same)),
     **dict.fromkeys((_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float), (0, "self", _same)),
 }
 """Functions by which a planned weight is multiplied with, or got ready for that: which argument it is, and what runs."""

@@ -37,9 +37,10 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
             ``nn.Linear`` or ``nn.Conv2d`` runs the operator of its ``weight``.
 
     Returns:
-        What takes them out again.  It raises PlanError, and changes nothing, where a class was changed since.
+        What takes them out again.  It raises PlanError, and changes nothing, where a class or a forward was changed since.
     """
     by_module: dict[nn.Module, dict[str, OperatorCall]] = {model: {}}
+    replaced: list[nn.Module] = []
     for (module, leaf), call in calls.items():
         by_module.setdefault(module, {})[leaf] = call
     for module, own in by_module.items():
@@ -53,15 +54,23 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
         # PyTorch compiles each model's forward anew.
         make: Callable[..., type] = _planned_class.__wrapped__ if module is model else _planned_class
         module.__class__ = make(type(module), tuple(sorted(own)), kind, module is model, is_patched)
+        if (module is model or kind) and "forward" not in module.__dict__:
+            replaced.append(module)
 
     def remove() -> None:
         names = {id(module): name for name, module in model.named_modules()}
         for module in by_module:
-            if _UNPLANNED not in vars(type(module)):
+            if not is_as_planned(module):
                 name = names.get(id(module)) or type(module).__name__
                 raise PlanError(
                     f"the class of {name} was changed after the plan was applied (it is a {type(module).__name__} now); take that "
                     "change back before remove()"
+                )
+        for module in replaced:
+            if "forward" in module.__dict__:
+                name = names.get(id(module)) or type(module).__name__
+                raise PlanError(
+                    f"the forward of {name} was replaced after the plan was applied; take that replacement back before remove()"
                 )
         for module in by_module:
             module.__class__ = getattr(type(module), _UNPLANNED)
@@ -77,6 +86,20 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
 def is_planned(module: nn.Module) -> bool:
     """Whether a plan rides on this module, whose class another library may have derived one from since (a parametrization)."""
     return hasattr(type(module), _UNPLANNED)
+
+
+def is_as_planned(module: nn.Module) -> bool:
+    """Whether its class is still the one that it got with the plan."""
+    return _UNPLANNED in vars(type(module))
+
+
+def parametrized_since(module: nn.Module) -> str:
+    """The planned parameter that a parametrization has taken out of a module after the plan was put in; empty where there is none.
+
+    PyTorch keeps what it has read, which is no ``nn.Parameter``, as a buffer that nothing trains.
+    """
+    own = vars(type(module))
+    return "" if _UNPLANNED in own else next((leaf for leaf in module.__dict__.get(_CALLS, ()) if leaf in own), "")
 
 
 @functools.cache
