@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 import attrs
 from hand_models import BF16, FP32, I8, LADDER, op, profile
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_models import assignments, changes, dags, profiles
 from synthetic import GraphBuilder
 
 from hypothesis_profiles import tries
 from qsync_core.ir.dag import Bucket, OpClass, Operator, PrecisionDag
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType, OpCost, Profile
@@ -287,7 +288,9 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
 def test_the_peak_equals_a_naive_walk_through_the_step(data: st.DataObject) -> None:
     dag = data.draw(dags())
     measured = data.draw(profiles(dag, data.draw(st.sampled_from(list(DeviceKind)))))
-    variants = data.draw(assignments(dag))
+    # Operators deliver as they are decided to: a result that is turned to float32 is another tensor, which this walk does not know.
+    variants = OutputFormats.of(dag).decided(data.draw(assignments(dag)))
+    assume(all(variant in measured.cost_index[op_id] for op_id, variant in variants.items()))
     bucket_views = data.draw(st.booleans())
     estimate = estimate_memory(dag, measured, variants, bucket_views=bucket_views)
     assert estimate.peak_bytes == naive_peak(dag, measured, variants, bucket_views=bucket_views)

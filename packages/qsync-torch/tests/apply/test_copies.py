@@ -82,3 +82,14 @@ def test_a_part_of_a_model_under_a_plan_takes_no_other_plan():
         apply_(model[0], BOTH)
     with pytest.raises(PlanError, match="module '0' of this model has a plan already"):
         apply_(nn.Sequential(model), named(**{"0.1": INT8}))
+
+
+def test_a_clone_with_a_dictionary_of_its_own_runs_with_its_own_parameters():
+    """As learn2learn's ``clone_module`` makes it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
+    outer = nn.Sequential(model)
+    apply_(outer, named(**{"0.0": INT8}))
+    clone = type(outer).__new__(type(outer))
+    clone.__dict__ = {**outer.__dict__, "_modules": {"0": nn.Sequential(nn.Linear(16, 16))}}
+    assert torch.equal(clone(x), clone._modules["0"](x))

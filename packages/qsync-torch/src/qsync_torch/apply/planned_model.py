@@ -224,20 +224,20 @@ class PlannedModel:
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:
             self._name_lost()
-        return self._finished(self._explained(inner, args, kwargs))
+        return self._finished(self._explained(model, inner, args, kwargs))
 
     def _finished(self, output: Any) -> Any:
         """The script reads float32, also of outputs that no loss does, whose readers a trace does not know."""
         return float32_outputs(output) if self._delivers_low else output
 
-    def _explained(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _explained(self, model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What fails on a format, in a forward whose operators deliver 16 bits, the script has not seen without a plan.
 
         Raises:
             PlanError: with the line of the model's code.
         """
         try:
-            return inner(self.model, *args, **kwargs)
+            return inner(model, *args, **kwargs)
         except (RuntimeError, TypeError) as error:
             outputs = {operator.assigned.variant.output for operator in self._operators.values()} & LOW_BASES
             if self.base in LOW_BASES or not outputs or not _OF_FORMATS.search(text := str(error).strip()):
