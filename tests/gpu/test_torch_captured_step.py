@@ -11,6 +11,7 @@ from qsync_core.errors import BackendError, PlanError  # noqa: E402
 from qsync_core.ir.op_id import OpId  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_torch.apply.applied_plan import applied_to
 
 INT8 = attrs.evolve(Variant.of(Precision.INT8), output=Precision.BFLOAT16)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
@@ -45,6 +46,7 @@ def step(model, x):
         parameter.grad = None
     loss = model(x).square().mean()
     loss.backward()
+    applied_to(model).advance()
     return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
 
@@ -104,6 +106,7 @@ def test_replays_round_without_bias_and_no_two_alike(backend):
         weight.grad = None
         y = model(x)
         (y * direction).sum().backward()
+        applied.advance()
         found = ((y.detach().double() * direction.double()).sum(), (weight.grad.double() * other.double()).sum())
         return torch.stack(found)
 

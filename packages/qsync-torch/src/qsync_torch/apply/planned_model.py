@@ -133,6 +133,7 @@ class PlannedModel:
                 raise
         else:
             self._placed_on = device
+            self._key.on(device)
 
     def lower(self) -> None:
         """Put the operators into the model, in their variants.
@@ -377,6 +378,7 @@ class PlannedModel:
         for op_id, operator in self._operators.items():
             operator.assign(self._addressed.entries[op_id])
         self._placed_on = device
+        self._key.on(device)
 
     def _step_ended(self) -> None:
         """Say after the first step of this model which lowered operators it did not run."""

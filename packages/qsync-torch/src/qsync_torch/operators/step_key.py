@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qsync_core.errors import PlanError
 from qsync_torch.aten.random_bits import Offset
 
 STEP_STRIDE = 1 << 32
@@ -59,7 +60,11 @@ class StepKey:
         self.step = step
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The offset on a device, read when kernels run."""
+        """The offset on a device, read when kernels run.
+
+        Raises:
+            PlanError: where it is asked for first while a CUDA graph is captured.
+        """
         if device.type != "cuda":
             return self._on_cpu
         found = self._on_gpu.get(device)
@@ -75,6 +80,8 @@ class StepKey:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _move_to(self, device: torch.device) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():  # whose replays would begin to count anew each time
+            raise PlanError("the first step under a plan is captured in a CUDA graph: run a step before one is captured")
         with torch.inference_mode(False):
             offset = self._on_gpu[device] = torch.full((), self._memory[0], dtype=torch.int64, device=device)
         self._own.append(offset)
