@@ -11,7 +11,7 @@ from qsync_core.errors import BackendError, PlanError  # noqa: E402
 from qsync_core.ir.op_id import OpId  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
-from qsync_torch.apply.applied_plan import applied_to
+from qsync_torch.apply.applied_plan import applied_to  # noqa: E402
 
 INT8 = attrs.evolve(Variant.of(Precision.INT8), output=Precision.BFLOAT16)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
