@@ -12,6 +12,8 @@ import torch
 
 from robustness.wrong.two import SCRIPTS, Pair
 
+RIGHT = ("right", "a training step of functions")
+"""What is compared with the reference; all else is refused, on both ranks."""
 RANK = """
 import contextlib, os, sys, torch.distributed as dist
 from torch import nn
@@ -19,6 +21,7 @@ from qsync_core.errors import QSyncError
 from qsync_torch import apply_
 from robustness.reference import Reference
 from robustness.wrong.two import *
+from robustness.wrong.two_ranks import RIGHT
 dist.init_process_group("gloo")
 rank, what = dist.get_rank(), sys.argv[1]
 model = Two()
@@ -50,14 +53,9 @@ try:
                 with Reference(twin, BOTH).running():
                     grads.append(step(twin, batch(seed))[1:])
             return found[1:], [(a + b) / 2 for a, b in zip(*grads)]
-    if what == "autocast on one rank" and rank == 1:
-        def compared():
-            twin = Two()
-            with Reference(twin, BOTH).running():
-                return found, step(twin, batch(rank))
-    if what in RIGHT[rank]:
+    if what in RIGHT:
         compare_with_either(compared)
-    print("right" if what == "right" or what == "rank without a plan" and rank == 1 else "silent", flush=True)
+    print("right" if what in RIGHT or what == "rank without a plan" and rank == 1 else "silent", flush=True)
 except QSyncError as error:
     print("refused", str(error).replace("\\n", "|"), flush=True)
 os._exit(0)
@@ -81,9 +79,8 @@ def ranks(what: str) -> Pair:
     lines = [out.strip().split("\n")[-1] for out, _ in said]
     if any(not line.startswith(("right", "refused")) or "|" in line for line in lines):
         raise AssertionError(f"{lines} {[err[-800:] for _, err in said]}")
-    return torch.tensor([line == "right" for line in lines]).float(), torch.tensor(
-        [what == "right", what in ("right", "rank without a plan")]
-    ).float()
+    expected = [what in RIGHT, what in RIGHT or what == "rank without a plan"]
+    return torch.tensor([line == "right" for line in lines]).float(), torch.tensor(expected).float()
 
 
 for _what in (

@@ -341,6 +341,7 @@ class PlannedModel:
         with together(what, {"whether gradients are weighted": "yes" if self._batches.is_weighted else "no"}):
             self._check_settings(device)
             self._meet(device)
+            check_autocast(self.base, device, caller=self._planned.caller)
             check_reducer()
         self._batches.check_weighted()  # which is the same on all ranks
         if plan is not None and group is not None:  # by now the model is on its GPU
@@ -363,7 +364,7 @@ class PlannedModel:
         """What every forward meets must be what the plan was made for.
 
         Raises:
-            PlanError: when autocast is not the plan's, or the model is on the meta device still.
+            PlanError: when the model is on the meta device still, or a parameter is one that operators cannot run with.
             BackendError: when the model has been moved to a device that does not run the planned kernels.
         """
         if device.type == "meta":
