@@ -6,7 +6,7 @@ All of them ask modes of functions first (:class:`torch.overrides.TorchFunctionM
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -86,64 +86,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
-
-
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    return [_mapped(change, item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def written_by(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """What a collective is going to write into, which changes no version of a tensor."""
-    collective = COLLECTIVES[function]
-    return tensors_in(collective.signature.bind(*args, **kwargs).arguments.get(collective.received))
-
-
-def in_format_of_the_job(
-    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], is_lowered: Callable[[torch.Tensor], bool]
-) -> Any:
-    """Call a collective with float32 in place of 16 bits that a plan has brought about: other ranks send and expect float32.
-
-    What is received into such a tensor makes it a float32 tensor, as it would be without the plan; a part of a larger one is
-    written in its own format.
-
-    Args:
-        function, args, kwargs: one of :data:`COLLECTIVES`, and its call.
-        is_lowered: whether a tensor has 16 bits for a plan.
-
-    Returns:
-        What the function returns.
-    """
-    collective = COLLECTIVES[function]
-    call = collective.signature.bind(*args, **kwargs)
-    given = call.arguments
-    narrow_and_wide: list[tuple[torch.Tensor, torch.Tensor]] = []
-    has_parts = False
-
-    def send(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(torch.float32) if is_lowered(tensor) else tensor
-
-    def receive(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal has_parts
-        if not is_lowered(tensor):
-            return tensor
-        # ``data``, because a collective gives what it writes no new version either.
-        narrow, wide = tensor.data, tensor.detach().to(torch.float32)
-        narrow_and_wide.append((narrow, wide))
-        if tensor._base is not None:
-            has_parts = True
-            return wide
-        tensor.data = wide
-        return tensor
-
-    if collective.received != collective.sent and collective.sent in given:
-        given[collective.sent] = _mapped(send, given[collective.sent])
-    if collective.received in given:
-        given[collective.received] = _mapped(receive, given[collective.received])
-    result = function(*call.args, **call.kwargs)
-    if has_parts and isinstance(result, dist.Work):
-        result.wait()
-    for narrow, wide in narrow_and_wide:
-        narrow.copy_(wide)
-    return result

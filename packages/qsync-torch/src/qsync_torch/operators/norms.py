@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from qsync_torch.dtypes import LOW_FLOATS
 
@@ -35,11 +34,6 @@ def in_float32(value: Any) -> Any:
     return value
 
 
-def call_in_float32(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fixed operator: float32 in, float32 out."""
-    return function(*in_float32(args), **in_float32(kwargs))
-
-
 def _like(x: torch.Tensor, value: Any) -> Any:
     return value.to(x.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
@@ -55,12 +49,6 @@ def call_norm(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return function(*args[:1], *rest, **{key: _like(x, value) if key in _AFFINE else value for key, value in kwargs.items()})
 
 
-def layer_norm(module: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
-    """``nn.LayerNorm.forward`` with :func:`call_norm` in it."""
-    y: torch.Tensor = call_norm(F.layer_norm, (input, module.normalized_shape, module.weight, module.bias, module.eps), {})
-    return y
-
-
 _ROUNDS_STATISTICS = (F.group_norm, torch.group_norm)
 """CUDA's group norm keeps mean and deviation in the activation's format, which loses an offset's digits."""
 
@@ -69,16 +57,6 @@ def _needs_equal_dtypes(function: Callable[..., Any], x: torch.Tensor) -> bool:
     mixed_on_cpu = function not in (F.rms_norm, torch.rms_norm)
     return not (x.device.type == "cpu" and mixed_on_cpu)
 
-
-NORMS: tuple[Callable[..., Any], ...] = (
-    F.layer_norm,
-    F.group_norm,
-    F.rms_norm,
-    torch.layer_norm,
-    torch.group_norm,
-    torch.rms_norm,
-)
-"""Norms whose weight may need a cast; batch and instance norm take float32 weights and statistics beside 16-bit activations."""
 
 _LINALG = (
     *("cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv", "inv_ex"),
