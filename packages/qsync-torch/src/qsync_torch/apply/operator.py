@@ -6,11 +6,13 @@ backward pass: what it computes follows from its operands and the optimizer step
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import GroupMember
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.geometry import Geometry, Pair, pair
@@ -52,6 +54,17 @@ def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> 
     return result
 
 
+def _collectives_so_far() -> int:
+    """How many collectives the job's ranks have begun; another number each time where their backend does not count."""
+    try:
+        return GroupMember.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr, no-any-return]
+    except RuntimeError:
+        return next(_UNCOUNTED)
+
+
+_UNCOUNTED = itertools.count(-1, -1)
+
+
 class InForce:
     """What all operators of a plan in force share.
 
@@ -61,17 +74,24 @@ class InForce:
         base: format of the job's autocast.
         lower_eval: whether the plan is in force in eval mode too.
         caller: for messages.
-        casts: of activations, which consumers share.
         begins: what the first operator of all waits for; None once it was called.
         is_compiled: whether a compiler has read an operator; its graphs do not tell which operators they run.
     """
 
     def __init__(self, model: nn.Module, key: StepKey, base: Precision, lower_eval: bool, caller: Caller) -> None:
         self.model, self.key, self.base, self.lower_eval, self.caller = model, key, base, lower_eval, caller
-        self.casts = CastCache()
+        self._casts, self._collectives = CastCache(), 0
         self._was_on = False
         self.begins: Callable[[], None] | None = None
         self.is_compiled = False
+
+    @property
+    def casts(self) -> CastCache:
+        """Casts of activations, which consumers share until the job's ranks write into some: a collective leaves no new version."""
+        if GroupMember.WORLD is not None and (count := _collectives_so_far()) != self._collectives:
+            self._collectives = count
+            self._casts.clear()
+        return self._casts
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def compiler_reads(self) -> bool:

@@ -77,7 +77,7 @@ class CastCache:
     """Casts of activations, by the tensor's identity and version and the kind of cast.
 
     A cast through which a gradient would take another way than through its activation as it is now is made again.  A change that
-    leaves a tensor's version and memory as they were (``x.data.mul_``, a collective) is not seen here, as autograd does not see it.
+    leaves a tensor's version and memory as they were (``x.data.mul_``) is not seen here, as autograd does not see it.
     """
 
     def __init__(self) -> None:
