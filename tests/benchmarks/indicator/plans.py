@@ -21,7 +21,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.collector import ObservedStep, StepTerm
-from qsync_torch.observing.montecarlo import is_random, squared_norm, step_gradients
+from qsync_torch.observing.montecarlo import is_random, squared_norm, step_gradients, whole_plan
 from qsync_torch.observing.observe import observe
 
 Plan = Mapping[OpId, Variant]
@@ -70,12 +70,16 @@ class PlanErrors:
     def _error(self, step: ObservedStep, plan: Plan, undisturbed: Sequence[torch.Tensor | None]) -> float:
         if not plan:
             return 0.0
-        applied = apply_(step.model, plan, seed=stream_key(step.seed, step.update))
+        applied = apply_(step.model, whole_plan(step, plan), seed=stream_key(step.seed, step.update), base=step.dag.base)
         draws = self.draws if any(map(is_random, plan.values())) else 1
+        total = 0.0
         try:
-            return sum(squared_norm(step_gradients(step), undisturbed) for _ in range(draws)) / draws
+            for _ in range(draws):
+                total += squared_norm(step_gradients(step), undisturbed)
+                applied.advance()
         finally:
             applied.remove()
+        return total / draws
 
 
 def plan_errors(task: Task, dag: PrecisionDag, plans: Sequence[Plan], kept: Kept, effort: PlanEffort) -> list[tuple[float, ...]]:

@@ -189,14 +189,6 @@ class MonteCarloCollector:
         applied.advance()
         return change
 
-    @staticmethod
-    def _entries(step: ObservedStep, group: Sequence[Operator], variant: Variant) -> dict[OpId, Assignment]:
-        """A whole plan that lowers these operators alone: one that delivers 16 bits only together with others delivers float32."""
-        plain = {operator.op_id: Variant.plain(step.dag.base) for operator in step.dag.adjustable}
-        decided = OutputFormats.of(step.dag).decided(plain | {operator.op_id: variant for operator in group})
-        backend = default_backend(device_of(step.model))
-        return {op_id: Assignment(entry, backend if entry.compute.needs_scale else "", "", "") for op_id, entry in decided.items()}
-
     def _halves(
         self,
         step: ObservedStep,
@@ -210,7 +202,9 @@ class MonteCarloCollector:
         seed = stream_key(step.seed, step.update)
         half = self.draws // 2
         try:
-            applied: AppliedPlan = apply_(step.model, self._entries(step, group, variant), seed=seed, base=step.dag.base)
+            applied: AppliedPlan = apply_(
+                step.model, whole_plan(step, {operator.op_id: variant for operator in group}), seed=seed, base=step.dag.base
+            )
             try:
                 sums = [
                     sum(self._change(step, applied, undisturbed) for _ in range(half if is_random(variant) else 1))
@@ -227,6 +221,14 @@ class MonteCarloCollector:
             )
         first, second = (value / half for value in sums) if is_random(variant) else (sums[0], sums[0])
         return first, second
+
+
+def whole_plan(step: ObservedStep, lowered: Mapping[OpId, Variant]) -> dict[OpId, Assignment]:
+    """A whole plan that lowers these operators alone: one that delivers 16 bits only together with others delivers float32."""
+    plain = {operator.op_id: Variant.plain(step.dag.base) for operator in step.dag.adjustable}
+    decided = OutputFormats.of(step.dag).decided({**plain, **lowered})
+    backend = default_backend(device_of(step.model))
+    return {op_id: Assignment(entry, backend if entry.compute.needs_scale else "", "", "") for op_id, entry in decided.items()}
 
 
 def step_gradients(step: ObservedStep) -> list[torch.Tensor | None]:
