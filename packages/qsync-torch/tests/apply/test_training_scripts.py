@@ -87,6 +87,26 @@ def test_parts_that_are_called_by_themselves_are_lowered_in_every_step_with_new_
     assert len({tuple(y.flatten().tolist()) for y in outputs}) == 6
 
 
+def test_an_optimizers_steps_count_for_the_plan_in_force_alone(x):
+    """One plan after another on a model, with one optimizer; a removed plan keeps the step that it came to."""
+    model = TwoLayers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    first = apply_(model, BOTH)
+    train(3)
+    first.remove()
+    train(1)
+    second = apply_(model, BOTH)
+    train(2)
+    assert (first.step, second.step) == (3, 2)
+
+
 def parameters(layer):
     return layer.weight, layer.bias
 

@@ -177,6 +177,7 @@ class PlannedModel:
             self._take_out()
             self._take_out = None
         self._key.ends.clear()
+        self._key.release()
         self._in_force.casts.clear()
 
     def _check_numbers(self) -> None:

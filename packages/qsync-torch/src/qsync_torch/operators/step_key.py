@@ -51,7 +51,14 @@ class StepKey:
         self._own = [self._on_cpu]
         _OFFSETS.append(self._on_cpu)
         _IN_FORCE.add(self)
+        _KNOWN.clear()
         weakref.finalize(self, _forget, self._own)
+
+    def release(self) -> None:
+        """Count no more: the plan is removed."""
+        _IN_FORCE.discard(self)
+        _KNOWN.clear()
+        _forget(self._own)
 
     def rekey(self, key: int) -> None:
         """Take another rank's or seed's numbers, in the same step."""
@@ -127,8 +134,8 @@ class StepKey:
 
 
 _IN_FORCE: weakref.WeakSet[StepKey] = weakref.WeakSet()
-_KNOWN: weakref.WeakKeyDictionary[Any, tuple[int, list[weakref.ref[StepKey]]]] = weakref.WeakKeyDictionary()
-"""The plans that an optimizer's steps count for, and how many plans were in force when that was found."""
+_KNOWN: weakref.WeakKeyDictionary[Any, list[weakref.ref[StepKey]]] = weakref.WeakKeyDictionary()
+"""The plans that an optimizer's steps count for, found anew whenever a plan comes into force or is removed."""
 _PENDING: set[StepKey] = set()
 """Plans of which a step has ended inside the backward pass that runs."""
 
@@ -139,11 +146,10 @@ def _forget(own: list[torch.Tensor]) -> None:
 
 def _plans_of(optimizer: Any) -> list[StepKey]:
     """The plans whose parameters an optimizer holds; where it holds none (but copies in float32), those of which none is known."""
-    count, known = _KNOWN.get(optimizer, (-1, []))
-    if count != len(_IN_FORCE):
+    known = _KNOWN.get(optimizer)
+    if known is None:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        known = [weakref.ref(key) for key in _IN_FORCE if key.holds(held)]
-        _KNOWN[optimizer] = len(_IN_FORCE), known
+        known = _KNOWN[optimizer] = [weakref.ref(key) for key in _IN_FORCE if key.holds(held)]
     return [key for reference in known if (key := reference()) is not None] or [key for key in _IN_FORCE if key.counts_any]
 
 
