@@ -7,16 +7,84 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.functions import FUNCTIONS, Takes
-from qsync_torch.operators.norms import FLOAT32_FUNCTIONS, LOSSES
 
 ATEN = torch.ops.aten
 PYTHON_ONLY = {
     "hinge_embedding_loss", "soft_margin_loss", "rnn_tanh", "rnn_relu", "nuclear_norm", "frobenius_norm", "cross_entropy_loss",
 }  # fmt: skip
 """Composites, some of which a build of PyTorch may lack as operators."""
+
+_LINALG = (
+    *("cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv", "inv_ex"),
+    *("ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_exp"),
+    *(
+        "matrix_rank",
+        "pinv",
+        "qr",
+        "slogdet",
+        "solve",
+        "solve_ex",
+        "solve_triangular",
+        "svd",
+        "svdvals",
+        "tensorinv",
+        "tensorsolve",
+    ),
+)
+_FFT = tuple(name for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn")) and not name.startswith("_"))
+_OLDER = (
+    *("cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "inverse", "istft", "logdet", "lu_solve"),
+    "matrix_exp",
+    *("nanquantile", "ormqr", "pdist", "pinverse", "polar", "qr", "quantile", "slogdet", "stft", "svd", "triangular_solve"),
+    "view_as_complex",
+)
+_SUMS_OF_EXPONENTIALS = ("logsumexp", "logcumsumexp")
+"""Their gradient is ``exp(x - result)``: rounded to bfloat16, a result of 30 scales it by up to 6%."""
+
+FLOAT32_FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(
+    getattr(owner, name)
+    for owner, names in (
+        (torch.fft, _FFT),
+        (torch.linalg, _LINALG),
+        (torch.special, _SUMS_OF_EXPONENTIALS),
+        *((owner, _OLDER + _SUMS_OF_EXPONENTIALS) for owner in (torch, torch.Tensor)),
+    )
+    for name in names
+    if hasattr(owner, name)
+)
+"""Functions that PyTorch has in float32 and float64 only (on most devices) or that are wrong in 16 bits, as a model calls them."""
+
+LOSSES: tuple[Callable[..., Any], ...] = tuple(
+    getattr(F, name)
+    for name in (
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "ctc_loss",
+        "gaussian_nll_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "triplet_margin_with_distance_loss",
+    )
+)
+"""Loss functions of ``torch.nn.functional``."""
 
 
 def operator(name: str) -> Any:

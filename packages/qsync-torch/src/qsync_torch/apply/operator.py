@@ -279,15 +279,23 @@ class Operator:
         return NumericsError(f"{self._shown}: {error}")
 
 
-class Unchanged:
-    """An operator of a plan that runs as it does without one, under autocast, which is looked at all the same."""
+class _NotLowered:
+    """What stands where a plan has no variant to run: as its weight is read, so it is looked at."""
 
     follows_casts = False
 
-    def __init__(self, op_id: OpId, in_force: InForce) -> None:
+    def __init__(self, name: str, in_force: InForce) -> None:
         self.handles: dict[tuple[nn.Module, bool, bool], Handle] = {}
         self.orientations: set[bool] = set()
-        self._op_id, self._in_force = op_id, in_force
+        self._name, self._in_force = name, in_force
+
+    def is_stored(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
+        return stores(self._in_force.model, x)
+
+
+class Unchanged(_NotLowered):
+    """An operator of a plan that runs as it does without one, under autocast, which is looked at all the same."""
 
     def is_on(self, owner: nn.Module) -> bool:
         """Never, in the place of PyTorch's operator.
@@ -299,12 +307,8 @@ class Unchanged:
             if self._in_force.begins is not None:
                 self._in_force.begins()
             device = next(owner.parameters()).device
-            check_autocast(self._in_force.base, device, f"operator {self._op_id}", self._in_force.caller)
+            check_autocast(self._in_force.base, device, f"operator {self._name}", self._in_force.caller)
         return False
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Not called."""
-        raise NotImplementedError
 
     def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Not called."""
@@ -313,23 +317,12 @@ class Unchanged:
     conv2d = linear
 
 
-class Refused:
+class Refused(_NotLowered):
     """Stands where a model calls an operator that its whole plan does not name."""
-
-    follows_casts = False
-
-    def __init__(self, fqn: str, in_force: InForce) -> None:
-        self.handles: dict[tuple[nn.Module, bool, bool], Handle] = {}
-        self.orientations: set[bool] = set()
-        self._fqn, self._in_force = fqn, in_force
 
     def is_on(self, owner: nn.Module) -> bool:
         """Whether the plan is in force for the module that reads the parameter."""
         return self._in_force.is_on(owner)
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
-        return stores(self._in_force.model, x)
 
     def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Refuse.
@@ -338,7 +331,7 @@ class Refused:
             PlanError: naming the operator.
         """
         raise PlanError(
-            f"{self._fqn} runs but the plan does not name it, so the plan was made for another model or for another way through "
+            f"{self._name} runs but the plan does not name it, so the plan was made for another model or for another way through "
             f"this one; {self._in_force.caller.trace_again}"
         )
 

@@ -147,7 +147,7 @@ class PlannedModel:
         if self._changes_nothing:
             self._check_numbers()
             self._placed_on = device_of(self.model)
-            calls = {(module, "weight"): Unchanged(op_id, self._in_force) for op_id, module in addressed.modules}
+            calls = {(module, "weight"): Unchanged(str(op_id), self._in_force) for op_id, module in addressed.modules}
         else:
             if self._placed_on is not None:
                 prebuild(addressed, self._placed_on, self._planned.caller)

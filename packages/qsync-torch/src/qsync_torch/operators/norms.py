@@ -1,13 +1,9 @@
-"""Guarded operators and losses on low-precision activations: they compute inside in float32.
+"""Norms of low-precision activations: they compute inside in float32, and take and return the activation's format.
 
+ATen's kernels accumulate in float32 there, but some refuse a float32 weight beside a 16-bit activation (CUDA's layer and RMS norm):
+weight and bias are then cast to the activation's format, as a model in that format has them, and get float32 gradients back.
+CUDA's group norm rounds its statistics: it receives float32, and its result is cast back.
 See docs/design/precision-semantics.md#operator-classes.
-
-* Norms and softmax take and return the activation's format.  ATen's kernels accumulate in float32 there, but some refuse a
-  float32 weight beside a 16-bit activation (CUDA's layer and RMS norm): weight and bias are then cast to the activation's format,
-  as a model in that format has them, and get float32 gradients back.  CUDA's group norm rounds its
-  statistics: it receives float32, and its result is cast back.
-* Losses, Fourier transforms, decompositions of matrices, distances of all pairs and logarithms of sums of exponentials are fixed
-  operators: their floating-point inputs are cast to float32.
 """
 
 from __future__ import annotations
@@ -56,72 +52,3 @@ _ROUNDS_STATISTICS = (F.group_norm, torch.group_norm)
 def _needs_equal_dtypes(function: Callable[..., Any], x: torch.Tensor) -> bool:
     mixed_on_cpu = function not in (F.rms_norm, torch.rms_norm)
     return not (x.device.type == "cpu" and mixed_on_cpu)
-
-
-_LINALG = (
-    *("cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv", "inv_ex"),
-    *("ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_exp"),
-    *(
-        "matrix_rank",
-        "pinv",
-        "qr",
-        "slogdet",
-        "solve",
-        "solve_ex",
-        "solve_triangular",
-        "svd",
-        "svdvals",
-        "tensorinv",
-        "tensorsolve",
-    ),
-)
-_FFT = tuple(name for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn")) and not name.startswith("_"))
-_OLDER = (
-    *("cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "inverse", "istft", "logdet", "lu_solve"),
-    "matrix_exp",
-    *("nanquantile", "ormqr", "pdist", "pinverse", "polar", "qr", "quantile", "slogdet", "stft", "svd", "triangular_solve"),
-    "view_as_complex",
-)
-_SUMS_OF_EXPONENTIALS = ("logsumexp", "logcumsumexp")
-"""Their gradient is ``exp(x - result)``: rounded to bfloat16, a result of 30 scales it by up to 6%."""
-
-FLOAT32_FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(
-    getattr(owner, name)
-    for owner, names in (
-        (torch.fft, _FFT),
-        (torch.linalg, _LINALG),
-        (torch.special, _SUMS_OF_EXPONENTIALS),
-        *((owner, _OLDER + _SUMS_OF_EXPONENTIALS) for owner in (torch, torch.Tensor)),
-    )
-    for name in names
-    if hasattr(owner, name)
-)
-"""Functions that PyTorch has in float32 and float64 only (on most devices) or that are wrong in 16 bits, as a model calls them."""
-
-LOSSES: tuple[Callable[..., Any], ...] = tuple(
-    getattr(F, name)
-    for name in (
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "cosine_embedding_loss",
-        "cross_entropy",
-        "ctc_loss",
-        "gaussian_nll_loss",
-        "hinge_embedding_loss",
-        "huber_loss",
-        "kl_div",
-        "l1_loss",
-        "margin_ranking_loss",
-        "mse_loss",
-        "multi_margin_loss",
-        "multilabel_margin_loss",
-        "multilabel_soft_margin_loss",
-        "nll_loss",
-        "poisson_nll_loss",
-        "smooth_l1_loss",
-        "soft_margin_loss",
-        "triplet_margin_loss",
-        "triplet_margin_with_distance_loss",
-    )
-)
-"""Loss functions of ``torch.nn.functional``."""
