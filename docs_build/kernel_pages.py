@@ -1,6 +1,6 @@
 """mkdocs hook: every ``docs/results/kernels/*.json``, a run of the kernel suite, becomes a page with tables and drawings.
 
-Tables and drawings are those of the suite itself (``tests/benchmarks/kernels``).
+Tables and drawings are those of the suite itself (``bench/kernels``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from nav_section import extend_section
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+sys.path.insert(0, str(ROOT / "bench"))
 
 from kernels.page import suite_page  # noqa: E402
 from kernels.suite_file import read_suite  # noqa: E402

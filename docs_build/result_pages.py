@@ -1,6 +1,6 @@
 """mkdocs hook: every ``docs/results/*.json`` becomes a page with its rows as a table.
 
-The files are written by ``tests/benchmarks``: one row per id with id, what, value, unit, spread and target, and with machine,
+The files are written by ``bench``: one row per id with id, what, value, unit, spread and target, and with machine,
 versions, commit and command where they differ from the file's.
 """
 

@@ -1,6 +1,6 @@
 """mkdocs hook: ``memory-shares.json``, once it is measured, becomes a page of its own, with text and tables.
 
-Text and tables are the benchmark's (``tests/benchmarks/steps/shares_page.py``).
+Text and tables are the benchmark's (``bench/steps/shares_page.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from nav_section import extend_section
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+sys.path.insert(0, str(ROOT / "bench"))
 
 from steps.shares_page import shares_page  # noqa: E402
 

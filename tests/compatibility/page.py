@@ -11,7 +11,7 @@ import attrs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
-FOLDERS = ("tests/compatibility", "tests/gpu", "tests/benchmarks/robustness", "packages/qsync-torch/tests")
+FOLDERS = ("tests/compatibility", "tests/gpu", "bench/robustness", "packages/qsync-torch/tests")
 """Where the tests are that the page names."""
 COLUMNS = ("what", "under a plan", "what to write, or what it is refused with", "since torch", "test")
 SUPPORTED, CONDITION, REFUSED = "supported", "with a condition", "refused"

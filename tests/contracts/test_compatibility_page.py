@@ -6,7 +6,7 @@ import pytest
 
 from compatibility.page import ANSWERS, PAGE, REFUSED, ROOT, Row, places, rows, suite
 
-ROBUSTNESS = ROOT / "tests" / "benchmarks" / "robustness"
+ROBUSTNESS = ROOT / "bench" / "robustness"
 NOT_IN_CI = ("two_ranks", "spawned", "compiled_")
 """Scripts that test_scripts.py leaves out."""
 

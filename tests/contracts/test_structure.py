@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from contracts.environment import ROOT
 
-sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+sys.path.insert(0, str(ROOT / "bench"))
 
 from structure.imports import cycles, floors, import_graph, modules, room_graph, room_sizes, within
 from structure.texts import Citations, text_files, written_apart

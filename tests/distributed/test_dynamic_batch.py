@@ -10,7 +10,7 @@ from launching import run_machines, run_ranks
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = str(Path(__file__).parents[1] / "benchmarks" / "dynamic_batch.py")
+SCRIPT = str(Path(__file__).parents[2] / "bench" / "dynamic_batch.py")
 TINY = "resnet18:image=16,small_stem=true,width=4,classes=5"
 SHORT = ["--steps", "2", "--repetitions", "2"]
 SUMMED = """

@@ -17,7 +17,7 @@ from qsync_torch.capturing.script import job_of_script
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 
-sys.path.insert(0, str(EXAMPLES.parent / "tests" / "benchmarks"))
+sys.path.insert(0, str(EXAMPLES.parent / "bench"))
 
 from journey.scripts import ALL, IMPORT
 

@@ -8,11 +8,11 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from bench.cluster.random_amp_jobs import BASE, LADDER, ONCE, kept_by_autograd, memory_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.cluster.random_amp_jobs import BASE, LADDER, ONCE, kept_by_autograd, memory_of
 from hypothesis_profiles import tries
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.op_id import OpId

@@ -8,5 +8,5 @@ OUT=${OUT:?}; MINUTES=${MINUTES:-9}; W=$(mktemp -d /tmp/hybrid.XXXXXX); mkdir -p
 pack() { tar czf "$OUT/hybrid.new" -C "$W" hybrid 2> /dev/null; mv "$OUT/hybrid.new" "$OUT/hybrid.tgz"; }
 ( while sleep 30; do pack; done ) & PACKING=$!
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-python3 tests/benchmarks/gpu_hybrid.py --out "$W/hybrid" --minutes "$MINUTES" --directory "$W/rows" "$@" 2>&1 | tee "$OUT/hybrid.log"
+python3 bench/gpu_hybrid.py --out "$W/hybrid" --minutes "$MINUTES" --directory "$W/rows" "$@" 2>&1 | tee "$OUT/hybrid.log"
 kill $PACKING; wait $PACKING 2> /dev/null; pack; rm -rf "$W"

@@ -6,7 +6,7 @@ Two ranks: rank 0 in float32 on a whole GPU, rank 1 in uniform bfloat16 on half 
 fewer CTAs, gradients in the buckets, no broadcast of buffers, and all of them: the step, and of one recorded step on rank 0 how
 long the kernels of backward take in all, how much of that lies beside a collective, how long nothing runs, and which operators take
 longest more than under PyTorch's way.  The numbers are in OUT as JSON too, and as rows of hybrid.json, which
-``tests/benchmarks/results.py`` merges; without GPUs, ``smallest`` sees that it runs.
+``bench/results.py`` merges; without GPUs, ``smallest`` sees that it runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 
 from hybrid.processes import finish, mps, start_ranks
-from results import write_rows
-
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.timeline import Interval, Timeline
+from results import write_rows
 
 SECONDS = 150.0
 Found = dict[str, Any]
@@ -59,7 +58,6 @@ def of_one_rank(options: argparse.Namespace) -> None:
     """Train under every way in turn; the import of ``together`` sets MPS's percentage, before CUDA starts."""
     from hybrid import together
     from hybrid.workloads import BFLOAT16, DEVICE, WORKLOADS, fresh_model, in_turn, make_job, measure, phases, take_half_of_cores
-
     from qsync_torch.apply.apply import apply_
     from qsync_torch.distributed.communication import options_of
     from qsync_torch.profiling.measured_timeline import measured_timeline

@@ -1,6 +1,6 @@
 """2,000 damaged files: each is refused, or is a valid artifact in canonical form; nothing else ever happens.
 
-``tests/benchmarks/fuzz_artifacts.py`` does the same with 100,000 files of real size in a process with little memory.
+``bench/fuzz_artifacts.py`` does the same with 100,000 files of real size in a process with little memory.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from qsync_planner.plugin import qsync_register_commands
 from qsync_planner.replayer.replay import Replayer, plan_variants
 
 ROOT = Path(__file__).resolve().parents[4]
-sys.path.insert(0, str(ROOT / "tests" / "benchmarks" / "robustness"))
+sys.path.insert(0, str(ROOT / "bench" / "robustness"))
 import inconsistent  # noqa: E402
 
 TRIALS, SEED = int(os.environ.get("QSYNC_FUZZ_TRIALS", "120")), os.environ.get("QSYNC_FUZZ_SEED", "inconsistent")
