@@ -89,7 +89,8 @@ def _time(kernel: Any, sets: Sequence[tuple[Any, ...]]) -> float:
 def in_tree(tree: Path, source: str) -> dict[str, list[float]]:
     """The same in a process of its own, with the packages of a checkout."""
     packages = ("core", "planner", "torch", "kernels-triton", "kernels-cutlass")
-    path = os.pathsep.join(str(tree / "packages" / f"qsync-{name}" / "src") for name in packages)
+    own = [str(tree / "packages" / f"qsync-{name}" / "src") for name in packages]
+    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])  # where what is installed may lie
     command = [sys.executable, __file__, "--child", source]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     if done.returncode:
