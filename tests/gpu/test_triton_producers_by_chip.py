@@ -1,0 +1,154 @@
+"""The Triton producers on a real GPU, as its own code and as the PTX of sm_75: against float64 and backend aten, in graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import unittest.mock
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("qsync_kernels_triton")
+
+from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
+from qsync_kernels_triton.backend import TritonBackend  # noqa: E402
+from qsync_torch.aten.backend import AtenBackend  # noqa: E402
+from qsync_torch.conformance.operands import Outputs  # noqa: E402
+from qsync_torch.conformance.producer_checks import check_forward  # noqa: E402
+from qsync_torch.conformance.producers import BATCH_NORM, FORMS, Producer, given, variant_of  # noqa: E402
+from qsync_torch.conformance.subject import Subject  # noqa: E402
+from qsync_torch.conformance.test_producer_gradients import check as check_gradients  # noqa: E402
+from qsync_torch.conformance.test_producer_gradients import gradient  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = [Precision.FLOAT16, Precision.BFLOAT16, Precision.FLOAT32]
+ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR
+T4 = 75
+MODULES = ("activation", "batch_norm", "batch_norm_gradient", "layer_norm", "layer_norm_gradient", "sums")
+
+
+def compiled_producers():
+    """What Triton keeps of every kernel that a producer launches, by device."""
+    modules = (importlib.import_module(f"qsync_kernels_triton.producers.{name}") for name in MODULES)
+    return [kernel.device_caches for module in modules for kernel in vars(module).values() if hasattr(kernel, "device_caches")]
+
+
+@contextlib.contextmanager
+def compiled_for_a_t4(folder):
+    """Triton lowers its kernels to the PTX that a T4's code is made of, and assembles that for the chip at hand."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime import driver
+
+    assemble, (major, minor) = CUDABackend.make_cubin, torch.cuda.get_device_capability()
+
+    def assembled_for_here(self, ptx, metadata, options, capability):
+        assert (capability, f".target sm_{T4}" in ptx) == (T4, True)
+        return assemble(self, ptx, metadata, options, 10 * major + minor)
+
+    patch = unittest.mock.patch
+    for cache in compiled_producers():
+        cache.clear()
+    with (
+        patch.object(driver.active, "get_current_target", lambda: GPUTarget("cuda", T4, 32)),
+        patch.object(CUDABackend, "make_cubin", assembled_for_here),
+        patch.dict("os.environ", TRITON_CACHE_DIR=str(folder)),
+    ):
+        yield
+    for cache in compiled_producers():
+        cache.clear()
+
+
+@pytest.fixture(scope="module", params=["the chip's code", "the PTX of sm_75"])
+def subject(request, tmp_path_factory):
+    found = Subject(TritonBackend(), torch.device("cuda", torch.cuda.current_device()), 1)
+    if request.param == "the chip's code":
+        yield found
+        return
+    with compiled_for_a_t4(tmp_path_factory.mktemp("triton")):
+        yield found
+        kernels = [kernel for cache in compiled_producers() for by_key, *_ in cache.values() for kernel in by_key.values()]
+        assert {kernel.asm["ptx"].partition(".target ")[2][:5] for kernel in kernels} == {f"sm_{T4}"}
+
+
+@pytest.fixture
+def outputs(subject):
+    found = Outputs(subject.device)
+    yield found
+    found.check()
+
+
+def random_producer(draw, device):
+    choose = random.Random(draw)
+    form, output = choose.choice(list(FORMS)), choose.choice(FORMATS)
+    is_image = FORMS[form][0] == BATCH_NORM
+    columns = choose.choice([3, 8, 24, 64, 97, 256, 320, 768, 1000, 2048] + ([] if is_image else [3072, 4100, 8192, 9001]))
+    rows = choose.choice([2, 49, 1568, 12_544] if is_image else [1, 33, 384, 1001])
+    saved = Precision.INT8 if form != "relu" and choose.random() < 0.5 else output
+    granularity = TENSOR if is_image else choose.choice([ROW, TENSOR])
+    variant = variant_of(saved=saved, output=output, granularity=granularity, rounding=choose.choice(list(Rounding)))
+    return Producer.of(form, variant, (rows, columns), device, draw, mean=choose.choice([0.0, 4.0]))
+
+
+@pytest.mark.parametrize("ten", range(0, 40, 10))
+def test_random_shapes_are_right_up_to_float32_arithmetic(subject, outputs, ten):
+    for draw in range(ten, ten + 10):
+        problem = random_producer(draw, subject.device)
+        for kernel in problem.kernels(subject):
+            check_forward(problem, problem.run(kernel, outputs))
+        check_gradients(subject, outputs, problem, gradient(problem))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_are_those_of_pytorchs_own_kernels(subject, outputs, form):
+    """One generator of random numbers: all but values that rounding in float32 moves across a threshold are alike."""
+    saved = Precision.FLOAT32 if form == "relu" else Precision.INT8
+    problem = Producer.of(form, variant_of(saved=saved), (840, 104), subject.device, 31)
+    written, expected = (
+        problem.run(problem.kernels(one)[0], outputs, 1 << 40, 3 << 50, 5 << 35)
+        for one in (subject, attrs.evolve(subject, backend=AtenBackend()))
+    )
+    torch.testing.assert_close(written.scale, expected.scale, rtol=2**-20, atol=0)
+    for one, other in ((written.q, expected.q), (written.x_q, expected.x_q)):
+        if one is not None:
+            assert (one != given(other)).float().mean().item() < 1e-3
+
+
+@pytest.mark.parametrize("form", ["batch_norm+add+relu", "add+layer_norm", "gelu_tanh"])
+def test_the_same_operands_give_the_same_bits(subject, outputs, form):
+    problem = Producer.of(form, variant_of(saved=Precision.INT8, output=Precision.FLOAT16), (12_544, 136), subject.device, 5)
+    (forward,), (backward,) = problem.kernels(subject), problem.kernels(subject, "grad_input")
+    first, again = (problem.run(forward, outputs) for _ in range(2))
+    for one, other in zip(attrs.astuple(first, recurse=False), attrs.astuple(again, recurse=False), strict=True):
+        assert one is None or torch.equal(one, given(other))
+    kept = (given(first.x_q), first.x_scale, first.mean, first.spread, first.bits)
+    gradients = [problem.run_backward(backward, outputs, gradient(problem), *kept) for _ in range(2)]
+    for one, other in zip(*(attrs.astuple(found, recurse=False) for found in gradients), strict=True):
+        assert one is None or torch.equal(one, given(other))
+
+
+@pytest.mark.parametrize("form", ["batch_norm+relu", "layer_norm", "silu"])
+def test_a_captured_call_computes_anew_and_draws_new_numbers(subject, outputs, form):
+    problem = Producer.of(form, variant_of(output=Precision.FLOAT16, saved=Precision.INT8), (784, 192), subject.device, 6)
+    (kernel,) = problem.kernels(subject, bare=True)
+    counter = torch.zeros(1, dtype=torch.int64, device=subject.device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        problem.run(kernel, outputs, offset=counter)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        written = problem.run(kernel, outputs, offset=counter)
+        counter += 1
+    problem.x.mul_(1.5)
+    copies = []
+    for _ in range(2):
+        graph.replay()
+        copies.append(given(written.q).clone())
+    assert (copies[0] != copies[1]).float().mean() > 0.1
+    check_forward(problem, written)
