@@ -19,7 +19,7 @@ from torch.nn import functional
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.conformance.calls import Call, Case, Entry, Impossible, Written
+from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
 from qsync_torch.conformance.operands import LAYOUTS, Outputs, dense, floats, integers, laid_out, large_integers, powers_of_two
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -97,29 +97,16 @@ class Product(Call):
     bias: torch.Tensor | None = None
 
     @property
-    def op(self) -> str:
-        """``KIND.PART``."""
-        return f"{self.kind.name}.{self.part}"
-
-    @property
-    def signature(self) -> str:
-        """All kinds have the same."""
-        return SIGNATURES[self.part]
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of both factors."""
-        return tuple(tuple(x.shape) for x in self._factors)
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """The geometry."""
-        return {"geometry": Geometry(**self.geometry)}
-
-    @property
-    def any_strides(self) -> tuple[str, ...]:
-        """Matrices, scales and bias; images and filters are channels-last."""
-        return tuple(name for name, x in self.operands.items() if x.dim() <= 2)
+    def asked(self) -> Asked:
+        """Both factors' shapes and the geometry; matrices, scales and bias have any strides, images are channels-last."""
+        names = ("grad", "x", "x_scale", "w", "w_scale", "bias")
+        return Asked(
+            f"{self.kind.name}.{self.part}",
+            SIGNATURES[self.part],
+            tuple(tuple(x.shape) for x in self._factors),
+            {"geometry": Geometry(**self.geometry)},
+            any_strides=tuple(name for name in names if (x := getattr(self, name)) is not None and x.dim() <= 2),
+        )
 
     @property
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.aten.random_bits import Offset, stream_of
-from qsync_torch.conformance.calls import Call, Case, Entry, Impossible, Written
+from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
 from qsync_torch.conformance.operands import Outputs, dense, floats
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -59,36 +59,17 @@ class Quantization(Call):
     transposed: bool = False
 
     @property
-    def op(self) -> str:
-        """``quantize``."""
-        return Op.QUANTIZE
-
-    @property
-    def signature(self) -> str:
-        """What is not asked for is not given."""
-        more = (" multiplier=" if self.multiplier is not None else "") + (" transposed>=" if self.transposed else "")
-        return f"x q> scale> stream> seed offset{more}"
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The tensor's."""
-        return (tuple(self.x.shape),)
-
-    @property
-    def request(self) -> dict[str, bool]:
-        """Both options."""
-        return {"multiplied": self.multiplier is not None, "transposed": self.transposed}
-
-    @property
-    def draws(self) -> dict[str, tuple[str, ...]]:
-        """Of the copy."""
-        copies = ("q", "transposed") if self.transposed else ("q",)
-        return {"seed": copies, "offset": copies}
-
-    @property
-    def configurations_agree(self) -> bool:
-        """Element i in memory takes number i, whatever the launch grid."""
-        return True
+    def asked(self) -> Asked:
+        """What is not asked for is not given; element i in memory takes number i, whatever the launch grid."""
+        multiplied, copies = self.multiplier is not None, ("q", "transposed") if self.transposed else ("q",)
+        return Asked(
+            Op.QUANTIZE,
+            f"x q> scale> stream> seed offset{' multiplier=' * multiplied}{' transposed>=' * self.transposed}",
+            (tuple(self.x.shape),),
+            {"multiplied": multiplied, "transposed": self.transposed},
+            draws={"seed": copies, "offset": copies},
+            configurations_agree=True,
+        )
 
     @property
     def scale_count(self) -> int:
