@@ -197,8 +197,8 @@ def lowered(
     return run_product(x, operand_of(weight, geometry), bias, binding, seeds_of(seed, offset), cache)
 
 
-# A lowered operator as one node of a compiled graph.  ``torch.compile`` puts an autograd function into its graph as two bodies; this
-# node can be read, and given an activation's 8-bit copy that another has made (:mod:`qsync_torch.compiling`).  It is composite: a
+# A lowered operator as one node of a compiled graph.  ``torch.compile`` puts an autograd function in its graph as two bodies; this
+# node can be read, and given an activation's 8-bit copy that another made (:mod:`qsync_torch.compiling`).  It is composite: a
 # compiler that has read the graph runs :class:`QuantizedProduct`, whose casts and products become nodes.
 
 
