@@ -206,7 +206,8 @@ class Operator:
                 input, geometry = kind.prepare(input, weight, settings)
             binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
         if is_compiling:
-            weight = operand_of(weight, binding.called)
+            if binding.turns_weight:
+                weight = operand_of(weight, binding.called)
             if binding.is_quantized:
                 return lowered_node(input, weight, bias, binding, self._seeds(weight))
             with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
@@ -216,7 +217,8 @@ class Operator:
             with torch._C.DisableTorchFunction():
                 self._check(input, weight)
                 casts, seeds = self._in_force.casts, self._seeds(weight)
-                weight = operand_of(weight, binding.called)
+                if binding.turns_weight:
+                    weight = operand_of(weight, binding.called)
                 if self._in_force.base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
                         return run_product(input, weight, bias, binding, seeds, casts)

@@ -126,6 +126,7 @@ class OperatorBinding(Bound):
     Attributes:
         variant, choice: as planned.
         called: the geometry of a convolution as the model calls it, None of a product of rows, which ``of_rows`` says.
+        turns_weight: PyTorch stores the weight in another layout than operators take it in.
         geometry: the same as the kernels take it, of images with ``dimensions`` dimensions, batch and channels counted.
         output_op, grad_input_op, grad_weight_op: names of its kernels' operators.
         steps: what is cast to what (:class:`~qsync_core.ir.semantics.OperatorSteps`).
@@ -147,7 +148,7 @@ class OperatorBinding(Bound):
         self.variant, self.choice, self.of_rows, self.called = variant, choice, geometry is None, geometry
         kind = kind_of(geometry)
         self.geometry = NEUTRAL if geometry is None else geometry.with_dimensions(kind.as_run.dimensions)
-        self.dimensions = kind.as_run.dimensions + 2
+        self.dimensions, self.turns_weight = kind.as_run.dimensions + 2, kind.transposed
         self.output_op, self.grad_input_op, self.grad_weight_op = kind.products
         steps = self.steps = steps_of(variant)
         self.is_quantized = steps.is_quantized

@@ -157,6 +157,10 @@ def linear_grad_input(
     """(..., N), or (M, N) of all rows, and (N, K) to ``x_shape`` (..., K) in ``dtype``, by default the variant's."""
     if not straight and not is_plain(grad):
         return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, x_shape, binding.key, dtype))
+    if grad.ndim == 2 and len(x_shape) == 2:
+        out = grad.new_empty(*x_shape, dtype=dtype or binding.grad_input)
+        binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad.shape, w.shape)(grad, w, scale, out)
+        return out
     grad_MN, out = rows(grad), grad.new_empty(*x_shape, dtype=dtype or binding.grad_input)
     binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w.shape)(grad_MN, w, scale, rows(out))
     return out

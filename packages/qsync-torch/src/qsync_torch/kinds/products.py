@@ -44,6 +44,7 @@ def product_gradients(
 
 def bias_gradient(grad: torch.Tensor, geometry: Geometry | None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The gradient of a bias: the sum over everything but output channels."""
-    if geometry is None or grad.dim() < 2:
-        return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=dtype)
-    return grad.sum([0, *range(2, grad.dim())], dtype=dtype)
+    dimensions = grad.dim()
+    if geometry is None:
+        return (grad if dimensions == 2 else grad.reshape(-1, grad.shape[-1])).sum(0, dtype=dtype)
+    return grad.sum((0, 2, 3) if dimensions == 4 else (0, *range(2, dimensions)), dtype=dtype)
