@@ -13,6 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("qsync_kernels_cutlass")
 
+from qsync_torch.conformance.test_producer_gradients import check as check_gradients  # noqa: E402
+from qsync_torch.conformance.test_producer_gradients import gradient  # noqa: E402
+
 from qsync_core.ir.chain import Activation, ChainForm  # noqa: E402
 from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
@@ -28,8 +31,6 @@ from qsync_torch.conformance.operands import Outputs  # noqa: E402
 from qsync_torch.conformance.producer_checks import check_forward  # noqa: E402
 from qsync_torch.conformance.producers import BATCH_NORM, EPS, FORMS, Producer, given, variant_of  # noqa: E402
 from qsync_torch.conformance.subject import Subject  # noqa: E402
-from qsync_torch.conformance.test_producer_gradients import check as check_gradients  # noqa: E402
-from qsync_torch.conformance.test_producer_gradients import gradient  # noqa: E402
 from qsync_torch.devices import compute_capability  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -16,6 +16,8 @@ import pytest
 import torch
 from emulated_producers import COMPILER, FOLDER, EmulatedBackend
 from kernel_requests import every_producer
+from qsync_torch.conformance.test_producer_gradients import check as check_gradients
+from qsync_torch.conformance.test_producer_gradients import gradient
 
 from nightly import each_once, in_pairs
 from qsync_core.errors import BackendError
@@ -31,8 +33,6 @@ from qsync_torch.conformance.operands import Outputs
 from qsync_torch.conformance.producer_checks import check_forward
 from qsync_torch.conformance.producers import BATCH_NORM, FORMS, Producer, given, variant_of
 from qsync_torch.conformance.subject import Subject
-from qsync_torch.conformance.test_producer_gradients import check as check_gradients
-from qsync_torch.conformance.test_producer_gradients import gradient
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed, so the kernels cannot be run on a CPU")
 

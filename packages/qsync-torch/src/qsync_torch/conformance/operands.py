@@ -29,6 +29,11 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return spread[:, :, 0]
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as kernels get it where strides are not theirs to choose: row-major, images and filters channels-last."""
+    return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
 def integers(shape: tuple[int, ...], device: torch.device, seed: int) -> torch.Tensor:
     """int8 values over the whole symmetric range, its ends included."""
     generator = torch.Generator().manual_seed(seed)
