@@ -62,7 +62,7 @@ def subjects(dag: PrecisionDag, operators: Collection[OpId] | None = None) -> li
     known = {operator.op_id for operator in dag.adjustable}
     if unknown := sorted(str(op_id) for op_id in operators if op_id not in known):
         raise ObservationError(
-            f"{dag.model} has no operator {', '.join(unknown[:3])} whose precision a plan may change; "
+            f"{dag.model} has no linear or convolution {', '.join(unknown[:3])} whose precision a plan may change; "
             "'qsync show' lists those of its graph"
         )
     wanted = set(operators)

@@ -208,9 +208,9 @@ class _Run:
             found[LOSS] = self._train(runner, update)
         if found.keys() == {LOSS}:
             if not self.dag.adjustable:
-                raise ObservationError(f"{self.dag.model} has no operator that a plan could lower")
+                raise ObservationError(f"{self.dag.model} has no linear or convolution operator that a plan could lower")
             raise ObservationError(
-                f"no gradient reached {self.dag.adjustable[0].op_id} or any other operator that a plan could lower, of "
+                f"no gradient reached {self.dag.adjustable[0].op_id} or any other linear or convolution operator of "
                 f"{self.dag.model} at update {update}; is it trained, and does a copy.deepcopy of it run its own modules?"
             )
         found[GRADIENT_SQ_NORM] = squared_norm([parameter.grad for parameter in runner.model.parameters()])
