@@ -33,7 +33,8 @@ from qsync_torch.distributed.communication import check_communication, check_red
 from qsync_torch.distributed.ranks import together
 from qsync_torch.failures import deepest_line
 from qsync_torch.kernels.canary import Canary
-from qsync_torch.operators.lowered_ops import OFFSET_OF_STEP
+from qsync_torch.kinds.table import OPERATOR_KINDS
+from qsync_torch.operators.products import OFFSET_OF_STEP
 from qsync_torch.operators.step_key import StepKey
 from qsync_torch.sharing.job_check import check_job
 
@@ -68,7 +69,7 @@ class PlannedModel:
         self._in_force = InForce(model, self._key, self.base, lower_eval, planned.caller)
         self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
         self._operators: dict[OpId, Operator] = {}
-        self._of_classes: dict[type, tuple[Any, Any]] = {}
+        self._of_classes: dict[type, tuple[Any, ...]] = {}
         self._planned_modules: list[nn.Module] = []
         self._take_out: Callable[[], None] | None = None
         self._placed_on: torch.device | None = None
@@ -274,7 +275,7 @@ class PlannedModel:
         Raises:
             PlanError: when a class has another one now, PyTorch other functions, or a module a parametrization.
         """
-        for name in ("linear", "conv2d"):
+        for name in OPERATOR_KINDS:
             if not isinstance(function := getattr(torch.nn.functional, name), types.BuiltinFunctionType):
                 raise PlanError(
                     f"torch.nn.functional.{name} is {getattr(function, '__qualname__', function)} of the script, which operators "
@@ -417,8 +418,11 @@ class PlannedModel:
             warnings.warn(text, stacklevel=4)
 
 
-def _methods(kind: type) -> tuple[Any, Any]:
-    return kind.forward, getattr(kind, "_conv_forward", None)  # type: ignore[attr-defined]
+def _methods(of_class: type) -> tuple[Any, ...]:
+    return tuple(getattr(of_class, name, None) for name in _METHODS)
+
+
+_METHODS = tuple(dict.fromkeys(("forward", *(name for kind in OPERATOR_KINDS.values() for name in kind.methods))))
 
 
 _OF_FORMATS = re.compile(r"(?i)bfloat16|\bhalf\b|float16|\bdtypes?\b|scalar ?type|float or double|same type")
@@ -439,7 +443,7 @@ def _name_modes() -> None:
         if not kind.__module__.startswith(("torch.", "qsync_torch.")):
             _say_once(
                 f"{kind.__name__}, a TorchFunctionMode, is active around a model under a plan, whose operators do not come to it: "
-                "what it makes of linear and conv2d is left out; do that in the model, before trace and apply_"
+                "what it makes of operators is left out; do that in the model, before trace and apply_"
             )
 
 
