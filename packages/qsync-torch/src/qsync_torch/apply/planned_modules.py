@@ -110,6 +110,14 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         copy.__dict__ = _without_plan(copy.__dict__)
         return copy
 
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A new module of this class (``type(model)(config)``) is of the class without a plan."""
+        if _CALLS in self.__dict__:
+            unplanned.__init__(self, *args, **kwargs)
+        else:
+            self.__class__ = unplanned
+            self.__init__(*args, **kwargs)
+
     def copy(self: Any) -> Any:
         """A shallow copy has the parts of the module, and its plan."""
         made = unplanned.__new__(type(self))
@@ -121,6 +129,7 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         "__qualname__": unplanned.__qualname__,
         "__doc__": unplanned.__doc__,
         _UNPLANNED: unplanned,
+        "__init__": init,
         "__reduce_ex__": reduce_ex,
         "__copy__": copy,
         "__prepare_scriptable__": _refuse_scripting,
@@ -134,7 +143,14 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         body["forward"] = _FORWARDS[kind]
     for leaf in leaves:
         body[leaf] = _read_as_handle(unplanned, leaf, may_be_computed=leaf == "weight" and bool(kind))
-    return type(unplanned)(unplanned.__name__, (unplanned,), body)
+    return type(unplanned)(unplanned.__name__, (_Unregistered, unplanned), body)
+
+
+class _Unregistered(nn.Module):
+    """Keeps the class of a planned module from those who are told of subclasses, to list what a script may choose among."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Tell no base of it."""
 
 
 def _refuse_scripting(self: Any) -> Any:
