@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -18,12 +18,10 @@ from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.progress import ProgressCallback
-from qsync_torch.demo.workloads import Evaluation, loss
+from qsync_torch.apply.applied_plan import AppliedPlan
+from qsync_torch.demo.workloads import Evaluation, Workload, loss
 from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.memory import memory_rise, storage_bytes
-
-if TYPE_CHECKING:
-    from qsync_torch.demo.train import Trainee
 
 T = TypeVar("T")
 _GRADIENT_BATCHES = 2
@@ -36,6 +34,21 @@ class Step:
     end_ns: int
     position: int
     loss: float
+
+
+class Trainee(Protocol):
+    """A model that the script has trained, and what trains it."""
+
+    name: str
+    workload: Workload
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    applied: AppliedPlan
+    batches: Iterator[tuple[Tensor, Tensor]]
+    steps: list[Step]
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        """Train on a batch; its loss."""
 
 
 @attrs.frozen
@@ -79,7 +92,7 @@ def measure(
         timeline: a trainee's name, the file of its graph, and where the timeline of one of its steps goes.
         progress: receives how far it is.
     """
-    groups = gather(trainees[0].applied.group)
+    groups = gather(trainees[0].applied.group or "")
     errors = gather(_own_gradient_errors(compared))[-1]  # the weak worker is the last one
     results = {}
     for done, trainee in enumerate(trainees):
@@ -103,7 +116,7 @@ def measure(
         trainee = next(trainee for trainee in trainees if trainee.name == name)
         batch = next(trainee.batches)
         found = measured_timeline(
-            trainee.model, load(Path(dag), PrecisionDag), lambda: trainee.step(batch), group=trainee.applied.group, steps=1
+            trainee.model, load(Path(dag), PrecisionDag), lambda: trainee.step(batch), group=trainee.applied.group or "", steps=1
         )
         # The recorder takes its time: the iteration is what was measured without it.
         result = results[name]
