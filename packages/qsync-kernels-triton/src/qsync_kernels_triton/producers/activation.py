@@ -23,6 +23,7 @@ from qsync_kernels_triton.quantize.rounding import (
     merged_checksum,
     stream_of,
     words_of,
+    words_of_rows,
     write_stream,
 )
 from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
@@ -70,8 +71,8 @@ def activate_rows(
                 largest, x_largest = larger(largest, activated(x, ACTIVATION)), larger(x_largest, x)
         checksum = tl.sum(bits, 1)
         total += checksum
-        low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
-        stream_low, stream_high = low[:, None], high[:, None]
+        streams = stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE)
+        stream_low, stream_high = words_of_rows(streams, ROWS)
         scale, inverse, x_scale, x_inverse = 1.0, 1.0, 1.0, 1.0  # of what is not written
         if SCALES == PER_ROW:
             scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)

@@ -24,6 +24,7 @@ from qsync_kernels_triton.quantize.rounding import (
     merged_checksum,
     stream_of,
     words_of,
+    words_of_rows,
     write_stream,
 )
 from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
@@ -177,8 +178,8 @@ def normalize_rows(
                 x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK
             )  # fmt: skip
         total += checksum
-        low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
-        stream_low, stream_high = low[:, None], high[:, None]
+        streams = stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE)
+        stream_low, stream_high = words_of_rows(streams, ROWS)
         rstd = inverse_deviation(var, eps)
         tl.store(mean_ptr + row, mean, mask=row < rows)
         tl.store(rstd_ptr + row, rstd, mask=row < rows)

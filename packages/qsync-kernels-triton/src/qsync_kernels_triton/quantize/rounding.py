@@ -169,6 +169,23 @@ def words_of(stream):
 
 
 @triton.jit
+def words_of_rows(streams, ROWS: tl.constexpr):
+    """Low and high words of the streams of a tile's rows, each a column, put together from numbers.
+
+    So the compiler may place the generator's calls among threads as it needs their results.  Were the column what a reduction over
+    the tile left, calls would lie as the tile does, and every warp would make all of them: GELU took 3.3 times the instructions.
+    """
+    if ROWS == 1:
+        return words_of(tl.sum(streams, 0))
+    else:
+        row = tl.arange(0, ROWS)
+        column = tl.zeros((ROWS, 1), dtype=tl.int64)
+        for one in tl.static_range(ROWS):
+            column = tl.where(row[:, None] == one, tl.sum(tl.where(row == one, streams, 0), 0), column)
+        return words_of(column)
+
+
+@triton.jit
 def random_bits(call, seed_low, seed_high, stream_low, stream_high):
     """Numbers 8 * call ... 8 * call + 7 of a stream: one more dimension of 8 than ``call``, the number in bits 7 to 22."""
     w0, w1, w2, w3 = random_words(call, seed_low, seed_high, stream_low, stream_high)

@@ -27,6 +27,7 @@ from qsync_kernels_triton.quantize.rounding import (
     scale_of,
     stream_of,
     words_of,
+    words_of_rows,
     write_stream,
 )
 
@@ -108,9 +109,9 @@ def quantize_rows(
         scale, inverse = scales_of_rows(scale_ptr, tl.abs(x), row, rows, FORMAT)
         checksum = tl.sum(bits, axis=1)
         total += checksum
-        low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+        low, high = words_of_rows(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE), ROWS)
         q = rounded_rows(
-            x, scale, inverse, first, 0, seed_low, seed_high, low[:, None], high[:, None], FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
+            x, scale, inverse, first, 0, seed_low, seed_high, low, high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
         )  # fmt: skip
         _store(q_ptr, q, first, columns, row, rows, row_length, FULL)
     write_stream(stream_ptr, offset_ptr, offset_low, offset_high, tl.sum(total, axis=0), LIVE, STREAM)

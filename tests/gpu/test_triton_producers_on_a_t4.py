@@ -1,4 +1,4 @@
-"""The Triton producers on a real GPU, as its own code and as the PTX of sm_75: against float64 and backend aten, in graphs."""
+"""The Triton producers as the PTX that a T4's code is made of, assembled for the GPU at hand: against float64 and aten, in graphs."""
 
 from __future__ import annotations
 
@@ -63,12 +63,9 @@ def compiled_for_a_t4(folder):
         cache.clear()
 
 
-@pytest.fixture(scope="module", params=["the chip's code", "the PTX of sm_75"])
-def subject(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
     found = Subject(TritonBackend(), torch.device("cuda", torch.cuda.current_device()), 1)
-    if request.param == "the chip's code":
-        yield found
-        return
     with compiled_for_a_t4(tmp_path_factory.mktemp("triton")):
         yield found
         kernels = [kernel for cache in compiled_producers() for by_key, *_ in cache.values() for kernel in by_key.values()]
@@ -105,12 +102,11 @@ def test_random_shapes_are_right_up_to_float32_arithmetic(subject, outputs, ten)
 
 @pytest.mark.parametrize("form", FORMS)
 def test_copies_are_those_of_pytorchs_own_kernels(subject, outputs, form):
-    """One generator of random numbers: all but values that rounding in float32 moves across a threshold are alike."""
+    """Rounded to nearest, all but values that float32 moves across a tie are alike; random numbers are each backend's own."""
     saved = Precision.FLOAT32 if form == "relu" else Precision.INT8
-    problem = Producer.of(form, variant_of(saved=saved), (840, 104), subject.device, 31)
+    problem = Producer.of(form, variant_of(saved=saved, rounding=Rounding.NEAREST), (840, 104), subject.device, 31)
     written, expected = (
-        problem.run(problem.kernels(one)[0], outputs, 1 << 40, 3 << 50, 5 << 35)
-        for one in (subject, attrs.evolve(subject, backend=AtenBackend()))
+        problem.run(problem.kernels(one)[0], outputs) for one in (subject, attrs.evolve(subject, backend=AtenBackend()))
     )
     torch.testing.assert_close(written.scale, expected.scale, rtol=2**-20, atol=0)
     for one, other in ((written.q, expected.q), (written.x_q, expected.x_q)):
@@ -123,12 +119,15 @@ def test_the_same_operands_give_the_same_bits(subject, outputs, form):
     problem = Producer.of(form, variant_of(saved=Precision.INT8, output=Precision.FLOAT16), (12_544, 136), subject.device, 5)
     (forward,), (backward,) = problem.kernels(subject), problem.kernels(subject, "grad_input")
     first, again = (problem.run(forward, outputs) for _ in range(2))
-    for one, other in zip(attrs.astuple(first, recurse=False), attrs.astuple(again, recurse=False), strict=True):
-        assert one is None or torch.equal(one, given(other))
+    assert_same(first, again)
     kept = (given(first.x_q), first.x_scale, first.mean, first.spread, first.bits)
     gradients = [problem.run_backward(backward, outputs, gradient(problem), *kept) for _ in range(2)]
-    for one, other in zip(*(attrs.astuple(found, recurse=False) for found in gradients), strict=True):
-        assert one is None or torch.equal(one, given(other))
+    assert_same(*gradients)
+
+
+def assert_same(first, again):
+    for one, other in zip(*(attrs.astuple(found, recurse=False) for found in (first, again)), strict=True):
+        assert not isinstance(one, torch.Tensor) or torch.equal(one, given(other))
 
 
 @pytest.mark.parametrize("form", ["batch_norm+relu", "layer_norm", "silu"])
@@ -151,4 +150,4 @@ def test_a_captured_call_computes_anew_and_draws_new_numbers(subject, outputs, f
         graph.replay()
         copies.append(given(written.q).clone())
     assert (copies[0] != copies[1]).float().mean() > 0.1
-    check_forward(problem, written)
+    check_forward(problem, attrs.evolve(written, offset=counter.item() - 1))
