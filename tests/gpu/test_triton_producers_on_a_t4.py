@@ -1,4 +1,4 @@
-"""The Triton producers as the PTX that a T4's code is made of, assembled for the GPU at hand: against float64 and aten, in graphs."""
+"""Triton's producers as the PTX that a T4's code is made of, assembled for the GPU at hand: against float64 and aten, in graphs."""
 
 from __future__ import annotations
 
