@@ -16,7 +16,7 @@ SHARED_MEMORY = 48 * 1024
 """What every chip gives a program without being asked; none of these kernels needs more."""
 
 
-@pytest.fixture(scope="module", params=[80, 89, 90])
+@pytest.fixture(scope="module", params=[75, 80, 89, 90])
 def kernels(request, tmp_path_factory):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     command = [sys.executable, str(Path(__file__).parents[1] / "compile_producers.py"), str(request.param)]

@@ -70,8 +70,8 @@ def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> No
         if not all(reasons):
             break
     else:
-        said = sorted(set(itertools.chain(*reasons)))
-        pytest.fail(f"it offers {op} in {', '.join(sorted(offered))}, and refuses every request for it: {said}")
+        refused = sorted(set(itertools.chain(*reasons)))
+        pytest.fail(f"it offers {op} in {', '.join(sorted(offered))}, and refuses every request for it: {refused}")
 
 
 @pytest.mark.parametrize(
