@@ -35,7 +35,7 @@ class Asked:
         shapes, fields: of the request.
         draws: the outputs that each number of the random numbers counts for.
         any_strides: names of the matrices and vectors that may have any strides.
-        configurations_agree: all configurations write the same bits.
+        configurations_agree: all write the same bits, and pairs of seed and offset that differ in a bit or two give others.
     """
 
     op: str
