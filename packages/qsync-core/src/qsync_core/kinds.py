@@ -90,6 +90,7 @@ KINDS = {
     for kind in (
         Kind("linear"),
         Kind("conv2d", dimensions=2),
+        Kind("conv1d", dimensions=1, runs_as="conv2d"),
     )
 }
 """Every kind by its name."""
