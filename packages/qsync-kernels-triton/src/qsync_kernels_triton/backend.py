@@ -18,7 +18,7 @@ from qsync_kernels_triton.config import (
     ranked,
     ranked_pointwise,
 )
-from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, unsupported_reasons
+from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, OPS, unsupported_reasons
 
 QUANTIZE_CANDIDATES = (
     QuantizeConfig(),
@@ -113,7 +113,7 @@ class TritonBackend:
                 min_compute_capability=capability,
                 layouts=_layouts(op),
             )
-            for op in Op.ALL
+            for op in OPS
         )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
