@@ -87,7 +87,6 @@ _SUPPORTED = f"a plan lowers {', '.join(KINDS)}"
 _OTHER_CONVOLUTIONS = {
     "conv3d": "three-dimensional convolution",
     "conv_transpose1d": "transposed convolution",
-    "conv_transpose2d": "transposed convolution",
     "conv_transpose3d": "transposed convolution",
     "conv_tbc": "time-first convolution",
     "convolution": "convolution called as torch.convolution",

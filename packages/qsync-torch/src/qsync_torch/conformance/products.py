@@ -427,6 +427,18 @@ def named(*sizes: Size) -> dict[str, Size]:
     return {"x".join(map(str, (*x, w[0]))): (x, w, geometry) for x, w, geometry in sizes}
 
 
+def spread(x: tuple[int, ...], w: tuple[int, ...], **geometry: Any) -> Size:
+    """Images and filters of a transposed convolution."""
+    return x, w, {**geometry, "transposed": True}
+
+
+def transposed_convolution(x: torch.Tensor, w: torch.Tensor, groups: int = 1, **geometry: Any) -> torch.Tensor:
+    """PyTorch's, whose filters have input channels first, group by group."""
+    del geometry["transposed"]
+    filters = torch.cat([part.transpose(0, 1) for part in w.chunk(groups)])
+    return functional.conv_transpose2d(x, filters, groups=groups, **geometry)
+
+
 LINEAR = Kind(
     "linear",
     functional.linear,
@@ -476,7 +488,22 @@ CONV2D = Kind(
         "grad_input": {"many filters": of_images((1, 16, 5, 5), (512, 16, 3, 3), padding=(1, 1))},
     },
 )
-KINDS = (LINEAR, CONV2D)
+CONV_TRANSPOSE2D = Kind(
+    "conv_transpose2d",
+    transposed_convolution,
+    {
+        "3x3, stride 2": spread((2, 16, 5, 6), (24, 16, 3, 3), stride=(2, 2), padding=(1, 1), output_padding=(1, 1)),
+        "2x2, stride 2": spread((2, 16, 4, 5), (8, 16, 2, 2), stride=(2, 2)),
+        "3x3": spread((2, 8, 7, 6), (16, 8, 3, 3), padding=(1, 1)),
+        "1x1": spread((2, 16, 5, 5), (24, 16, 1, 1)),
+        "uneven": spread((1, 8, 6, 5), (12, 8, 3, 2), stride=(1, 3), padding=(2, 0), dilation=(2, 1)),
+        "groups": spread((2, 16, 5, 5), (24, 8, 3, 3), stride=(2, 2), groups=2),
+    },
+    ("3x3, stride 2", "groups"),
+    {"output": {"empty batch": spread((0, 8, 5, 5), (16, 8, 3, 3), stride=(2, 2))}},
+    {"output": {"many channels": spread((1, 512, 4, 4), (16, 512, 3, 3), stride=(2, 2))}},
+)
+KINDS = (LINEAR, CONV2D, CONV_TRANSPOSE2D)
 """Every kind of operator whose products kernels compute."""
 ENTRIES = {f"{kind.name}.{part}": entry_of(kind, part) for kind in KINDS for part in SIGNATURES}
 """The table of their products."""
