@@ -116,8 +116,8 @@ class InForce:
         """Where casts of an activation are shared, until the job's ranks write into some: a collective leaves no new version.
 
         Nor does what a script writes into an input by NumPy or through ``x.data`` from one forward to the next, or into the state
-        of a recurrent model.  So casts are of one forward, and buffers have none; and outside of forwards, where parts of a model are
-        called, only results of other operations have any.
+        of a recurrent model.  So casts are of one forward, and buffers have none; and outside of forwards, where parts of a model
+        are called, only results of other operations have any.
         """
         if x.grad_fn is None and (not self._forwards.depth or id(x) in self._stored()):
             return None
