@@ -127,11 +127,11 @@ class Mixed(nn.Module):
 
 
 class AlongTime(nn.Module):
-    """A one-dimensional convolution, which no plan lowers."""
+    """A transposed convolution of one dimension, which no plan lowers."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        self.inner = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.inner = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.inner(x.transpose(1, 2)).transpose(1, 2)

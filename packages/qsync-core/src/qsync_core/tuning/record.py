@@ -80,11 +80,12 @@ def formats_of(request: KernelRequest) -> str:
     """The part of a request's variant that its kernel depends on."""
     variant, op = request.variant, request.op
     parts = [str(variant.compute)]
+    product = op.partition(".")[2] if op in Op.UNFUSED else ""
     if op == Op.QUANTIZE:
         parts += [f"x={variant.x_granularity}", f"round={variant.rounding}"]
-    elif op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
+    elif product == "output":
         parts += [f"out={variant.output}", f"x={variant.x_granularity}", f"w={variant.w_granularity}"]
-    elif op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
+    elif product == "grad_input":
         parts += [f"gi={variant.grad_input}", f"grad={steps_of(variant).grad_input.precision}", f"w={variant.w_granularity}"]
         parts += [f"out={variant.output}"] if variant.grad_input.needs_scale else []
     else:
@@ -97,7 +98,7 @@ def layout_of(request: KernelRequest) -> str:
     """The layout of a request's operands, in a word."""
     if not request.contiguous:
         return "strided"
-    return "channels_last" if request.op.startswith("conv2d") else "contiguous"
+    return "channels_last" if request.op in Op.CONVOLUTIONS else "contiguous"
 
 
 def shape_distance(one: TuningKey, other: TuningKey) -> float:
@@ -111,10 +112,9 @@ def work(key: TuningKey) -> int:
     if key.op == Op.QUANTIZE:
         return math.prod(key.shapes[0])
     first, second = key.shapes
-    if key.op == Op.CONV2D_GRAD_WEIGHT:
+    if key.op.endswith(".grad_weight"):
         return math.prod(first) * second[1]
-    shared = first[0] if key.op == Op.LINEAR_GRAD_WEIGHT else first[1]
-    return math.prod(first) * math.prod(second) // max(1, shared)
+    return math.prod(first) * math.prod(second) // max(1, first[1])
 
 
 def to_line(key: TuningKey, content: Mapping[str, Any]) -> str:

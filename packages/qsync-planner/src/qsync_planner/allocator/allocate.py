@@ -15,6 +15,7 @@ from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.kinds import KINDS
 from qsync_planner.allocator.baselines import (
     MAX_TOLERANCE,
     UniformStart,
@@ -443,7 +444,7 @@ def _plan(
         unaddressed_ids=tuple(
             operator.op_id
             for operator in dag.operators
-            if not operator.is_adjustable and (operator.op_class is OpClass.ADJUSTABLE or operator.kind in ("linear", "conv2d"))
+            if not operator.is_adjustable and (operator.op_class is OpClass.ADJUSTABLE or operator.kind in KINDS)
         ),
         software={name: profile.software for name, profile in problem.profiles.items()},
         memory=memory_parts(ways.at(solution.way), variants, local_batches),

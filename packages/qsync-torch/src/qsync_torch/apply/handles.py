@@ -1,11 +1,17 @@
 """What a model's own code gets when it reads a parameter that a plan names: a handle, with which products are the plan's.
 
 ``F.linear(x, self.w)``, ``x @ self.w.t()`` and attention's projections run as planned wherever they are called.  Any other function
-takes the parameter itself, a slice or ``einsum`` too, and runs in full precision.  Nothing is listed but :data:`_PLANNED`.
+takes the parameter itself, a slice or ``einsum`` too, and runs in full precision.  Products are those of the table of kinds
+(:data:`qsync_torch.kinds.table.SPELLED`); what gets a weight ready for them is in :data:`_PREPARING`.
+
+A handle is an ``nn.Parameter`` to code that asks, and has the parameter's attributes.  What keeps one gets the parameter in its
+place: a module that it is assigned to (tied weights), and an optimizer in its first step.  Handles are made anew whenever they are
+read: one that lived on would keep a node of autograd's graph alive, which remembers the parameter's shape.
 """
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,24 +19,26 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from qsync_core.geometry import Pair
+from qsync_core.errors import PlanError
 from qsync_torch.dtypes import PRECISION
+from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
+from qsync_torch.kinds.table import SPELLED
 
 
 class OperatorCall(Protocol):
     """Runs where a model calls an adjustable operator.
 
     Attributes:
-        handles: of its parameter, by the module it was read from, and how autograd sees it.
-        orientations: whether the parameter was multiplied with as (N, K), or as (K, N).
+        forms: as which kind the parameter was multiplied with, and whether as that kind's function takes it, or as the transpose.
         follows_casts: whether products with what the model casts the parameter to are this operator's too.
     """
 
     follows_casts: bool
 
-    handles: dict[tuple[nn.Module, bool, bool], Handle]
-    orientations: set[bool]
+    forms: set[tuple[str, bool]]
 
     def is_on(self, owner: nn.Module) -> bool:
         """Whether it runs now, in place of PyTorch's operator."""
@@ -40,21 +48,10 @@ class OperatorCall(Protocol):
         """Whether it is a parameter or buffer of the model, or a view of one: no operator of a plan is a product of such alone."""
         ...
 
-    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the operator where ``F.linear`` was called."""
-        ...
-
-    def conv2d(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Pair = 1,
-        padding: Pair | str = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
+    def run(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings = ()
     ) -> torch.Tensor:
-        """Run the operator where ``F.conv2d`` was called."""
+        """Run the operator where the function of a kind was called."""
         ...
 
 
@@ -67,6 +64,7 @@ class Handle(torch.Tensor):
         source: the parameter.
         value: what every other function takes: the parameter, or its transpose, or its cast.
         transposed: whether it stands for the transpose.
+        is_own: whether the script has made a parameter of its own of it, which no plan names: ``nn.Parameter(w.detach())``.
     """
 
     call: OperatorCall
@@ -74,6 +72,7 @@ class Handle(torch.Tensor):
     source: torch.Tensor
     value: torch.Tensor
     transposed: bool
+    is_own: bool
 
     @classmethod
     def of(
@@ -81,20 +80,65 @@ class Handle(torch.Tensor):
     ) -> Handle:
         """The handle of a parameter, or of its transpose or cast."""
         value = source if value is None else value
-        handle = value.view_as(value).as_subclass(cls)
+        is_compiling = torch.compiler.is_compiling() and value is source and isinstance(value, nn.Parameter)
+        handle = value.view_as(value).as_subclass(_CompiledHandle if is_compiling else cls)
         handle.call, handle.owner, handle.source, handle.value, handle.transposed = call, owner, source, value, transposed
+        handle.is_own = False
         return handle
+
+    @property
+    def _is_param(self) -> bool:
+        """Whether it is an ``nn.Parameter`` to ``isinstance``, by PyTorch's flag for tensors of other classes."""
+        return self.is_own or (self.value is self.source and isinstance(self.value, nn.Parameter))
+
+    @_is_param.setter
+    def _is_param(self, is_one: bool) -> None:
+        """Take it that PyTorch makes a parameter of this."""
+        self.is_own = is_one
+
+    def __getattr__(self, name: str) -> Any:
+        """What a script has put on the parameter, such as ``w.no_decay = True``."""
+        if (value := self.__dict__.get("value")) is not None:
+            return getattr(value, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Put what a script puts here on the parameter, where others read it."""
+        if name in _OF_HANDLE:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.value, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of what it stands for."""
+        return copy.deepcopy(self.kept(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A saved handle is what it stands for."""
+        return self.kept().__reduce_ex__(protocol)
+
+    def kept(self) -> torch.Tensor:
+        """What takes its place where it is kept: the parameter, or a parameter of the script's own."""
+        if self.is_own:
+            return nn.Parameter(self.value.detach(), self.value.requires_grad)
+        return self.value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run a product of the plan, or the function on the parameter itself."""
         kwargs = kwargs or {}
-        known = _PLANNED.get(func)
-        if known is not None:
-            place, name, planned = known
+        if (spelled := SPELLED.get(func)) is not None:
+            place, name = spelled[1].place, spelled[1].name
             weight = args[place] if len(args) > place else kwargs.get(name)
-            if isinstance(weight, cls) and weight.call.is_on(weight.owner):
-                found = planned(weight, func, args, kwargs)
+            if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
+                found = _multiplied(weight, *spelled, args, kwargs)
+                if found is not None:
+                    return found
+        elif (known := _PREPARING.get(func)) is not None:
+            name, prepared = known
+            weight = args[0] if args else kwargs.get(name)
+            if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
+                found = prepared(weight, func, args, kwargs)
                 if found is not None:
                     return found
         if func is F.multi_head_attention_forward:
@@ -106,6 +150,13 @@ class Handle(torch.Tensor):
             return func(*arguments, **named)
 
 
+class _CompiledHandle(Handle, nn.Parameter):
+    """A handle of a parameter, where a compiler reads, which asks a class alone whether it is one."""
+
+
+_OF_HANDLE = frozenset({*Handle.__annotations__, "_is_param"})
+
+
 def plain(value: Any) -> Any:
     """What a handle stands for, also in lists and tuples; anything else as it is."""
     if isinstance(value, Handle):
@@ -113,20 +164,25 @@ def plain(value: Any) -> Any:
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
-def _multiplied(w: Handle, x: Any, bias: Any, *, as_rows: bool) -> Any:
-    """The linear of a plan, with a weight (N, K) as it is stored or the other way round; None where this is none.
+def _multiplied(w: Handle, kind: OperatorKind, spelling: Spelling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product of a plan, with a weight as its kind's function takes it or the other way round; None where this is none.
 
-    A gradient formula in a backward pass multiplies with the weight the other way round than the forward pass did, and no piece of
-    a forward that runs again without gradients does (a reversible block).
+    A gradient formula in a backward pass multiplies with the weight in another way than the forward pass did, and no piece of a
+    forward that runs again without gradients does (a reversible block).
     """
+    if w.ndim != kind.weight_dimensions or (read := spelling.read(args, kwargs, w)) is None:
+        return None
+    x, bias, settings = read
     if isinstance(x, Handle) or not isinstance(x, torch.Tensor) or w.call.is_stored(x):
         return None
+    as_stored = w.transposed == spelling.transposed
     if not torch.compiler.is_compiling():
+        form = (kind.name, as_stored)
         if torch.is_grad_enabled() or not in_backward():
-            w.call.orientations.add(as_rows)
-        elif w.call.orientations != {as_rows}:
+            w.call.forms.add(form)
+        elif w.call.forms != {form}:
             return None
-    return w.call.linear(x, w.source if as_rows else w.source.t(), bias)
+    return w.call.run(x, w.source if as_stored else w.source.t(), plain(bias), kind, settings)
 
 
 def in_backward() -> bool:
@@ -134,34 +190,7 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-_Planned = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _linear(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bias = plain(args[2] if len(args) > 2 else kwargs.get("bias"))
-    return _multiplied(w, args[0] if args else kwargs.get("input"), bias, as_rows=not w.transposed)
-
-
-def _conv2d(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rest = {name: plain(value) for name, value in kwargs.items() if name not in ("input", "weight")}
-    return w.call.conv2d(args[0] if args else kwargs["input"], w.source, *map(plain, args[2:]), **rest)
-
-
-def _product(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x @ weight``."""
-    if w.ndim != 2 or "out" in kwargs:
-        return None
-    return _multiplied(w, args[0] if args else kwargs.get("input"), None, as_rows=w.transposed)
-
-
-def _addmm(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``bias + x @ weight``."""
-    bias, x = ([*args, *(kwargs.get(name) for name in ("input", "mat1")[len(args) :])])[:2]
-    bias = plain(bias)
-    factors = len(args) > 3 or "out" in kwargs or any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-    if factors or not isinstance(bias, torch.Tensor) or bias.shape != w.shape[1:]:
-        return None
-    return _multiplied(w, x, bias, as_rows=w.transposed)
+_Prepared = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _turned(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,33 +221,19 @@ def _same(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 _T = torch.Tensor
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, _T.backward)
 _PERMUTATIONS = (torch.permute, _T.permute)
-_PLANNED: dict[Any, tuple[int, str, _Planned]] = {
-    F.linear: (1, "weight", _linear),
-    torch.conv2d: (1, "weight", _conv2d),
-    **{
-        func: (1, name, _product)
-        for func, name in (
-            (torch.matmul, "other"),
-            (torch.mm, "mat2"),
-            (torch.linalg.matmul, "other"),
-            (_T.matmul, "other"),
-            (_T.__matmul__, "other"),
-            (_T.mm, "mat2"),
-        )
-    },
-    **dict.fromkeys((torch.addmm, _T.addmm), (2, "mat2", _addmm)),
+_PREPARING: dict[Any, tuple[str, _Prepared]] = {
     **dict.fromkeys(
         (
             *(torch.t, _T.t, torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes),
             *(_T.T.__get__, _T.mT.__get__),  # type: ignore[attr-defined]
             *_PERMUTATIONS,
         ),
-        (0, "input", _turned),
+        ("input", _turned),
     ),
-    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.contiguous), (0, "self", _same)),
-    **dict.fromkeys((_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float), (0, "self", _same)),
+    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.contiguous), ("self", _same)),
+    **dict.fromkeys((_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float), ("self", _same)),
 }
-"""Functions by which a planned weight is multiplied with, or got ready for that: which argument it is, and what runs."""
+"""Functions by which a planned weight, their first argument, is got ready for a product: its keyword, and what runs."""
 
 
 def _open(function: Any) -> Callable[..., Any]:
@@ -239,3 +254,37 @@ def stores(model: nn.Module, x: torch.Tensor) -> bool:
         return False
     own = model.parameters() if isinstance(source, nn.Parameter) else model.buffers()
     return any(source is tensor for tensor in own)
+
+
+def _kept_by_module(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | None:
+    """Give a module the parameter, where a handle is assigned to it."""
+    return tensor.kept() if isinstance(tensor, Handle) else None
+
+
+def _kept_by_optimizer(optimizer: Any, *_: Any) -> None:
+    """Give an optimizer the parameters, where it was made with handles.
+
+    Raises:
+        PlanError: where it has a parameter both ways, and would step it twice.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        for index, handle in enumerate(group["params"]):
+            if type(handle) is not Handle:
+                continue
+            parameter = group["params"][index] = handle.kept()
+            if handle in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(handle)
+            if sum(parameter is one for group in optimizer.param_groups for one in group["params"]) > 1:
+                name = next((name for name, one in handle.owner.named_parameters() if one is parameter), "a parameter")
+                raise PlanError(
+                    f"the optimizer has {name!r} of {type(handle.owner).__name__} twice, and would step it twice: under a plan a "
+                    "parameter that is read from its module is another object than in parameters(); take both from "
+                    "named_parameters(), by their names"
+                )
+
+
+register_module_parameter_registration_hook(_kept_by_module)
+register_module_buffer_registration_hook(_kept_by_module)
+register_optimizer_step_pre_hook(_kept_by_optimizer)

@@ -25,7 +25,7 @@ from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
 from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
 from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
-from qsync_torch.apply.planned_modules import is_as_planned, is_planned, parametrized_since, put_plan
+from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
 from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
@@ -33,7 +33,8 @@ from qsync_torch.distributed.communication import check_communication, check_red
 from qsync_torch.distributed.ranks import together
 from qsync_torch.failures import deepest_line
 from qsync_torch.kernels.canary import Canary
-from qsync_torch.operators.lowered_ops import OFFSET_OF_STEP
+from qsync_torch.kinds.table import OPERATOR_KINDS
+from qsync_torch.operators.products import OFFSET_OF_STEP
 from qsync_torch.operators.step_key import StepKey
 from qsync_torch.sharing.job_check import check_job
 
@@ -68,7 +69,7 @@ class PlannedModel:
         self._in_force = InForce(model, self._key, self.base, lower_eval, planned.caller)
         self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
         self._operators: dict[OpId, Operator] = {}
-        self._of_classes: dict[type, tuple[Any, Any]] = {}
+        self._of_classes: dict[type, tuple[Any, ...]] = {}
         self._planned_modules: list[nn.Module] = []
         self._take_out: Callable[[], None] | None = None
         self._placed_on: torch.device | None = None
@@ -176,6 +177,7 @@ class PlannedModel:
         if self._take_out is not None:
             self._take_out()
             self._take_out = None
+        self._in_force.is_removed = True
         self._key.ends.clear()
         self._key.release()
         self._in_force.casts.clear()
@@ -272,23 +274,15 @@ class PlannedModel:
         """The forwards that the planned modules' classes had are those that would run; a compiler asks this while it reads.
 
         Raises:
-            PlanError: when a class has another one now, PyTorch other functions, or a module a parametrization.
+            PlanError: when a class has another one now, or PyTorch other functions.
         """
-        for name in ("linear", "conv2d"):
+        for name in OPERATOR_KINDS:
             if not isinstance(function := getattr(torch.nn.functional, name), types.BuiltinFunctionType):
                 raise PlanError(
                     f"torch.nn.functional.{name} is {getattr(function, '__qualname__', function)} of the script, which operators "
                     "of a plan do not call: put PyTorch's own back, and write what it does into the model, before trace and apply_"
                 )
-        others = [module for module in self._planned_modules if not is_as_planned(module)]
-        for module in others:
-            if leaf := parametrized_since(module):
-                name = next((f"{name}.{leaf}" for name, part in self.model.named_modules() if part is module and name), leaf)
-                raise PlanError(
-                    f"{name} was parametrized after the plan was applied, and is no parameter any more that would be trained: "
-                    "parametrize before trace and apply_"
-                )
-        changed = [module for module in others if not is_planned(module)]
+        changed = [module for module in self._planned_modules if not is_planned(module)]
         for kind, methods in self._of_classes.items():
             if _methods(kind) != methods:
                 changed += [module for module in self._planned_modules if isinstance(module, kind)][:1]
@@ -417,8 +411,11 @@ class PlannedModel:
             warnings.warn(text, stacklevel=4)
 
 
-def _methods(kind: type) -> tuple[Any, Any]:
-    return kind.forward, getattr(kind, "_conv_forward", None)  # type: ignore[attr-defined]
+def _methods(of_class: type) -> tuple[Any, ...]:
+    return tuple(getattr(of_class, name, None) for name in _METHODS)
+
+
+_METHODS = tuple(dict.fromkeys(("forward", *(name for kind in OPERATOR_KINDS.values() for name in kind.methods))))
 
 
 _OF_FORMATS = re.compile(r"(?i)bfloat16|\bhalf\b|float16|\bdtypes?\b|scalar ?type|float or double|same type")
@@ -439,7 +436,7 @@ def _name_modes() -> None:
         if not kind.__module__.startswith(("torch.", "qsync_torch.")):
             _say_once(
                 f"{kind.__name__}, a TorchFunctionMode, is active around a model under a plan, whose operators do not come to it: "
-                "what it makes of linear and conv2d is left out; do that in the model, before trace and apply_"
+                "what it makes of operators is left out; do that in the model, before trace and apply_"
             )
 
 

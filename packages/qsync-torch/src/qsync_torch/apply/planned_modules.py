@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
-from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
+from qsync_torch.kinds.kind import OperatorKind
+from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
 
 _CALLS, _AROUND, _FORWARD, _UNPLANNED = "_qsync_plan", "_qsync_around", "_qsync_forward", "_qsync_unplanned"
 """Attributes of a planned module: the operators by the names of its parameters; what runs around its forward, and a forward of the
@@ -33,8 +33,8 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
 
     Args:
         model: whose forward runs through ``around``, wherever it is called from.
-        calls: by module and name of the parameter, which may be one that the module computes.  A module that has the forward of
-            ``nn.Linear`` or ``nn.Conv2d`` runs the operator of its ``weight``.
+        calls: by module and name of the parameter, which may be one that the module computes.  A module that has the forward of a
+            kind's class runs the operator of its ``weight``.
 
     Returns:
         What takes them out again.  It raises PlanError, and changes nothing, where a class or a forward was changed since.
@@ -45,7 +45,8 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
         by_module.setdefault(module, {})[leaf] = call
     for module, own in by_module.items():
         module._qsync_plan = own  # type: ignore[assignment]
-        kind = kind_of_forward(module) if "weight" in own else ""
+        found = kind_of_module(module) if "weight" in own else None
+        kind = "" if found is None else found.name
         is_patched = module is model and "forward" in module.__dict__
         if is_patched:
             module.__dict__[_FORWARD] = module.__dict__.pop("forward")
@@ -93,15 +94,6 @@ def is_as_planned(module: nn.Module) -> bool:
     return _UNPLANNED in vars(type(module))
 
 
-def parametrized_since(module: nn.Module) -> str:
-    """The planned parameter that a parametrization has taken out of a module after the plan was put in; empty where there is none.
-
-    PyTorch keeps what it has read, which is no ``nn.Parameter``, as a buffer that nothing trains.
-    """
-    own = vars(type(module))
-    return "" if _UNPLANNED in own else next((leaf for leaf in module.__dict__.get(_CALLS, ()) if leaf in own), "")
-
-
 @functools.cache
 def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model: bool, is_patched: bool) -> type:
     """The class of planned modules, under the same name; one for all of a class, so that they share compiled code."""
@@ -119,12 +111,28 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         copy.__dict__ = _without_plan(copy.__dict__)
         return copy
 
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A new module of this class (``type(model)(config)``) is of the class without a plan."""
+        if _CALLS in self.__dict__:
+            unplanned.__init__(self, *args, **kwargs)
+        else:
+            self.__class__ = unplanned
+            self.__init__(*args, **kwargs)
+
+    def copy(self: Any) -> Any:
+        """A shallow copy has the parts of the module, and its plan."""
+        made = unplanned.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     body: dict[str, Any] = {
         "__module__": unplanned.__module__,
         "__qualname__": unplanned.__qualname__,
         "__doc__": unplanned.__doc__,
         _UNPLANNED: unplanned,
+        "__init__": init,
         "__reduce_ex__": reduce_ex,
+        "__copy__": copy,
         "__prepare_scriptable__": _refuse_scripting,
     }
     if hasattr(unplanned, "__deepcopy__"):
@@ -136,7 +144,14 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         body["forward"] = _FORWARDS[kind]
     for leaf in leaves:
         body[leaf] = _read_as_handle(unplanned, leaf, may_be_computed=leaf == "weight" and bool(kind))
-    return type(unplanned)(unplanned.__name__, (unplanned,), body)
+    return type(unplanned)(unplanned.__name__, (_Unregistered, unplanned), body)
+
+
+class _Unregistered(nn.Module):
+    """Keeps the class of a planned module from those who are told of subclasses, to list what a script may choose among."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Tell no base of it."""
 
 
 def _refuse_scripting(self: Any) -> Any:
@@ -200,16 +215,8 @@ def _stored(module: Any, leaf: str) -> Any:
 
 
 def _handle(value: Any, call: OperatorCall, owner: nn.Module) -> Any:
-    """The handle of a tensor, the same one as long as that is the same.  A DTensor is a shard that waits to be gathered."""
-    if type(value) not in (torch.Tensor, nn.Parameter):
-        return value
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return Handle.of(value, call, owner)
-    state = owner, torch.is_grad_enabled(), value.requires_grad
-    kept = call.handles.get(state)
-    if kept is None or kept.source is not value:
-        kept = call.handles[state] = Handle.of(value, call, owner)
-    return kept
+    """The handle of a tensor.  A DTensor is a shard that waits to be gathered."""
+    return Handle.of(value, call, owner) if type(value) in (torch.Tensor, nn.Parameter) else value
 
 
 def _weight_of(module: Any) -> Any:
@@ -217,30 +224,38 @@ def _weight_of(module: Any) -> Any:
     return plain(module.weight) if weight is None else weight
 
 
-def _linear(module: Any, input: torch.Tensor) -> torch.Tensor:
-    call, weight = module._qsync_plan["weight"], _weight_of(module)
-    if not call.is_on(module):
-        return F.linear(input, weight, module.bias)
-    result: torch.Tensor = call.linear(input, weight, module.bias)
-    return result
+def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
+    """What stands for the forward of a kind's class.  PyTorch's compiler keeps what it makes beside a function's code."""
+    function, settings_of, inner = kind.function, kind.of_module, kind.methods[1:]
+
+    if settings_of is None:
+
+        def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+            call, weight = module._qsync_plan["weight"], _weight_of(module)
+            if not call.is_on(module):
+                return function(input, weight, module.bias)
+            result: torch.Tensor = call.run(input, weight, module.bias, kind)
+            return result
+
+    else:
+
+        def forward(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            call, weight = module._qsync_plan["weight"], _weight_of(module)
+            for name in inner:
+                if name in module.__dict__:
+                    raise PlanError(
+                        f"{module} has another {name} than when the plan was applied, which would not run: change it before the "
+                        "plan is made and applied"
+                    )
+            input, settings = settings_of(module, input, *args, **kwargs)
+            if not call.is_on(module):
+                return function(input, weight, module.bias, *settings)
+            result: torch.Tensor = call.run(input, weight, module.bias, kind, settings)
+            return result
+
+    forward.__code__ = forward.__code__.replace(co_name=f"{kind.name}_forward")
+    return forward
 
 
-def _conv2d(module: Any, input: torch.Tensor) -> torch.Tensor:
-    call, weight = module._qsync_plan["weight"], _weight_of(module)
-    if "_conv_forward" in module.__dict__:
-        raise PlanError(
-            f"{module} has another _conv_forward than when the plan was applied, which would not run: change it before the plan is "
-            "made and applied"
-        )
-    if not call.is_on(module):
-        result: torch.Tensor = module._conv_forward(input, weight, module.bias)
-        return result
-    padding = module.padding
-    if module.padding_mode != "zeros":
-        input, padding = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
-    result = call.conv2d(input, weight, module.bias, module.stride, padding, module.dilation, module.groups)
-    return result
-
-
-_FORWARDS: dict[str, Callable[..., Any]] = {LINEAR: _linear, CONV2D: _conv2d}
-"""What stands for the forward of ``nn.Linear`` and of ``nn.Conv2d``."""
+_FORWARDS = {name: _forward_of(kind) for name, kind in OPERATOR_KINDS.items()}
+"""What stands for the forward of a kind's class, by the kind's name."""

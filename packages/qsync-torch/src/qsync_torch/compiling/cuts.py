@@ -145,7 +145,7 @@ class Cuts:
             if not readers and (last is given or self._planned is None):
                 continue
             scopes = scopes_of(self._model)
-            names = [owners.get(reader.args[1]) or place_of(reader, scopes, "linear") for reader in readers]
+            names = [owners.get(reader.args[1]) or place_of(reader, scopes, "operator") for reader in readers]
             names = names or [place_of(last, scopes, nodes.function_of(last) or "add")]
             chain = f"eager {end.producer}" if end.name is None else end.name.fqn
             yield f"{chain} before {' and '.join(dict.fromkeys(names))}"

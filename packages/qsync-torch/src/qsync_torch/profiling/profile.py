@@ -316,7 +316,7 @@ def left_out_sentence(wrong: WrongKernels, device: str) -> str:
 
 def layout_advice(dag: PrecisionDag, variants: Sequence[Variant]) -> str:
     """What to change where convolutions copy their images for the kernels of tensor cores; empty where none does."""
-    convolutions = [operator for operator in dag.adjustable if operator.kind == "conv2d"]
+    convolutions = [operator for operator in dag.adjustable if operator.is_convolution and len(operator.output_shape) == 4]
     # An image of one channel or of one pixel is both at once.
     copied = sum(
         operator.attributes.get("memory_format") != "channels_last" and 1 not in (x[1], x[2] * x[3])
