@@ -17,6 +17,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_core.progress import ProgressCallback
 from qsync_planner.indicate import indicate
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.reporting import require_pages
 from qsync_torch.demo.cores import check_cores, remove_abandoned_quotas
@@ -113,7 +114,7 @@ def run_demo(options: Options, progress: ProgressCallback) -> Result:
             predict_check=options.predict_check,
             ladder=probe.ladder,
         )
-        replayer = Replayer(dag, plans.cluster, profiles)
+        replayer = Replayer(Inputs(dag, plans.cluster, profiles))
         predicted = {name: replayer.timeline({INFER: infer_variants(plan)}) for name, plan in _with_timeline(plans).items()}
         _save_plans(folder, plans, sensitivity, predicted, profiles[INFER].device.share)
         left_s = None if options.seconds is None else options.seconds - (time.monotonic() - started)

@@ -17,7 +17,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.demo.messages import GROUPS, INFER, TRAIN
 from qsync_torch.demo.probe import LADDER
@@ -64,25 +64,26 @@ def make_plans(
     """
     share = profiles[INFER].device.share
     unlimited = parse_cluster(cluster_toml(share, ladder=ladder), "the demo's cluster")
-    full = allocate(dag, unlimited, profiles, sensitivity, solver="full")
-    balanced = allocate(dag, unlimited, profiles, sensitivity, solver="dynamic-batch")
+    roomy = Inputs(dag, unlimited, profiles, sensitivity)
+    full, balanced = (allocate(roomy, Request(solver)) for solver in ("full", "dynamic-batch"))
     budget = 0
     if memory_budget == "auto":
-        budget = _tight_budget(dag, unlimited, profiles)
+        budget = _tight_budget(roomy)
     elif memory_budget != "none":
         budget = int(memory_budget)
     cluster = parse_cluster(cluster_toml(share, budget, ladder), "the demo's cluster") if budget else unlimited
-    compared = {"full": full, "uniform": allocate(dag, cluster, profiles, sensitivity, solver="uniform")}
-    compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity)}
-    probes = _probes(dag, unlimited, profiles, full) if predict_check else {}
+    inputs = Inputs(dag, cluster, profiles, sensitivity)
+    compared = {"full": full, "uniform": allocate(inputs, Request("uniform"))}
+    compared |= {"dynamic-batch": balanced, "qsync": allocate(inputs)}
+    probes = _probes(roomy, full) if predict_check else {}
     return Plans(cluster, compared, probes)
 
 
-def _tight_budget(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> int:
+def _tight_budget(inputs: Inputs) -> int:
     """Halfway between what float32 and the lowest uniform rung that saves memory are predicted to need on the weak worker."""
-    replayer = Replayer(dag, cluster, profiles)
+    dag, replayer = inputs.dag, Replayer(inputs)
     peaks = []
-    for rung in cluster.group(INFER).ladder:
+    for rung in inputs.cluster.group(INFER).ladder:
         peaks.append(replayer.replay({INFER: dict.fromkeys((o.op_id for o in dag.adjustable), rung)}).groups[INFER].peak_bytes)
     return (peaks[-1] + min(peaks)) // 2
 
@@ -106,11 +107,9 @@ def recovered_share(dag: PrecisionDag, uniform: PrecisionPlan, plan: PrecisionPl
     return sum(flops for op_id, flops in low.items() if op_id not in still_low) / total if total else 0.0
 
 
-def _probes(
-    dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], template: PrecisionPlan
-) -> dict[str, PrecisionPlan]:
+def _probes(inputs: Inputs, template: PrecisionPlan) -> dict[str, PrecisionPlan]:
     """Uniform int8, uniform bfloat16 and two random mixtures, as plans that no solver made."""
-    ladder = cluster.group(INFER).ladder
+    dag, profiles, ladder = inputs.dag, inputs.profiles, inputs.cluster.group(INFER).ladder
     op_ids = [operator.op_id for operator in dag.adjustable]
     wanted: dict[str, dict[OpId, Variant]] = {}
     for rung in ladder[:-1]:
@@ -118,7 +117,7 @@ def _probes(
     for seed in RANDOM_SEEDS:
         choice = random.Random(seed).choice
         wanted[f"random {seed}"] = {op_id: choice(ladder) for op_id in op_ids}
-    replayer = Replayer(dag, cluster, profiles)
+    replayer = Replayer(inputs)
     made = {}
     for name, variants in wanted.items():
         prediction = replayer.replay({INFER: variants})

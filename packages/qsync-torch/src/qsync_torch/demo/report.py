@@ -6,6 +6,7 @@ from pathlib import Path
 
 from qsync_core.run_folder import RunFolder
 from qsync_core.units import format_bytes
+from qsync_planner.matching import Inputs
 from qsync_planner.reporting.page import Section, Table
 from qsync_planner.reporting.report import write_job_report
 from qsync_planner.reporting.ways_to_run import Job
@@ -37,7 +38,8 @@ def write_report(result: Result, folder: Path) -> Path:
         PlanError: when qsync-planner's extra ``report`` is not installed.
     """
     outcome = result.outcome
-    job = Job(result.dag, result.plans.cluster, result.profiles, result.sensitivity, result.plans.compared["qsync"])
+    inputs = Inputs(result.dag, result.plans.cluster, result.profiles, result.sensitivity)
+    job = Job(inputs, result.plans.compared["qsync"])
     first = [methods_section(outcome), *([stored_section(outcome.stored)] if outcome.stored else [])]
     return write_job_report(RunFolder(folder), job, result.measured.get("qsync"), first=first, title=f"QSync demo: {outcome.model}")
 
