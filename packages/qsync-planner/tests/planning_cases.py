@@ -22,7 +22,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, allocate
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 
@@ -55,10 +55,15 @@ class Case:
         """As ``allocate`` takes them."""
         return self.dag, self.cluster, self.profiles, self.sensitivity
 
+    @property
+    def inputs(self) -> Inputs:
+        """The same, matched."""
+        return Inputs(*self.arguments)
+
     def replay(self, plan: PrecisionPlan) -> Prediction:
         """The plan replayed from scratch."""
         variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in plan.groups}
-        return Replayer(self.dag, self.cluster, self.profiles).replay(variants)
+        return Replayer(Inputs(self.dag, self.cluster, self.profiles)).replay(variants)
 
     def assignments(self, group: str) -> Iterator[dict[OpId, Variant]]:
         """Every assignment of one group's ladder to the units of the model."""
@@ -211,7 +216,7 @@ def random_costs(case: Case, rng: random.Random, *, ctas: tuple[int, ...] = (0, 
 def leanest(case: Case, group: str = "infer0") -> int:
     """The smallest budget, as the error of a hopeless one names it."""
     with pytest.raises(InfeasibleError, match="smallest feasible budget") as caught:
-        allocate(*case.with_memory(1, group).arguments)
+        allocate(case.with_memory(1, group).inputs)
     found = re.search(r"smallest feasible budget is [^(]*\(([\d,]+) bytes\)", str(caught.value))
     assert found is not None
     return int(found[1].replace(",", ""))
