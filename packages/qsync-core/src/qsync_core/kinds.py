@@ -90,6 +90,8 @@ KINDS = {
     for kind in (
         Kind("linear"),
         Kind("conv2d", dimensions=2),
+        Kind("conv1d", dimensions=1, runs_as="conv2d"),
+        Kind("conv_transpose2d", dimensions=2, transposed=True),
     )
 }
 """Every kind by its name."""

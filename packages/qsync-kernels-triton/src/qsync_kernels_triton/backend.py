@@ -18,7 +18,7 @@ from qsync_kernels_triton.config import (
     ranked,
     ranked_pointwise,
 )
-from qsync_kernels_triton.support import EIGHT_BIT, min_compute_capability, unsupported_reasons
+from qsync_kernels_triton.support import EIGHT_BIT, OPS, min_compute_capability, unsupported_reasons
 
 QUANTIZE_CANDIDATES = (
     QuantizeConfig(),
@@ -112,7 +112,7 @@ class TritonBackend:
                 min_compute_capability=".".join(map(str, min_compute_capability(op))),
                 layouts=_layouts(op),
             )
-            for op in Op.ALL
+            for op in OPS
         )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS
+from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS, LINEAR
 
+OPS = (Op.QUANTIZE, *LINEAR, *CONVOLUTIONS, *Op.PRODUCERS)
+"""What it offers."""
 EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 _COPIES = (Precision.INT8, Precision.FLOAT8_E4M3FN)
 
@@ -25,7 +27,7 @@ def min_compute_capability(op: str) -> tuple[int, int]:
 
 def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     """Yield why not; nothing where the kernels run the request."""
-    yield from support.op_reasons(request, Op.ALL)
+    yield from support.op_reasons(request, OPS)
     yield from support.symmetry_reasons(request)
     yield from support.device_reasons(request, ("cuda",))
     least = min_compute_capability(request.op)

@@ -85,10 +85,8 @@ _ONE, _MIXED = Takes.ONE_FORMAT, Takes.MIXED
 
 _SUPPORTED = f"a plan lowers {', '.join(KINDS)}"
 _OTHER_CONVOLUTIONS = {
-    "conv1d": "one-dimensional convolution",
     "conv3d": "three-dimensional convolution",
     "conv_transpose1d": "transposed convolution",
-    "conv_transpose2d": "transposed convolution",
     "conv_transpose3d": "transposed convolution",
     "conv_tbc": "time-first convolution",
     "convolution": "convolution called as torch.convolution",

@@ -1,4 +1,4 @@
-"""The Triton producers on a real GPU, as its own code and as the PTX of sm_75: against float64."""
+"""Triton's producers as the PTX that a T4's code is made of, assembled for the GPU at hand: against float64."""
 
 from __future__ import annotations
 
@@ -58,12 +58,9 @@ def compiled_for_a_t4(folder):
         cache.clear()
 
 
-@pytest.fixture(scope="module", params=["the chip's code", "the PTX of sm_75"])
-def subject(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
     found = Subject(TritonBackend(), torch.device("cuda", torch.cuda.current_device()), 1)
-    if request.param == "the chip's code":
-        yield found
-        return
     with compiled_for_a_t4(tmp_path_factory.mktemp("triton")):
         yield found
         kernels = [kernel for cache in compiled_producers() for by_key, *_ in cache.values() for kernel in by_key.values()]
