@@ -1,9 +1,11 @@
-"""Rows H1 to H10 of ``docs/results/structure.json``: how the source is arranged, and what that costs when it runs.
+"""Rows H1 to H10, S1 and S2 of ``docs/results/structure.json``: how the source is arranged, and what that costs when it runs.
 
     python bench/structure.py [--test-command 18.5 | --measure-tests] [--rounds 3]
+    python bench/structure.py --only S1,S2
 
-Each row is measured in this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was another.  Cycles, floors, sizes
-and citations are read from the source; H5 and H6 from a traced call; H7 is processor time of fresh processes that take turns.
+S1 and S2 say what the source has to do with PyTorch's insides.  Each H row is measured in this tree and, as ``H…-before``, at
+commit c2de34d, whose arrangement was another.  Cycles, floors, sizes and citations are read from the source; H5 and H6 from a
+traced call; H7 is processor time of fresh processes that take turns.
 
 ``--tree DIR`` measures another checkout and prints only; ``--list`` prints every cycle, citation and frame behind the rows,
 ``--profile`` where the time of H7 goes, both instead of writing.
@@ -12,6 +14,7 @@ and citations are read from the source; H5 and H6 from a traced call; H7 is proc
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -22,7 +25,8 @@ from typing import Any
 
 from results import ROOT, write_rows
 from structure.imports import cycles, floors, import_graph, modules, room_graph, room_sizes, within
-from structure.running import KINDS, Round, call_path, checkout, step_profile, times_in_turns
+from structure.private_names import Use, frame_walks, private_uses
+from structure.running import KINDS, Round, call_path, checkout, run_in, step_profile, times_in_turns
 from structure.texts import Citations, source_lines, text_files, written_apart
 
 BEFORE = "c2de34d"
@@ -130,6 +134,34 @@ def measured_tests() -> float:
     return (time.monotonic() - start) / 60
 
 
+def replaced_rows(tree: Path) -> Iterator[Row]:
+    """S1."""
+    found = json.loads(run_in(tree, "replaced.py"))
+    what = f"of {found['places']} functions, classes, methods and properties of PyTorch, those that are other objects after"
+    after, in_force = found["after"], found["in force"]
+    yield row("S1", f"{what} import qsync_torch, apply_, a step and remove()", len(after), "", "; ".join(_shortened(after)), "0")
+    yield row("S1a", f"{what} a step, while the plan is in force", len(in_force), "", "; ".join(_shortened(in_force)))
+    what = "TorchFunctionModes entered in a step of a model under a plan, forward and backward"
+    yield row("S1b", what, found["modes"], "", "", "0")
+
+
+def insides_rows(tree: Path) -> Iterator[Row]:
+    """S2."""
+    uses, walks = private_uses(tree), frame_walks(tree)
+    names = sorted({use.name for use in uses})
+    yield row("S2", "private names of PyTorch in packages/*/src", len(names), "names", ", ".join(names), "≤ 25")
+    yield row("S2a", "places in packages/*/src where a private name of PyTorch stands", len(uses), "")
+    yield row("S2b", "walks of Python frames in packages/*/src", len(walks), "", "; ".join(map(_place, walks)), "≤ 2")
+
+
+def _place(use: Use) -> str:
+    return f"{use.module}:{use.line} {use.name}"
+
+
+INSIDES = {"S1": replaced_rows, "S2": insides_rows}
+"""Rows that ``--only`` measures by themselves."""
+
+
 def rows_of(tree: Path) -> list[Row]:
     """H1 to H6, H8 and H9 of a tree."""
     return [*import_rows(tree), *call_rows(tree), *text_rows(tree)]
@@ -150,6 +182,7 @@ def show_details(tree: Path) -> None:
     texts = text_files(tree)
     print("", "citations that lead nowhere:", *Citations(tree, texts).dead(), sep="\n  ")
     print("", '"cannot" as two words:', *written_apart(texts), sep="\n  ")
+    print("", "private names of PyTorch:", *map(_place, private_uses(tree)), sep="\n  ")
 
 
 def main() -> None:
@@ -158,12 +191,15 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout: its rows are printed, none are written")
     parser.add_argument("--list", action="store_true", help="print what is behind every row")
     parser.add_argument("--profile", action="store_true", help="print where the time of H7 goes")
+    parser.add_argument("--only", default="", help=f"rows to measure alone, comma-separated: {','.join(INSIDES)}")
     parser.add_argument("--rounds", type=int, default=3, help="of H7; 0 leaves it out")
     parser.add_argument("--test-command", type=float, metavar="MINUTES", help="H10, measured by hand on the machine of this run")
     parser.add_argument("--measure-tests", action="store_true", help="H10: run the test command and take its time")
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
-    if arguments.profile:
+    if arguments.only:
+        measure_insides(arguments.only.split(","), tree)
+    elif arguments.profile:
         print(step_profile(tree))
     elif arguments.list:
         show_details(tree)
@@ -171,6 +207,15 @@ def main() -> None:
         show(rows_of(tree))
     else:
         measure(arguments.rounds, measured_tests() if arguments.measure_tests else arguments.test_command)
+
+
+def measure_insides(ids: Sequence[str], tree: Path) -> None:
+    """S1, S2 or both; written where the tree is this one."""
+    rows = [entry for id in ids for entry in INSIDES[id](tree)]
+    show(rows)
+    if tree == ROOT:
+        path = write_rows("structure", rows, f"python bench/structure.py --only {','.join(ids)}")
+        print(f"wrote {path.relative_to(ROOT)}")
 
 
 def measure(rounds: int, test_minutes: float | None) -> None:

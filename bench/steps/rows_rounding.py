@@ -69,7 +69,7 @@ def _drawn(device: torch.device, setting: Setting | None, count: int) -> tuple[t
     plain = weight.detach().double()
     exact = torch.stack([(normalized @ plain.t() * along).sum(), (along.double().t() @ normalized * across).sum()])
     variant = attrs.evolve(Variant.of(INT8), output=Precision.FLOAT32, grad_input=INT8, grad_weight=INT8)
-    qsync_torch.apply_(model, {OpId("1"): variant}, backend="triton+aten" if device.type == "cuda" else "aten")
+    applied = qsync_torch.apply_(model, {OpId("1"): variant}, backend="triton+aten" if device.type == "cuda" else "aten")
     run = model if setting is None else compiled(model, setting, device)
 
     def step() -> torch.Tensor:
@@ -81,6 +81,7 @@ def _drawn(device: torch.device, setting: Setting | None, count: int) -> tuple[t
     replay, found = _captured(step, device)
     drawn = torch.empty(count, 2, dtype=torch.float64, device=device)
     for i in range(count):
+        applied.advance()  # as an optimizer's step would: a step draws other numbers than the one before
         drawn[i] = found if (made := replay()) is None else made
     return drawn, exact
 

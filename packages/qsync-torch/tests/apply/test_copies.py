@@ -93,3 +93,40 @@ def test_a_clone_with_a_dictionary_of_its_own_runs_with_its_own_parameters():
     clone = type(outer).__new__(type(outer))
     clone.__dict__ = {**outer.__dict__, "_modules": {"0": nn.Sequential(nn.Linear(16, 16))}}
     assert torch.equal(clone(x), clone._modules["0"](x))
+
+
+def test_a_new_model_of_a_planned_models_class_is_plain(x):
+    class Cloned(TwoLayers):
+        def clone(self):
+            made = type(self)(self.how)
+            made.load_state_dict(self.state_dict())
+            return made
+
+    model = Cloned("functional")
+    applied = apply_(model, BOTH, seed=5)
+    clone, layer = model.clone(), type(model.a)(16, 3)
+    assert type(clone) is Cloned
+    assert type(layer) is nn.Linear
+    assert torch.equal(clone(x), TwoLayers("functional")(x))
+    assert layer(x).shape == (4, 3)
+    apply_(clone, BOTH, seed=5)
+    assert torch.equal(clone(x), model(x))
+    applied.remove()
+    assert type(model) is Cloned
+
+
+def test_classes_of_planned_modules_are_in_no_list_of_subclasses(x):
+    subclasses = []
+
+    class Listed:
+        def __init_subclass__(cls, *, name, **options):
+            super().__init_subclass__(**options)
+            subclasses.append((name, cls))
+
+    class Model(TwoLayers, Listed, name="model"):
+        pass
+
+    model = Model()
+    apply_(model, BOTH)
+    model(x)
+    assert subclasses == [("model", Model)]

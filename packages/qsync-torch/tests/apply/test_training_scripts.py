@@ -192,3 +192,39 @@ def test_a_mode_of_the_script_around_the_model_is_named():
         model(x)
     with Counts(), pytest.warns(UserWarning, match="Counts, a TorchFunctionMode, is active around a model under a plan"):
         model(x)
+
+
+class Around(torch.optim.SGD):
+    """An optimizer that steps another one, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups[0]["params"], lr=0.1)
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def test_an_optimizer_and_the_one_around_it_count_one_step(x):
+    model = TwoLayers()
+    applied = apply_(model, BOTH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = Around(inner)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+    assert applied.step == 3
+    inner.step()
+    assert applied.step == 4
+
+
+def test_an_optimizer_that_gets_the_models_parameters_later_counts(x):
+    model, other = TwoLayers(), nn.Linear(2, 2)
+    applied = apply_(model, BOTH)
+    of_part, later = torch.optim.SGD(model.a.parameters(), lr=0.01), torch.optim.SGD(other.parameters(), lr=0.01)
+    of_part.step()
+    later.step()
+    assert applied.step == 1
+    later.add_param_group({"params": model.b.parameters()})
+    later.step()
+    assert applied.step == 2

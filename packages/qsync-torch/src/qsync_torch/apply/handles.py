@@ -3,10 +3,15 @@
 ``F.linear(x, self.w)``, ``x @ self.w.t()`` and attention's projections run as planned wherever they are called.  Any other function
 takes the parameter itself, a slice or ``einsum`` too, and runs in full precision.  Products are those of the table of kinds
 (:data:`qsync_torch.kinds.table.SPELLED`); what gets a weight ready for them is in :data:`_PREPARING`.
+
+A handle is an ``nn.Parameter`` to code that asks, and has the parameter's attributes.  What keeps one gets the parameter in its
+place: a module that it is assigned to (tied weights), and an optimizer in its first step.  Handles are made anew whenever they are
+read: one that lived on would keep a node of autograd's graph alive, which remembers the parameter's shape.
 """
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,7 +19,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from qsync_core.errors import PlanError
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
 from qsync_torch.kinds.table import SPELLED
@@ -24,14 +32,12 @@ class OperatorCall(Protocol):
     """Runs where a model calls an adjustable operator.
 
     Attributes:
-        handles: of its parameter, by the module it was read from, and how autograd sees it.
         forms: as which kind the parameter was multiplied with, and whether as that kind's function takes it, or as the transpose.
         follows_casts: whether products with what the model casts the parameter to are this operator's too.
     """
 
     follows_casts: bool
 
-    handles: dict[tuple[nn.Module, bool, bool], Handle]
     forms: set[tuple[str, bool]]
 
     def is_on(self, owner: nn.Module) -> bool:
@@ -58,6 +64,7 @@ class Handle(torch.Tensor):
         source: the parameter.
         value: what every other function takes: the parameter, or its transpose, or its cast.
         transposed: whether it stands for the transpose.
+        is_own: whether the script has made a parameter of its own of it, which no plan names: ``nn.Parameter(w.detach())``.
     """
 
     call: OperatorCall
@@ -65,6 +72,7 @@ class Handle(torch.Tensor):
     source: torch.Tensor
     value: torch.Tensor
     transposed: bool
+    is_own: bool
 
     @classmethod
     def of(
@@ -72,9 +80,48 @@ class Handle(torch.Tensor):
     ) -> Handle:
         """The handle of a parameter, or of its transpose or cast."""
         value = source if value is None else value
-        handle = value.view_as(value).as_subclass(cls)
+        is_compiling = torch.compiler.is_compiling() and value is source and isinstance(value, nn.Parameter)
+        handle = value.view_as(value).as_subclass(_CompiledHandle if is_compiling else cls)
         handle.call, handle.owner, handle.source, handle.value, handle.transposed = call, owner, source, value, transposed
+        handle.is_own = False
         return handle
+
+    @property
+    def _is_param(self) -> bool:
+        """Whether it is an ``nn.Parameter`` to ``isinstance``, by PyTorch's flag for tensors of other classes."""
+        return self.is_own or (self.value is self.source and isinstance(self.value, nn.Parameter))
+
+    @_is_param.setter
+    def _is_param(self, is_one: bool) -> None:
+        """Take it that PyTorch makes a parameter of this."""
+        self.is_own = is_one
+
+    def __getattr__(self, name: str) -> Any:
+        """What a script has put on the parameter, such as ``w.no_decay = True``."""
+        if (value := self.__dict__.get("value")) is not None:
+            return getattr(value, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Put what a script puts here on the parameter, where others read it."""
+        if name in _OF_HANDLE:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.value, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of what it stands for."""
+        return copy.deepcopy(self.kept(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A saved handle is what it stands for."""
+        return self.kept().__reduce_ex__(protocol)
+
+    def kept(self) -> torch.Tensor:
+        """What takes its place where it is kept: the parameter, or a parameter of the script's own."""
+        if self.is_own:
+            return nn.Parameter(self.value.detach(), self.value.requires_grad)
+        return self.value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -83,14 +130,14 @@ class Handle(torch.Tensor):
         if (spelled := SPELLED.get(func)) is not None:
             place, name = spelled[1].place, spelled[1].name
             weight = args[place] if len(args) > place else kwargs.get(name)
-            if isinstance(weight, cls) and weight.call.is_on(weight.owner):
+            if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
                 found = _multiplied(weight, *spelled, args, kwargs)
                 if found is not None:
                     return found
         elif (known := _PREPARING.get(func)) is not None:
             name, prepared = known
             weight = args[0] if args else kwargs.get(name)
-            if isinstance(weight, cls) and weight.call.is_on(weight.owner):
+            if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
                 found = prepared(weight, func, args, kwargs)
                 if found is not None:
                     return found
@@ -101,6 +148,13 @@ class Handle(torch.Tensor):
             return func(*arguments, **named)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*arguments, **named)
+
+
+class _CompiledHandle(Handle, nn.Parameter):
+    """A handle of a parameter, where a compiler reads, which asks a class alone whether it is one."""
+
+
+_OF_HANDLE = frozenset({*Handle.__annotations__, "_is_param"})
 
 
 def plain(value: Any) -> Any:
@@ -200,3 +254,37 @@ def stores(model: nn.Module, x: torch.Tensor) -> bool:
         return False
     own = model.parameters() if isinstance(source, nn.Parameter) else model.buffers()
     return any(source is tensor for tensor in own)
+
+
+def _kept_by_module(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | None:
+    """Give a module the parameter, where a handle is assigned to it."""
+    return tensor.kept() if isinstance(tensor, Handle) else None
+
+
+def _kept_by_optimizer(optimizer: Any, *_: Any) -> None:
+    """Give an optimizer the parameters, where it was made with handles.
+
+    Raises:
+        PlanError: where it has a parameter both ways, and would step it twice.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        for index, handle in enumerate(group["params"]):
+            if type(handle) is not Handle:
+                continue
+            parameter = group["params"][index] = handle.kept()
+            if handle in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(handle)
+            if sum(parameter is one for group in optimizer.param_groups for one in group["params"]) > 1:
+                name = next((name for name, one in handle.owner.named_parameters() if one is parameter), "a parameter")
+                raise PlanError(
+                    f"the optimizer has {name!r} of {type(handle.owner).__name__} twice, and would step it twice: under a plan a "
+                    "parameter that is read from its module is another object than in parameters(); take both from "
+                    "named_parameters(), by their names"
+                )
+
+
+register_module_parameter_registration_hook(_kept_by_module)
+register_module_buffer_registration_hook(_kept_by_module)
+register_optimizer_step_pre_hook(_kept_by_optimizer)

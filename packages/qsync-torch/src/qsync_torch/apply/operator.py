@@ -19,7 +19,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.first_step import check_autocast
-from qsync_torch.apply.handles import Handle, in_backward, stores
+from qsync_torch.apply.handles import in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.caller import Caller
@@ -78,6 +78,7 @@ class InForce:
         caller: for messages.
         begins: what the first operator of all waits for; None once it was called.
         is_compiled: whether a compiler has read an operator; its graphs do not tell which operators they run.
+        is_removed: whether the plan was removed; a shallow copy of the model still asks.
     """
 
     def __init__(self, model: nn.Module, key: StepKey, base: Precision, lower_eval: bool, caller: Caller) -> None:
@@ -85,7 +86,7 @@ class InForce:
         self._casts, self._collectives = CastCache(), 0
         self._was_on = False
         self.begins: Callable[[], None] | None = None
-        self.is_compiled = False
+        self.is_compiled, self.is_removed = False, False
 
     @property
     def casts(self) -> CastCache:
@@ -109,6 +110,8 @@ class InForce:
         last forward was: a script may have changed the mode meanwhile.
         """
         is_on = self.lower_eval or (self.model.training and (module.training or torch.is_grad_enabled()))
+        if self.is_removed:
+            return False
         if torch.compiler.is_compiling():
             return is_on
         if in_backward():
@@ -127,7 +130,6 @@ class Operator:
 
     def __init__(self, op_id: OpId, assigned: Assigned, in_force: InForce, module: nn.Module | None = None) -> None:
         self.op_id, self._shown = op_id, f"operator {op_id}"
-        self.handles: dict[tuple[nn.Module, bool, bool], Handle] = {}
         self.forms: set[tuple[str, bool]] = set()
         self._in_force, self._module = in_force, module
         self._kind = kind_of_module(module) or OF_ROWS
@@ -277,7 +279,6 @@ class _NotLowered:
     follows_casts = False
 
     def __init__(self, name: str, in_force: InForce) -> None:
-        self.handles: dict[tuple[nn.Module, bool, bool], Handle] = {}
         self.forms: set[tuple[str, bool]] = set()
         self._name, self._in_force = name, in_force
 

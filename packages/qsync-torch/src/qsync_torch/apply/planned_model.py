@@ -25,7 +25,7 @@ from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
 from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
 from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
-from qsync_torch.apply.planned_modules import is_as_planned, is_planned, parametrized_since, put_plan
+from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
 from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
@@ -177,6 +177,7 @@ class PlannedModel:
         if self._take_out is not None:
             self._take_out()
             self._take_out = None
+        self._in_force.is_removed = True
         self._key.ends.clear()
         self._key.release()
         self._in_force.casts.clear()
@@ -273,7 +274,7 @@ class PlannedModel:
         """The forwards that the planned modules' classes had are those that would run; a compiler asks this while it reads.
 
         Raises:
-            PlanError: when a class has another one now, PyTorch other functions, or a module a parametrization.
+            PlanError: when a class has another one now, or PyTorch other functions.
         """
         for name in OPERATOR_KINDS:
             if not isinstance(function := getattr(torch.nn.functional, name), types.BuiltinFunctionType):
@@ -281,15 +282,7 @@ class PlannedModel:
                     f"torch.nn.functional.{name} is {getattr(function, '__qualname__', function)} of the script, which operators "
                     "of a plan do not call: put PyTorch's own back, and write what it does into the model, before trace and apply_"
                 )
-        others = [module for module in self._planned_modules if not is_as_planned(module)]
-        for module in others:
-            if leaf := parametrized_since(module):
-                name = next((f"{name}.{leaf}" for name, part in self.model.named_modules() if part is module and name), leaf)
-                raise PlanError(
-                    f"{name} was parametrized after the plan was applied, and is no parameter any more that would be trained: "
-                    "parametrize before trace and apply_"
-                )
-        changed = [module for module in others if not is_planned(module)]
+        changed = [module for module in self._planned_modules if not is_planned(module)]
         for kind, methods in self._of_classes.items():
             if _methods(kind) != methods:
                 changed += [module for module in self._planned_modules if isinstance(module, kind)][:1]

@@ -94,15 +94,6 @@ def is_as_planned(module: nn.Module) -> bool:
     return _UNPLANNED in vars(type(module))
 
 
-def parametrized_since(module: nn.Module) -> str:
-    """The planned parameter that a parametrization has taken out of a module after the plan was put in; empty where there is none.
-
-    PyTorch keeps what it has read, which is no ``nn.Parameter``, as a buffer that nothing trains.
-    """
-    own = vars(type(module))
-    return "" if _UNPLANNED in own else next((leaf for leaf in module.__dict__.get(_CALLS, ()) if leaf in own), "")
-
-
 @functools.cache
 def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model: bool, is_patched: bool) -> type:
     """The class of planned modules, under the same name; one for all of a class, so that they share compiled code."""
@@ -120,12 +111,28 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         copy.__dict__ = _without_plan(copy.__dict__)
         return copy
 
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A new module of this class (``type(model)(config)``) is of the class without a plan."""
+        if _CALLS in self.__dict__:
+            unplanned.__init__(self, *args, **kwargs)
+        else:
+            self.__class__ = unplanned
+            self.__init__(*args, **kwargs)
+
+    def copy(self: Any) -> Any:
+        """A shallow copy has the parts of the module, and its plan."""
+        made = unplanned.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     body: dict[str, Any] = {
         "__module__": unplanned.__module__,
         "__qualname__": unplanned.__qualname__,
         "__doc__": unplanned.__doc__,
         _UNPLANNED: unplanned,
+        "__init__": init,
         "__reduce_ex__": reduce_ex,
+        "__copy__": copy,
         "__prepare_scriptable__": _refuse_scripting,
     }
     if hasattr(unplanned, "__deepcopy__"):
@@ -137,7 +144,14 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         body["forward"] = _FORWARDS[kind]
     for leaf in leaves:
         body[leaf] = _read_as_handle(unplanned, leaf, may_be_computed=leaf == "weight" and bool(kind))
-    return type(unplanned)(unplanned.__name__, (unplanned,), body)
+    return type(unplanned)(unplanned.__name__, (_Unregistered, unplanned), body)
+
+
+class _Unregistered(nn.Module):
+    """Keeps the class of a planned module from those who are told of subclasses, to list what a script may choose among."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Tell no base of it."""
 
 
 def _refuse_scripting(self: Any) -> Any:
@@ -201,16 +215,8 @@ def _stored(module: Any, leaf: str) -> Any:
 
 
 def _handle(value: Any, call: OperatorCall, owner: nn.Module) -> Any:
-    """The handle of a tensor, the same one as long as that is the same.  A DTensor is a shard that waits to be gathered."""
-    if type(value) not in (torch.Tensor, nn.Parameter):
-        return value
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return Handle.of(value, call, owner)
-    state = owner, torch.is_grad_enabled(), value.requires_grad
-    kept = call.handles.get(state)
-    if kept is None or kept.source is not value:
-        kept = call.handles[state] = Handle.of(value, call, owner)
-    return kept
+    """The handle of a tensor.  A DTensor is a shard that waits to be gathered."""
+    return Handle.of(value, call, owner) if type(value) in (torch.Tensor, nn.Parameter) else value
 
 
 def _weight_of(module: Any) -> Any:

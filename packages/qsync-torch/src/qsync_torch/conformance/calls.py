@@ -25,6 +25,28 @@ class Written(dict[str, torch.Tensor]):
         return self.get(name)
 
 
+@attrs.frozen
+class Asked:
+    """What a call is, beside its operands.
+
+    Attributes:
+        op: the operator that is asked for.
+        signature: names of its arguments in order; ``name>`` is an output, and ``name=`` is given by its name.
+        shapes, fields: of the request.
+        draws: the outputs that each number of the random numbers counts for.
+        any_strides: names of the matrices and vectors that may have any strides.
+        configurations_agree: all write the same bits, and pairs of seed and offset that differ in a bit or two give others.
+    """
+
+    op: str
+    signature: str
+    shapes: tuple[tuple[int, ...], ...]
+    fields: dict[str, Any] = attrs.Factory(dict)
+    draws: dict[str, tuple[str, ...]] = attrs.Factory(dict)
+    any_strides: tuple[str, ...] = ()
+    configurations_agree: bool = False
+
+
 @attrs.frozen(eq=False, kw_only=True)
 class Call(abc.ABC):
     """One call of a kernel.  Its fields are the operands, called as in the signature.
@@ -40,38 +62,8 @@ class Call(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def op(self) -> str:
-        """The operator that is asked for."""
-
-    @property
-    @abc.abstractmethod
-    def signature(self) -> str:
-        """Names of the arguments in order; ``name>`` is an output, and ``name=`` is given by its name."""
-
-    @property
-    @abc.abstractmethod
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What the request says of the operands."""
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """Further fields of the request."""
-        return {}
-
-    @property
-    def draws(self) -> dict[str, tuple[str, ...]]:
-        """The outputs that each number of the random numbers counts for."""
-        return {}
-
-    @property
-    def any_strides(self) -> tuple[str, ...]:
-        """Names of the matrices and vectors that may have any strides."""
-        return ()
-
-    @property
-    def configurations_agree(self) -> bool:
-        """Whether all configurations write the same bits."""
-        return False
+    def asked(self) -> Asked:
+        """What is asked for."""
 
     @abc.abstractmethod
     def allocate(self, outputs: Outputs) -> Written:
@@ -92,7 +84,7 @@ class Call(abc.ABC):
     @property
     def operands(self) -> dict[str, torch.Tensor]:
         """All tensors that the kernel reads, by name."""
-        found = {token: getattr(self, token.rstrip("=")) for token in self.signature.split() if ">" not in token}
+        found = {token: getattr(self, token.rstrip("=")) for token in self.asked.signature.split() if ">" not in token}
         fields = attrs.fields_dict(type(self))
         return {name.rstrip("="): x for name, x in found.items() if isinstance(x, torch.Tensor) and name.rstrip("=") in fields}
 
@@ -102,12 +94,13 @@ class Call(abc.ABC):
 
     def kernels(self, subject: Subject) -> list[Kernel]:
         """Build kernels of all configurations; where the backend refuses, the test is skipped."""
-        return subject.kernels(self.op, self.variant, self.shapes, **self.request)
+        asked = self.asked
+        return subject.kernels(asked.op, self.variant, asked.shapes, **asked.fields)
 
     def launch(self, kernel: Kernel, written: Written, *, watched: bool = True) -> None:
         """Call the kernel, and unless a graph captures it, check that its inputs stay what they are."""
         positional, named, inputs = [], {}, {}
-        for token in self.signature.split():
+        for token in self.asked.signature.split():
             name = token.rstrip(">=")
             value = written.get(name) if ">" in token else getattr(self, name)
             if isinstance(value, torch.Tensor):
@@ -139,10 +132,15 @@ class Call(abc.ABC):
 
 @attrs.frozen(eq=False)
 class Case:
-    """A call by its name: ``draw`` makes it on a device."""
+    """A call by its name, which begins with its operator's: ``draw`` makes it on a device."""
 
     name: str
     draw: Callable[[torch.device], Call]
+
+    def call(self, subject: Subject) -> Call:
+        """Make the call, unless its operator is not offered: then the test is skipped."""
+        subject.skip_unless_offered(self.name.partition(",")[0])
+        return self.draw(subject.device)
 
 
 Impossible = tuple[Variant, tuple[tuple[int, ...], ...]]

@@ -37,7 +37,7 @@ Change = Callable[[Producer], Producer]
 
 
 def unchanged(problem: Producer) -> Producer:
-    """As it was drawn."""
+    """Leave a call as it was drawn."""
     return problem
 
 
@@ -151,7 +151,7 @@ def entry_of(op: str) -> Entry:
     )
     found.values.extend(Case(f"{op}, random {number}", functools.partial(random_call, op, number)) for number in range(12))
     affine = attrs.evolve(variant_of(), symmetric=False)
-    found.impossible["a zero point"] = affine, found.typical[0].draw(torch.device("cpu")).shapes
+    found.impossible["a zero point"] = affine, found.typical[0].draw(torch.device("cpu")).asked.shapes
     if part == "output":
         _add_copies(found, case, forms)
     elif name == BATCH_NORM:

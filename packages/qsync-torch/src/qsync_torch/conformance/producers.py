@@ -15,7 +15,7 @@ from torch.nn import functional
 from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_torch.conformance.calls import Call, Written
+from qsync_torch.conformance.calls import Asked, Call, Written
 from qsync_torch.conformance.operands import Outputs, floats
 from qsync_torch.conformance.producer_checks import FINE, check_bits, check_close, check_copy, packed, unpacked
 from qsync_torch.conformance.quantization import check_stream
@@ -109,11 +109,6 @@ class _OfProducer(Call):
         return EPS
 
     @property
-    def request(self) -> dict[str, Any]:
-        """The chain."""
-        return {"chain": self.chain}
-
-    @property
     def wants_bits(self) -> bool:
         """Whether backward cannot tell from x where ReLU was open."""
         is_relu = self.name == BATCH_NORM and self.chain.activation is Activation.RELU
@@ -167,36 +162,22 @@ class Producer(_OfProducer):
         )
 
     @property
-    def op(self) -> str:
-        """``PRODUCER.output``."""
-        return f"{self.name}.output"
-
-    @property
-    def signature(self) -> str:
-        """The producer's."""
-        return SIGNATURES[self.op]
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of x as its kernels get it."""
         return self.shape_of(self.x)
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """That of x alone."""
-        return (self.shape,)
-
-    @property
-    def draws(self) -> dict[str, tuple[str, ...]]:
-        """Each copy has a seed, and both have the offset."""
-        if not self.variant.saved.needs_scale:
-            return {"seed": ("q",), "offset": ("q",)}
-        return {"seed": ("q",), "x_seed": ("x_q",), "offset": ("q", "x_q")}
-
-    @property
-    def any_strides(self) -> tuple[str, ...]:
-        """Matrices, and parameters."""
-        return ("weight", "bias") if self.name == BATCH_NORM else ("x", "residual", "weight", "bias")
+    def asked(self) -> Asked:
+        """Its copies have a seed each, and both the offset; matrices and parameters have any strides."""
+        copies = {"seed": ("q",), "x_seed": ("x_q",)} if self.variant.saved.needs_scale else {"seed": ("q",)}
+        return Asked(
+            op := f"{self.name}.output",
+            SIGNATURES[op],
+            (self.shape,),
+            {"chain": self.chain},
+            copies | {"offset": ("q", "x_q")[: len(copies)]},
+            ("weight", "bias") if self.name == BATCH_NORM else ("x", "residual", "weight", "bias"),
+        )
 
     @property
     def residual_absmax(self) -> torch.Tensor | None:
@@ -205,8 +186,8 @@ class Producer(_OfProducer):
 
     def is_refused(self, subject: Subject) -> bool:
         """Whether the backend has reasons against one of its two kernels."""
-        ops = (self.op, f"{self.name}.grad_input")
-        return any(subject.refuses(op, self.variant, self.shapes, chain=self.chain) for op in ops)
+        ops = (f"{self.name}.output", f"{self.name}.grad_input")
+        return any(subject.refuses(op, self.variant, (self.shape,), chain=self.chain) for op in ops)
 
     def allocate(self, outputs: Outputs) -> Written:
         """All that its chain and its variant ask for."""
@@ -352,30 +333,18 @@ class Backward(_OfProducer):
     wanted: tuple[str, ...] = ("x", "residual", "weight", "bias")
 
     @property
-    def op(self) -> str:
-        """``PRODUCER.grad_input``."""
-        return f"{self.name}.grad_input"
-
-    @property
-    def signature(self) -> str:
+    def asked(self) -> Asked:
         """The producer's, with a second part of the gradient or a copy where the chain has them."""
-        copy = " multiplier q> scale> seed offset" if self.chain.grad_copy else ""
-        return f"grad {'other ' if self.chain.grad_sum else ''}{SIGNATURES[self.op]}{copy}"
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """That of the gradient alone."""
-        return (self.shape_of(self.grad),)
-
-    @property
-    def draws(self) -> dict[str, tuple[str, ...]]:
-        """The copy's."""
-        return {"seed": ("q",), "offset": ("q",)} if self.chain.grad_copy else {}
-
-    @property
-    def any_strides(self) -> tuple[str, ...]:
-        """Matrices."""
-        return () if self.name == BATCH_NORM else ("grad", "kept")
+        copied, op = self.chain.grad_copy, f"{self.name}.grad_input"
+        copy = " multiplier q> scale> seed offset" if copied else ""
+        return Asked(
+            op,
+            f"grad {'other ' if self.chain.grad_sum else ''}{SIGNATURES[op]}{copy}",
+            (self.shape_of(self.grad),),
+            {"chain": self.chain},
+            {"seed": ("q",), "offset": ("q",)} if copied else {},
+            () if self.name == BATCH_NORM else ("grad", "kept"),
+        )
 
     def allocate(self, outputs: Outputs) -> Written:
         """All gradients that exist and are wanted, and the copy."""

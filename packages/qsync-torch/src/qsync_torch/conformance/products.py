@@ -1,7 +1,7 @@
-"""Products: ``KIND.output``, ``KIND.grad_input`` and ``KIND.grad_weight`` of every kind of operator.
+"""Products: ``KIND.output``, ``KIND.grad_input`` and ``KIND.grad_weight`` of every kind of operator that has kernels of its own.
 
-A kind is one entry of :data:`KINDS`: its forward function, of which float64 has both gradients by automatic differentiation, and
-the sizes it is tried at.
+The table follows from that of kinds (:mod:`qsync_torch.kinds.table`): a kind's function is linear in both operands, so that float64
+has both gradients by automatic differentiation, and its sizes are :data:`IMAGES`, in as many dimensions as it has.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
-from torch.nn import functional
 
-from qsync_core.geometry import Geometry
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.conformance.calls import Call, Case, Entry, Impossible, Written
+from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
 from qsync_torch.conformance.operands import LAYOUTS, Outputs, dense, floats, integers, laid_out, large_integers, powers_of_two
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kinds.convolution import other_layout
+from qsync_torch.kinds.kind import OperatorKind
+from qsync_torch.kinds.table import OPERATOR_KINDS
 
 FLOATS = (Precision.FLOAT32, Precision.BFLOAT16, Precision.FLOAT16)
 TENSOR, CHANNEL, ROW = Granularity.PER_TENSOR, Granularity.PER_CHANNEL, Granularity.PER_ROW
@@ -32,8 +34,15 @@ HALF_STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 SIGNATURES = {"output": "x x_scale w w_scale bias out>", "grad_input": "grad w w_scale out>", "grad_weight": "grad x x_scale out>"}
 """The third operand of an int8 gradient is that gradient's scale."""
-Size = tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
-"""Shapes of x and w, and the geometry."""
+
+
+@attrs.frozen
+class Size:
+    """Shapes of x and w, with output channels first, and the geometry."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    geometry: Geometry = NEUTRAL
 
 
 @attrs.frozen(eq=False)
@@ -41,17 +50,15 @@ class Kind:
     """A kind of operator whose products kernels compute.
 
     Attributes:
-        name: in front of its operators' names.
-        forward: ``forward(x, w, **geometry)``, linear in both, with output channels in dimension 0 of w.
-        sizes: by a name for people; the first one is where formats are multiplied with each other.
+        operator: what it is.
+        sizes: by a name for people; the first two are where formats are multiplied with each other.
         typical: names of sizes at which all other checks are made.
         empty: by the part, sizes with nothing in x, w or the sum.
         large: by the part, sizes at which sums of one sign pass 2²⁴, up to which float32 would be exact.
         overflows: the request of an output whose int32 sum could overflow, and of one that only a zero point makes overflow.
     """
 
-    name: str
-    forward: Callable[..., torch.Tensor]
+    operator: OperatorKind
     sizes: dict[str, Size]
     typical: tuple[str, ...]
     empty: dict[str, dict[str, Size]]
@@ -61,15 +68,26 @@ class Kind:
     @property
     def has_rows(self) -> bool:
         """Whether x is a matrix, whose rows may have scales and which may have any strides."""
-        return len(self.sizes[self.typical[0]][0]) == 2
+        return self.operator.row.of_rows
 
-    def gradient(self, of: str, grad: torch.Tensor, other: torch.Tensor, shape: tuple[int, ...], **geometry: Any) -> torch.Tensor:
-        """The gradient of x (``of="grad_input"``) or of w in float64: what is linear has it at zeros."""
+    def forward(self, x: torch.Tensor, w: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+        """The result of two operands, as PyTorch's function has it."""
+        return self.operator.call(x, other_layout(w, geometry.groups) if geometry.transposed else w, None, geometry)
+
+    def gradient(
+        self, part: str, grad: torch.Tensor, other: torch.Tensor, shape: tuple[int, ...], geometry: Geometry
+    ) -> torch.Tensor:
+        """The gradient of x or of w in float64: what is linear has it at zeros."""
         with torch.enable_grad():
             zeros = torch.zeros(shape, dtype=torch.float64, device=grad.device, requires_grad=True)
-            y = self.forward(*((zeros, other) if of == "grad_input" else (other, zeros)), **geometry)
+            y = self.forward(*((zeros, other) if part == "grad_input" else (other, zeros)), geometry)
         (found,) = torch.autograd.grad(y, zeros, grad)
         return found
+
+    def output_shape(self, size: Size) -> tuple[int, ...]:
+        """The shape of the result."""
+        x, w = (torch.empty(shape, device="meta") for shape in (size.x, size.w))
+        return tuple(self.forward(x, w, size.geometry).shape)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -77,16 +95,14 @@ class Product(Call):
     """One call of a product.
 
     Attributes:
-        kind, part, geometry: which product; x_shape, w_shape: of both, wherever the result is the gradient of one.
+        kind, part, size: which product.
         out: format of the result.
         exact: scales are powers of two and the bias whole numbers, so that integers leave nothing to round before the result is.
     """
 
     kind: Kind
     part: str
-    geometry: dict[str, Any]
-    x_shape: tuple[int, ...]
-    w_shape: tuple[int, ...]
+    size: Size
     out: Precision
     exact: bool
     grad: torch.Tensor | None = None
@@ -97,29 +113,16 @@ class Product(Call):
     bias: torch.Tensor | None = None
 
     @property
-    def op(self) -> str:
-        """``KIND.PART``."""
-        return f"{self.kind.name}.{self.part}"
-
-    @property
-    def signature(self) -> str:
-        """All kinds have the same."""
-        return SIGNATURES[self.part]
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of both factors."""
-        return tuple(tuple(x.shape) for x in self._factors)
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """The geometry."""
-        return {"geometry": Geometry(**self.geometry)}
-
-    @property
-    def any_strides(self) -> tuple[str, ...]:
-        """Matrices, scales and bias; images and filters are channels-last."""
-        return tuple(name for name, x in self.operands.items() if x.dim() <= 2)
+    def asked(self) -> Asked:
+        """Both factors' shapes and the geometry; matrices, scales and bias have any strides, images are channels-last."""
+        names = ("grad", "x", "x_scale", "w", "w_scale", "bias")
+        return Asked(
+            f"{self.kind.operator.name}.{self.part}",
+            SIGNATURES[self.part],
+            tuple(tuple(x.shape) for x in self._factors),
+            {"geometry": self.size.geometry},
+            any_strides=tuple(name for name in names if (x := getattr(self, name)) is not None and x.dim() <= 2),
+        )
 
     @property
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,18 +135,18 @@ class Product(Call):
     @property
     def _shape(self) -> tuple[int, ...]:
         if self.part != "output":
-            return self.x_shape if self.part == "grad_input" else self.w_shape
-        return shape_of_output(self.kind, self.x_shape, self.w_shape, self.geometry)
+            return self.size.x if self.part == "grad_input" else self.size.w
+        return self.kind.output_shape(self.size)
 
     def allocate(self, outputs: Outputs) -> Written:
         """Dense; of four dimensions channels-last."""
-        return Written(out=outputs.empty(self._shape, TORCH_DTYPE[self.out], channels_last=len(self._shape) == 4))
+        return Written(out=outputs.empty(self._shape, TORCH_DTYPE[self.out], channels_last=len(self._shape) > 2))
 
     def product(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """What the product of two factors is in float64; exact for integers."""
         if self.part == "output":
-            return self.kind.forward(first, second, **self.geometry)
-        return self.kind.gradient(self.part, first, second, self._shape, **self.geometry)
+            return self.kind.forward(first, second, self.size.geometry)
+        return self.kind.gradient(self.part, first, second, self._shape, self.size.geometry)
 
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both factors in float64, times their scales and without their zero points."""
@@ -189,16 +192,10 @@ class Product(Call):
         if first.device.type != "cpu" or self.part == "output" or first.dim() == 2:
             return 1
         if self.part == "grad_weight":
-            return self.x_shape[0]
+            return self.size.x[0]
         terms = self.product(torch.ones_like(first), torch.ones_like(second))
-        filters: int = self.w_shape[0] // self.geometry.get("groups", 1)
+        filters = self.size.w[0] // self.size.geometry.groups
         return terms / filters
-
-
-def shape_of_output(kind: Kind, x_shape: tuple[int, ...], w_shape: tuple[int, ...], geometry: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of a kind's result."""
-    x, w = (torch.empty(shape, device="meta") for shape in (x_shape, w_shape))
-    return tuple(kind.forward(x, w, **geometry).shape)
 
 
 def scaled(x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None = None) -> torch.Tensor:
@@ -255,8 +252,7 @@ class Draw:
 
     def __call__(self, kind: Kind, part: str, size: Size, device: torch.device, seed: int = 1) -> Product:
         """Draw one call."""
-        (x_shape, w_shape, geometry), variant = size, self.variant
-        y_shape = shape_of_output(kind, x_shape, w_shape, geometry)
+        x_shape, w_shape, y_shape, variant = size.x, size.w, kind.output_shape(size), self.variant
         compute, gradient = variant.compute, variant.compute if part == "output" else getattr(variant, part)
 
         def values(shape: tuple[int, ...], precision: Precision, seed: int) -> torch.Tensor:
@@ -280,10 +276,7 @@ class Draw:
                 x_scale = torch.cat([x_scale, torch.tensor(self.zero_points).repeat(count)[:count].to(device)])
             if x.numel():
                 x[(0,) * x.dim()] = x[(-1,) * x.dim()] = -128
-        call = functools.partial(
-            Product, kind=kind, part=part, variant=variant, geometry=geometry, x_shape=x_shape, w_shape=w_shape, out=self.out,
-            exact=self.exact,
-        )  # fmt: skip
+        call = functools.partial(Product, kind=kind, part=part, variant=variant, size=size, out=self.out, exact=self.exact)
         channels = y_shape[1]
         w_scale = scales(channels if variant.w_granularity is CHANNEL else 1, step).flip(0)
         if part == "output":
@@ -366,7 +359,7 @@ def typical(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]
 
 def entry_of(kind: Kind, part: str) -> Entry:
     """The table's entry of one product of a kind."""
-    op = f"{kind.name}.{part}"
+    op = f"{kind.operator.name}.{part}"
     by = (TENSOR, ROW) if kind.has_rows else (TENSOR,)
 
     def case(name: str, size: Size, draw: Draw) -> Case:
@@ -381,16 +374,15 @@ def entry_of(kind: Kind, part: str) -> Entry:
     values += [case(f"{size}, large sums", of, eight) for size, of in kind.large.get(part, {}).items()]
     if kind.has_rows:
         values += [Case(f"{op}, random {number}", functools.partial(random_matrices, kind, part, number)) for number in range(24)]
-    affine, shapes = attrs.evolve(INT8, symmetric=False), kind.sizes[kind.typical[0]][:2]
+    affine, size = attrs.evolve(INT8, symmetric=False), kind.sizes[kind.typical[0]]
     impossible: dict[str, Impossible] = {}
     if part == "output":
-        impossible["float8 with a zero point"] = (attrs.evolve(affine, compute=Precision.FLOAT8_E4M3FN), shapes)
+        impossible["float8 with a zero point"] = (attrs.evolve(affine, compute=Precision.FLOAT8_E4M3FN), (size.x, size.w))
         for variant, overflow in zip((INT8, affine), kind.overflows, strict=False):
             impossible[f"a sum of {overflow[0][1]} products{'' if variant.symmetric else ' with a zero point'}"] = variant, overflow
     elif part == "grad_weight":
-        y_shape = shape_of_output(kind, *kind.sizes[kind.typical[0]])
         wrong = attrs.evolve(affine, grad_weight=Precision.INT8)
-        impossible["an int8 gradient of the weight with a zero point"] = (wrong, (y_shape, shapes[0]))
+        impossible["an int8 gradient of the weight with a zero point"] = (wrong, (kind.output_shape(size), size.x))
     chosen = [case(f"{size}, {name}", kind.sizes[size], draw) for size in kind.typical for name, draw in typical(part, by)]
     return Entry(values=values, typical=chosen, impossible=impossible)
 
@@ -403,7 +395,7 @@ def random_matrices(kind: Kind, part: str, number: int, device: torch.device) ->
     x = TENSOR if part == "grad_weight" else x  # which sums over rows
     variant = formats(part, Precision.INT8, output=output, x_granularity=x, w_granularity=w)
     out = Precision.FLOAT32 if part == "grad_weight" else output
-    call = Draw(variant=variant, out=out, bias=choose.random() < 0.5)(kind, part, matrices(m, k, n), device, number)
+    call = Draw(variant=variant, out=out, bias=choose.random() < 0.5)(kind, part, Size((m, k), (n, k)), device, number)
     return call.changed(**{name: laid_out_at_random(x, choose) for name, x in call.operands.items() if x.dim() == 2})
 
 
@@ -412,98 +404,79 @@ def laid_out_at_random(x: torch.Tensor, choose: random.Random) -> torch.Tensor:
     return laid_out(x, choose.choice(LAYOUTS))
 
 
-def matrices(m: int, k: int, n: int) -> Size:
-    """M rows of K numbers, for N columns."""
-    return (m, k), (n, k), {}
+def matrices(*sizes: tuple[int, int, int]) -> dict[str, Size]:
+    """Products of M rows of K numbers for N columns."""
+    return {f"{m}x{k}x{n}": Size((m, k), (n, k)) for m, k, n in sizes}
 
 
-def of_images(x: tuple[int, ...], w: tuple[int, ...], **geometry: Any) -> Size:
-    """Images and filters."""
-    return x, w, geometry
+Images = dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]
+"""Shapes of images and filters, and geometries, by name."""
 
 
-def named(*sizes: Size) -> dict[str, Size]:
-    """Sizes of matrices, named by M, K and N."""
-    return {"x".join(map(str, (*x, w[0]))): (x, w, geometry) for x, w, geometry in sizes}
+def images(operator: OperatorKind, found: Images) -> dict[str, Size]:
+    """Sizes of a convolution, from those of two-dimensional images: of fewer dimensions without the first, of more with others."""
+    count = operator.row.dimensions
+
+    def fitting(two: tuple[int, ...], more: int) -> tuple[int, ...]:
+        return two[-count:] if count <= 2 else (more,) * (count - 2) + two
+
+    def fitted(x: tuple[int, ...], w: tuple[int, ...], groups: int = 1, **geometry: tuple[int, int]) -> Size:
+        stride, dilation = (fitting(geometry.get(name, (1, 1)), 1) for name in ("stride", "dilation"))
+        padding, extra = (fitting(geometry.get(name, (0, 0)), 0) for name in ("padding", "output_padding"))
+        shapes = (*x[:2], *fitting(x[2:], 3)), (*w[:2], *fitting(w[2:], 2))
+        return Size(*shapes, Geometry(stride, padding, dilation, groups, operator.row.transposed, extra))
+
+    return {name: fitted(x, w, **geometry) for name, (x, w, geometry) in found.items()}
 
 
-def spread(x: tuple[int, ...], w: tuple[int, ...], **geometry: Any) -> Size:
-    """Images and filters of a transposed convolution."""
-    return x, w, {**geometry, "transposed": True}
+def of_matrices(operator: OperatorKind) -> Kind:
+    """The kind that multiplies rows."""
+    ordinary = [(64, 128, 96), (33, 72, 40), (5, 7, 11), (1, 16, 8), (130, 4096, 64), (17, 100, 3), (256, 264, 512), (9, 21, 5)]
+    nothing = {
+        "output": matrices((0, 32, 16), (16, 32, 0), (16, 0, 24), (6, 0, 4)),
+        "grad_input": matrices((0, 16, 8)),
+        "grad_weight": matrices((0, 48, 40)),
+    }
+    large = {
+        "output": matrices((64, 2048, 64), (17, 16_400, 24)),
+        "grad_input": matrices((24, 40, 4096)),
+        "grad_weight": matrices((4096, 40, 24)),
+    }
+    overflows = ((64, 133_152), (64, 133_152)), ((64, 66_320), (64, 66_320))
+    sizes = matrices(*ordinary, (17, 4100, 24), (48, 64, 32))
+    return Kind(operator, sizes, ("48x64x32", "9x21x5"), nothing, large, overflows)
 
 
-def transposed_convolution(x: torch.Tensor, w: torch.Tensor, groups: int = 1, **geometry: Any) -> torch.Tensor:
-    """PyTorch's, whose filters have input channels first, group by group."""
-    del geometry["transposed"]
-    filters = torch.cat([part.transpose(0, 1) for part in w.chunk(groups)])
-    return functional.conv_transpose2d(x, filters, groups=groups, **geometry)
+IMAGES: Images = {
+    "3x3, padded": ((2, 32, 9, 10), (64, 32, 3, 3), {"padding": (1, 1)}),
+    "1x1": ((2, 64, 7, 7), (96, 64, 1, 1), {}),
+    "3x3": ((2, 32, 9, 10), (64, 32, 3, 3), {}),
+    "3x3, stride 2": ((2, 32, 9, 10), (64, 32, 3, 3), {"padding": (1, 1), "stride": (2, 2)}),
+    "1x1, stride 2": ((2, 64, 8, 7), (32, 64, 1, 1), {"stride": (2, 2)}),
+    "1x1, many positions": ((3, 16, 33, 32), (24, 16, 1, 1), {}),
+    "dilated": ((2, 16, 12, 12), (32, 16, 3, 3), {"padding": (2, 2), "dilation": (2, 2)}),
+    "uneven": ((1, 16, 11, 8), (16, 16, 3, 2), {"padding": (0, 1), "stride": (2, 1), "dilation": (1, 2)}),
+    "groups": ((2, 64, 8, 8), (64, 32, 3, 3), {"padding": (1, 1), "groups": 2}),
+    "depthwise": ((2, 32, 8, 8), (32, 1, 3, 3), {"padding": (1, 1), "groups": 32}),
+    "image": ((2, 3, 16, 16), (64, 3, 7, 7), {"padding": (3, 3), "stride": (2, 2)}),
+    "odd channels": ((3, 5, 7, 6), (11, 5, 3, 3), {"padding": (1, 1)}),
+    "many channels": ((1, 512, 5, 5), (64, 512, 3, 3), {"padding": (1, 1)}),
+}
+"""What convolutions are tried at, in two dimensions."""
 
 
-LINEAR = Kind(
-    "linear",
-    functional.linear,
-    named(*itertools.starmap(matrices, [
-        (64, 128, 96), (33, 72, 40), (5, 7, 11), (1, 16, 8), (130, 4096, 64), (17, 100, 3), (256, 264, 512), (9, 21, 5),
-        (17, 4100, 24),
-                (48, 64, 32),
-    ])),
-    ("48x64x32", "9x21x5"),
-    {
-        "output": named(matrices(0, 32, 16), matrices(16, 32, 0), matrices(16, 0, 24), matrices(6, 0, 4)),
-        "grad_input": named(matrices(0, 16, 8)),
-        "grad_weight": named(matrices(0, 48, 40)),
-    },
-    {
-        "output": named(matrices(64, 2048, 64), matrices(17, 16_400, 24)),
-        "grad_input": named(matrices(24, 40, 4096)),
-        "grad_weight": named(matrices(4096, 40, 24)),
-    },
-    (((64, 133_152), (64, 133_152)), ((64, 66_320), (64, 66_320))),
-)  # fmt: skip
-CONV2D = Kind(
-    "conv2d",
-    functional.conv2d,
-    {
-        "3x3, padded": of_images((2, 32, 9, 10), (64, 32, 3, 3), padding=(1, 1)),
-        "1x1": of_images((2, 64, 7, 7), (96, 64, 1, 1)),
-        "3x3": of_images((2, 32, 9, 10), (64, 32, 3, 3)),
-        "3x3, stride 2": of_images((2, 32, 9, 10), (64, 32, 3, 3), padding=(1, 1), stride=(2, 2)),
-        "1x1, stride 2": of_images((2, 64, 8, 7), (32, 64, 1, 1), stride=(2, 2)),
-        "1x1, many positions": of_images((3, 16, 33, 32), (24, 16, 1, 1)),
-        "dilated": of_images((2, 16, 12, 12), (32, 16, 3, 3), padding=(2, 2), dilation=(2, 2)),
-        "uneven": of_images((1, 16, 11, 8), (16, 16, 3, 2), padding=(0, 1), stride=(2, 1), dilation=(1, 2)),
-        "groups": of_images((2, 64, 8, 8), (64, 32, 3, 3), padding=(1, 1), groups=2),
-        "depthwise": of_images((2, 32, 8, 8), (32, 1, 3, 3), padding=(1, 1), groups=32),
-        "image": of_images((2, 3, 16, 16), (64, 3, 7, 7), padding=(3, 3), stride=(2, 2)),
-        "odd channels": of_images((3, 5, 7, 6), (11, 5, 3, 3), padding=(1, 1)),
-        "many channels": of_images((1, 512, 5, 5), (64, 512, 3, 3), padding=(1, 1)),
-    },
-    ("3x3, padded", "1x1", "1x1, stride 2", "groups", "depthwise"),
-    {"output": {"empty batch": of_images((0, 32, 6, 6), (64, 32, 3, 3))}},
-    {
-        "output": {
-            "3x3": of_images((1, 512, 5, 5), (32, 512, 3, 3), padding=(1, 1)),
-            "1x1": of_images((1, 4096, 3, 3), (32, 4096, 1, 1)),
-        },
-        "grad_input": {"many filters": of_images((1, 16, 5, 5), (512, 16, 3, 3), padding=(1, 1))},
-    },
-)
-CONV_TRANSPOSE2D = Kind(
-    "conv_transpose2d",
-    transposed_convolution,
-    {
-        "3x3, stride 2": spread((2, 16, 5, 6), (24, 16, 3, 3), stride=(2, 2), padding=(1, 1), output_padding=(1, 1)),
-        "2x2, stride 2": spread((2, 16, 4, 5), (8, 16, 2, 2), stride=(2, 2)),
-        "3x3": spread((2, 8, 7, 6), (16, 8, 3, 3), padding=(1, 1)),
-        "1x1": spread((2, 16, 5, 5), (24, 16, 1, 1)),
-        "uneven": spread((1, 8, 6, 5), (12, 8, 3, 2), stride=(1, 3), padding=(2, 0), dilation=(2, 1)),
-        "groups": spread((2, 16, 5, 5), (24, 8, 3, 3), stride=(2, 2), groups=2),
-    },
-    ("3x3, stride 2", "groups"),
-    {"output": {"empty batch": spread((0, 8, 5, 5), (16, 8, 3, 3), stride=(2, 2))}},
-    {"output": {"many channels": spread((1, 512, 4, 4), (16, 512, 3, 3), stride=(2, 2))}},
-)
-KINDS = (LINEAR, CONV2D, CONV_TRANSPOSE2D)
-"""Every kind of operator whose products kernels compute."""
-ENTRIES = {f"{kind.name}.{part}": entry_of(kind, part) for kind in KINDS for part in SIGNATURES}
+def of_images(operator: OperatorKind) -> Kind:
+    """A kind of convolution."""
+    extra: Images = {"one more": ((2, 32, 9, 10), (64, 32, 3, 3), {"padding": (1, 1), "stride": (2, 2), "output_padding": (1, 1)})}
+    nothing = {"output": images(operator, {"empty batch": ((0, 32, 6, 6), (64, 32, 3, 3), {})})}
+    wide: Images = {"3x3": ((1, 512, 5, 5), (32, 512, 3, 3), {"padding": (1, 1)}), "1x1": ((1, 4096, 3, 3), (32, 4096, 1, 1), {})}
+    many: Images = {"many filters": ((1, 16, 5, 5), (512, 16, 3, 3), {"padding": (1, 1)})}
+    large = {"output": images(operator, wide), "grad_input": images(operator, many)}
+    typical = "3x3, padded", "1x1", "1x1, stride 2", "groups", "depthwise"
+    return Kind(operator, images(operator, IMAGES | (extra if operator.row.transposed else {})), typical, nothing, large)
+
+
+KINDS = [(of_matrices if kind.row.of_rows else of_images)(kind) for kind in OPERATOR_KINDS.values() if kind.row.as_run is kind.row]
+"""Every kind of operator that has kernels of its own."""
+ENTRIES = {f"{kind.operator.name}.{part}": entry_of(kind, part) for kind in KINDS for part in SIGNATURES}
 """The table of their products."""

@@ -15,13 +15,14 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.aten.random_bits import Offset, stream_of
-from qsync_torch.conformance.calls import Call, Case, Entry, Impossible, Written
+from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
 from qsync_torch.conformance.operands import Outputs, dense, floats
 from qsync_torch.dtypes import TORCH_DTYPE
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 NEAR = 127 * 2.0**-20
 """How near to a tie (or, for floor, to an integer) a quotient may lie before rounding errors of the division decide."""
+NEAREST, STOCHASTIC = Rounding.NEAREST, Rounding.STOCHASTIC
 TENSOR, CHANNEL, ROW = Granularity.PER_TENSOR, Granularity.PER_CHANNEL, Granularity.PER_ROW
 SHAPES = [(33, 1000), (1,), (1, 1), (3, 5), (7, 129), (64, 64), (2, 3, 4), (2, 3, 5, 7), (8, 16, 3, 3)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,36 +60,17 @@ class Quantization(Call):
     transposed: bool = False
 
     @property
-    def op(self) -> str:
-        """``quantize``."""
-        return Op.QUANTIZE
-
-    @property
-    def signature(self) -> str:
-        """What is not asked for is not given."""
-        more = (" multiplier=" if self.multiplier is not None else "") + (" transposed>=" if self.transposed else "")
-        return f"x q> scale> stream> seed offset{more}"
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The tensor's."""
-        return (tuple(self.x.shape),)
-
-    @property
-    def request(self) -> dict[str, bool]:
-        """Both options."""
-        return {"multiplied": self.multiplier is not None, "transposed": self.transposed}
-
-    @property
-    def draws(self) -> dict[str, tuple[str, ...]]:
-        """Of the copy."""
-        copies = ("q", "transposed") if self.transposed else ("q",)
-        return {"seed": copies, "offset": copies}
-
-    @property
-    def configurations_agree(self) -> bool:
-        """Element i in memory takes number i, whatever the launch grid."""
-        return True
+    def asked(self) -> Asked:
+        """What is not asked for is not given; element i in memory takes number i, whatever the launch grid."""
+        multiplied, copies = self.multiplier is not None, ("q", "transposed") if self.transposed else ("q",)
+        return Asked(
+            Op.QUANTIZE,
+            f"x q> scale> stream> seed offset{' multiplier=' * multiplied}{' transposed>=' * self.transposed}",
+            (tuple(self.x.shape),),
+            {"multiplied": multiplied, "transposed": self.transposed},
+            draws={"seed": copies, "offset": copies},
+            configurations_agree=self.variant.x_granularity is TENSOR,  # a row may draw from the stream of its own checksum
+        )
 
     @property
     def scale_count(self) -> int:
@@ -293,72 +275,79 @@ def at_random(number: int, device: torch.device) -> Quantization:
     return Quantization(variant=variant, x=x, seed=choose.getrandbits(63), offset=choose.getrandbits(63))
 
 
-def entry() -> Entry:
-    """The table's entry."""
-    nearest, stochastic = Rounding.NEAREST, Rounding.STOCHASTIC
+def values() -> list[Case]:
+    """What is compared with float64: all formats, shapes and numbers that kernels stumble over."""
     matrix, images = (24, 15), (4, 6, 5, 3)
-    values = [
+    found = [
         case(f"{shape} by {by} {rounding} {dtype}", normal(shape, dtype), variant_of(rounding, by))
         for number, (shape, by, rounding) in enumerate(itertools.product(SHAPES, Granularity, Rounding))
         for dtype in (DTYPES if shape == SHAPES[0] else (DTYPES[(number + number // 9) % 3],))  # other formats at other shapes
     ]
     for rounding in Rounding:
-        values.append(case(f"integers {rounding}", integral, variant_of(rounding)))
+        found.append(case(f"integers {rounding}", integral, variant_of(rounding)))
     for order, shape in (("channels-last", images), ("transposed", matrix)):
-        values += [
-            case(f"{order} {rounding}", normal(shape, order=order), variant_of(rounding)) for rounding in (nearest, stochastic)
+        found += [
+            case(f"{order} {rounding}", normal(shape, order=order), variant_of(rounding)) for rounding in (NEAREST, STOCHASTIC)
         ]
-        values.append(case(f"zero point, {order}", normal(shape, order=order), variant_of(stochastic, symmetric=False)))
+        found.append(case(f"zero point, {order}", normal(shape, order=order), variant_of(STOCHASTIC, symmetric=False)))
     for by in Granularity:
-        values.append(case(f"zeros and equal values by {by}", equal, variant_of(nearest, by)))
+        found.append(case(f"zeros and equal values by {by}", equal, variant_of(NEAREST, by)))
     for by, columns in itertools.product((CHANNEL, ROW), (1, 7, 129, 1000)):
-        values.append(case(f"largest of {columns} rows by {by}", functools.partial(diagonal, columns), variant_of(nearest, by)))
+        found.append(case(f"largest of {columns} rows by {by}", functools.partial(diagonal, columns), variant_of(NEAREST, by)))
     for magnitude in (1e-18, 1e-25, 1e-35, 127 * 2.0**-125, 127 * 2.0**-127):
-        values.append(case(f"up to {magnitude:.0e}", functools.partial(small, magnitude), variant_of(nearest)))
+        found.append(case(f"up to {magnitude:.0e}", functools.partial(small, magnitude), variant_of(NEAREST)))
     for by, shape in itertools.product((TENSOR, ROW), ((0, 16), (4, 0))):
-        values.append(case(f"empty {shape} by {by}, zero point", normal(shape), variant_of(stochastic, by, symmetric=False)))
-    values.append(case("empty", normal((0, 16)), variant_of(stochastic)))
-    for rounding in (nearest, stochastic):
+        found.append(case(f"empty {shape} by {by}, zero point", normal(shape), variant_of(STOCHASTIC, by, symmetric=False)))
+    found.append(case("empty", normal((0, 16)), variant_of(STOCHASTIC)))
+    for rounding in (NEAREST, STOCHASTIC):
         eight = variant_of(rounding, TENSOR, Precision.FLOAT8_E4M3FN)
-        values.append(case(f"float8 {rounding}", normal((33, 65)), eight))
+        found.append(case(f"float8 {rounding}", normal((33, 65)), eight))
     for name, by, rounding, dtype in itertools.product(RANGES, (TENSOR, ROW), Rounding, DTYPES[:2]):
         affine = variant_of(rounding, by, symmetric=False)
-        values.append(case(f"zero point, {name}, by {by} {rounding} {dtype}", within(*RANGES[name], (17, 129), dtype), affine))
-    multiplied = (
-        case(f"multiplied {shape}", normal(shape, torch.bfloat16, order=order), variant_of(nearest), multiplied=True)
-        for shape, order in ((matrix, ""), ((2, 6, 5, 3), "channels-last"))
-    )
-    values += multiplied
+        found.append(case(f"zero point, {name}, by {by} {rounding} {dtype}", within(*RANGES[name], (17, 129), dtype), affine))
+    for shape, order in ((matrix, ""), ((2, 6, 5, 3), "channels-last")):
+        drawn = normal(shape, torch.bfloat16, order=order)
+        found.append(case(f"multiplied {shape}", drawn, variant_of(NEAREST), multiplied=True))
     for shape in (matrix, (64, 128), (1, 3), (3, 1)):
-        values.append(case(f"transposed copy of {shape}", normal(shape), variant_of(stochastic), transposed=True))
-    values += [Case(f"quantize, random {number}", functools.partial(at_random, number)) for number in range(24)]
-    typical = [
-        case("dense", normal((64, 128)), variant_of(nearest)),
-        *(case(f"by {by}", normal((6, 5, 4, 7)), variant_of(nearest, by)) for by in Granularity),
-        case("channels-last", normal((6, 5, 4, 7), order="channels-last"), variant_of(nearest)),
-        case("channels-last by channel", normal((6, 5, 4, 7), order="channels-last"), variant_of(nearest, CHANNEL)),
-        case("multiplied and transposed", normal((24, 16)), variant_of(nearest), multiplied=True, transposed=True),
-        *(case(f"zero point by {by}", normal((24, 16)), variant_of(nearest, by, symmetric=False)) for by in (TENSOR, ROW)),
-    ]
-    edges: list[tuple[Case, str, float]] = []
+        found.append(case(f"transposed copy of {shape}", normal(shape), variant_of(STOCHASTIC), transposed=True))
+    found += [Case(f"quantize, random {number}", functools.partial(at_random, number)) for number in range(24)]
+    return found
+
+
+def edges() -> list[tuple[Case, str, float]]:
+    """Tensors in every order of dimensions, and ranges of which either end is looked for."""
+    found: list[tuple[Case, str, float]] = []
     sizes: tuple[tuple[int, ...], ...] = ((7, 129), (129, 7), (33, 1000), (3, 5, 4, 9), (5000,), (1, 1))
     for size in sizes:
         for sign, order in zip((1, -1), {2: ("", "transposed"), 4: ("", "channels-last")}.get(len(size), ("",)), strict=False):
             drawn_in = functools.partial(clamped, size, order)
-            edges.append((case(f"{size} {order}", drawn_in, variant_of(nearest)), "x", 127.0 * sign))
+            found.append((case(f"{size} {order}", drawn_in, variant_of(NEAREST)), "x", 127.0 * sign))
     for by, shape, sign in itertools.product((TENSOR, ROW), ((9, 129), (129, 9)), (1, -1)):
-        affine = variant_of(nearest, by, symmetric=False)
+        affine = variant_of(NEAREST, by, symmetric=False)
         name = f"{shape} by {by}, zero point, {'largest' if sign > 0 else 'smallest'}"
-        edges.append((case(name, functools.partial(clamped, shape, ""), affine), "x", 254.0 * sign))
+        found.append((case(name, functools.partial(clamped, shape, ""), affine), "x", 254.0 * sign))
+    return found
+
+
+def entry() -> Entry:
+    """The table's entry."""
+    typical = [
+        case("dense", normal((64, 128)), variant_of(NEAREST)),
+        *(case(f"by {by}", normal((6, 5, 4, 7)), variant_of(NEAREST, by)) for by in Granularity),
+        case("channels-last", normal((6, 5, 4, 7), order="channels-last"), variant_of(NEAREST)),
+        case("channels-last by channel", normal((6, 5, 4, 7), order="channels-last"), variant_of(NEAREST, CHANNEL)),
+        case("multiplied and transposed", normal((24, 16)), variant_of(NEAREST), multiplied=True, transposed=True),
+        *(case(f"zero point by {by}", normal((24, 16)), variant_of(NEAREST, by, symmetric=False)) for by in (TENSOR, ROW)),
+    ]
     drawn = [
-        *(case(f"by {by}", normal((64, 100)), variant_of(stochastic, by)) for by in Granularity),
-        case("transposed copy", normal((64, 100)), variant_of(stochastic), transposed=True),
-        case("zero point", normal((64, 100)), variant_of(stochastic, symmetric=False)),
+        *(case(f"by {by}", normal((64, 100)), variant_of(STOCHASTIC, by)) for by in Granularity),
+        case("transposed copy", normal((64, 100)), variant_of(STOCHASTIC), transposed=True),
+        case("zero point", normal((64, 100)), variant_of(STOCHASTIC, symmetric=False)),
     ]
     impossible: dict[str, Impossible] = {
-        "float8 with a zero point": (variant_of(nearest, TENSOR, Precision.FLOAT8_E4M3FN, symmetric=False), ((64, 128),))
+        "float8 with a zero point": (variant_of(NEAREST, TENSOR, Precision.FLOAT8_E4M3FN, symmetric=False), ((64, 128),))
     }
-    return Entry(values=values, typical=typical, edges=edges, drawn=drawn, impossible=impossible)
+    return Entry(values=values(), typical=typical, edges=edges(), drawn=drawn, impossible=impossible)
 
 
 ENTRIES = {Op.QUANTIZE: entry()}

@@ -85,10 +85,11 @@ class Subject:
             for spec in self.backend.kernel_specs()
         )
 
-    def skip_unless_offered(self, *ops: str, compute: Precision = Precision.INT8) -> None:
-        """Skip the test where the backend offers none of the operators in that format."""
-        if not any(self.offers(op, compute) for op in ops):
-            pytest.skip(f"{self.backend.name} does not offer {' or '.join(ops)} in {compute} on {self.device.type}")
+    def skip_unless_offered(self, op: str, compute: Precision | None = None) -> None:
+        """Skip the test where the backend does not offer the operator, in a format if one is given."""
+        if not self.offers(op, compute):
+            where = f"in {compute} on {self.device.type}" if compute else f"on {self.device.type}"
+            pytest.skip(f"{self.backend.name} does not offer {op} {where}")
 
     def skip_unless_offset_tensors(self) -> None:
         """Skip the test where the backend does not say that it takes the offset of random numbers as a tensor."""
@@ -105,7 +106,7 @@ class Subject:
 
     def kernels(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> list[Kernel]:
         """Kernels for a request, one per configuration; the test is skipped, by name, where the backend does not take it."""
-        self.skip_unless_offered(op, compute=variant.compute)
+        self.skip_unless_offered(op, variant.compute)
         request = self.request(op, variant, shapes, **more)
         if reasons := self.backend.unsupported_reasons(request):
             check_sentences(reasons)

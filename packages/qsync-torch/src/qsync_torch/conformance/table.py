@@ -6,4 +6,4 @@ from qsync_torch.conformance import producer_entries, products, quantization
 from qsync_torch.conformance.calls import Entry
 
 TABLE: dict[str, Entry] = quantization.ENTRIES | products.ENTRIES | producer_entries.ENTRIES
-"""By the operator's name."""
+"""Entries by the names of their operators."""

@@ -30,7 +30,7 @@ def to_each(kind: str) -> Put:
 @to_each("values")
 def test_values(subject: Subject, outputs: Outputs, case: Case) -> None:
     """Everything that a kernel writes is what float64 says, up to the errors of its arithmetic."""
-    case.draw(subject.device).put_to(subject, outputs)
+    case.call(subject).put_to(subject, outputs)
 
 
 def change(x: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def test_operands_that_were_changed_in_place(subject: Subject, outputs: Outputs,
     The optimizer changes weights where they are, and the allocator hands freed memory to the next tensor: an address says nothing
     of the numbers there.  Outputs are those of the first call, too.
     """
-    call = case.draw(subject.device)
+    call = case.call(subject)
     for kernel in call.kernels(subject):
         written = call.allocate(outputs)
         for circumstance in after_each_change(call):
@@ -73,9 +73,9 @@ def test_operands_that_were_changed_in_place(subject: Subject, outputs: Outputs,
 @to_each("typical")
 def test_operands_of_any_strides(subject: Subject, outputs: Outputs, case: Case) -> None:
     """Callers hand out transposed views and parts of larger tensors, and a column of a parameter is a bias too."""
-    call = case.draw(subject.device)
+    call = case.call(subject)
     kernels = call.kernels(subject)
-    free = {name: x for name, x in call.operands.items() if name in call.any_strides}
+    free = {name: x for name, x in call.operands.items() if name in call.asked.any_strides}
     matrices = {name: x for name, x in free.items() if x.dim() == 2}
     strided = [{name: between_others(x)} for name, x in free.items() if x.dim() == 1 and x.numel() > 1]
     for layouts in itertools.product(LAYOUTS, repeat=len(matrices)) if matrices else ():
@@ -117,7 +117,7 @@ def params(found: Iterable[tuple[Case, str, float]]) -> list[Any]:
 @pytest.mark.parametrize("case, operand, largest", params(EDGES))
 def test_the_largest_value_at_every_edge(subject: Subject, outputs: Outputs, case: Case, operand: str, largest: float) -> None:
     """A maximum that leaves out a tail gives a scale that clips; random numbers hardly ever have their largest one there."""
-    call = case.draw(subject.device)
+    call = case.call(subject)
     x = call.operands[operand]
     memory = memory_of(x)
     for kernel in call.kernels(subject):
@@ -133,7 +133,7 @@ def test_the_largest_value_at_every_edge(subject: Subject, outputs: Outputs, cas
 def test_numbers_that_have_no_copy_show(subject: Subject, outputs: Outputs, case: Case, operand: str, largest: float) -> None:
     """NaN or infinity raises an error that says so on a CPU; on a GPU that, or it gives a scale that carries the damage on."""
     for value, place in itertools.product((math.nan, math.copysign(math.inf, largest)), (0, -1)):
-        call = case.draw(subject.device)
+        call = case.call(subject)
         kernels = call.kernels(subject)
         memory_of(call.operands[operand])[place] = value
         for kernel in kernels:
@@ -150,24 +150,26 @@ def test_numbers_that_have_no_copy_show(subject: Subject, outputs: Outputs, case
 def copies_of(call: Call, kernel: Kernel, outputs: Outputs, **numbers: int | torch.Tensor) -> dict[str, torch.Tensor]:
     """All outputs that are rounded stochastically."""
     written = call.run(kernel, outputs, **numbers)
-    return {name: written[name] for name in dict.fromkeys(itertools.chain.from_iterable(call.draws.values()))}
+    return {name: written[name] for name in dict.fromkeys(itertools.chain.from_iterable(call.asked.draws.values()))}
 
 
 @to_each("drawn")
 def test_draws_follow_from_their_numbers(subject: Subject, outputs: Outputs, case: Case) -> None:
     """The same numbers and data give the same bits; each bit of a number counts for the copies that are drawn by it, alone."""
-    call = case.draw(subject.device)
+    call = case.call(subject)
     first: dict[str, torch.Tensor] = {}
     for position, kernel in enumerate(call.kernels(subject)):
         expected = copies_of(call, kernel, outputs)
         again = copies_of(call, kernel, outputs)
         assert all(torch.equal(again[name], q) for name, q in expected.items()), "the same numbers gave other bits the second time"
         first = first or expected
-        if call.configurations_agree:
+        if call.asked.configurations_agree:
             assert all(torch.equal(first[name], q) for name, q in expected.items()), "configurations draw differently"
         seen = {name: {bytes_of(q): "as it was"} for name, q in expected.items()}
-        for number, drawn in call.draws.items():
-            for bit in range(63) if call.configurations_agree and not position else HIGH_BITS:
+        for number, drawn in call.asked.draws.items():
+            if not call.asked.configurations_agree:
+                seen = {name: {bytes_of(q): "as it was"} for name, q in expected.items()}
+            for bit in range(63) if call.asked.configurations_agree and not position else HIGH_BITS:
                 found = copies_of(call, kernel, outputs, **{number: getattr(call, number) ^ (1 << bit)})
                 for name, q in found.items():
                     where = f"bit {bit} of {number}"
@@ -187,7 +189,7 @@ def bytes_of(q: torch.Tensor) -> bytes:
 def test_an_offset_in_a_tensor_gives_the_bits_of_the_number(subject: Subject, outputs: Outputs, case: Case) -> None:
     """``offset_tensors``: one int64 on the operands' device, whose number counts when the kernel runs."""
     subject.skip_unless_offset_tensors()
-    call = case.draw(subject.device)
+    call = case.call(subject)
     tensor = torch.zeros(1, dtype=torch.int64, device=subject.device)
     for kernel in call.kernels(subject):
         for number in (2, 2 + (1 << 40), (1 << 63) - 1):
@@ -214,7 +216,7 @@ def on_cuda(subject: Subject, case: Case) -> tuple[Call, list[Kernel]]:
     """A call and its kernels, if they run on a CUDA device."""
     if subject.device.type != "cuda":
         pytest.skip("streams and graphs are CUDA's")
-    call = case.draw(subject.device)
+    call = case.call(subject)
     return call, call.kernels(subject)
 
 
@@ -278,7 +280,7 @@ def test_a_replay_rounds_with_the_offset_of_its_time(subject: Subject, outputs: 
             offset.fill_(number)
             graph.replay()
             call.check(written)
-            found.append({name: written[name].clone() for name in call.draws["offset"]})
+            found.append({name: written[name].clone() for name in call.asked.draws["offset"]})
             expected = copies_of(call, kernel, outputs, offset=number)
             for name, q in found[-1].items():
                 assert torch.equal(q, expected[name]), f"the replay with the offset {number} has other bits than a call with it"

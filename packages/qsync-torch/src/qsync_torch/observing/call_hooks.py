@@ -18,7 +18,7 @@ from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.apply.handles import Handle, in_backward, stores
+from qsync_torch.apply.handles import in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.apply.planned_modules import put_plan
 from qsync_torch.kinds.kind import OperatorKind, Settings
@@ -91,7 +91,6 @@ class _HookedCall:
     follows_casts = True
 
     def __init__(self, model: _HookedModel, fqn: str) -> None:
-        self.handles: dict[tuple[torch.nn.Module, bool, bool], Handle] = {}
         self.forms: set[tuple[str, bool]] = set()
         self._model, self._fqn = model, fqn
 

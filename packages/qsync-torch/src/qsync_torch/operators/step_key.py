@@ -134,10 +134,14 @@ class StepKey:
 
 
 _IN_FORCE: weakref.WeakSet[StepKey] = weakref.WeakSet()
-_KNOWN: weakref.WeakKeyDictionary[Any, list[weakref.ref[StepKey]]] = weakref.WeakKeyDictionary()
-"""The plans that an optimizer's steps count for, found anew whenever a plan comes into force or is removed."""
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[int, list[weakref.ref[StepKey]]]] = weakref.WeakKeyDictionary()
+"""How many parameters an optimizer holds, and the plans that its steps count for; found anew when it gets more, or a plan comes
+into force or is removed."""
 _PENDING: set[StepKey] = set()
 """Plans of which a step has ended inside the backward pass that runs."""
+
+_STEPS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many steps of an optimizer have ended, and of those that it steps."""
 
 
 def _forget(own: list[torch.Tensor]) -> None:
@@ -146,11 +150,20 @@ def _forget(own: list[torch.Tensor]) -> None:
 
 def _plans_of(optimizer: Any) -> list[StepKey]:
     """The plans whose parameters an optimizer holds; where it holds none (but copies in float32), those of which none is known."""
-    known = _KNOWN.get(optimizer)
-    if known is None:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    counted, known = _KNOWN.get(optimizer, (-1, []))
+    if counted != count:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        known = _KNOWN[optimizer] = [weakref.ref(key) for key in _IN_FORCE if key.holds(held)]
+        known = [weakref.ref(key) for key in _IN_FORCE if key.holds(held)]
+        _KNOWN[optimizer] = count, known
     return [key for reference in known if (key := reference()) is not None] or [key for key in _IN_FORCE if key.counts_any]
+
+
+def _steps_inside(optimizer: Any) -> bool:
+    """Whether the step that has ended was one of an optimizer inside this one, which has counted it (ZeroRedundancyOptimizer)."""
+    inside = sum(_STEPS.get(part, 0) for part in vars(optimizer).values() if isinstance(part, torch.optim.Optimizer))
+    before, _STEPS[optimizer] = _STEPS.get(optimizer, 0), inside or _STEPS.get(optimizer, 0) + 1
+    return inside > before
 
 
 def _ended(optimizer: Any, *_: Any) -> None:
@@ -159,7 +172,7 @@ def _ended(optimizer: Any, *_: Any) -> None:
         for offset in _OFFSETS:
             offset.add_(STEP_STRIDE)
         return
-    if not _IN_FORCE:
+    if not _IN_FORCE or _steps_inside(optimizer):
         return
     keys = _plans_of(optimizer)
     try:

@@ -319,13 +319,13 @@ class _Flow:
             ClusterError: on every rank, when it is wrong, or two disks have different ones, or options say the same things.
         """
         run, text, state = self.folder.run, "", ""
-        if self.folder.rank == 0 and self.request.cluster is not None:
-            text, state = self.request.cluster, "given"
-        else:
-            with self.folder.together(), suppress(OSError, UnicodeDecodeError):
-                found = read_whole(run.cluster, MAX_FILE_BYTES, "cluster files").decode("utf-8") if self.folder.writes else ""
-                if found and is_changed(found):
-                    text, state = found, "known" if CLUSTER in self._on_disk else "changed"
+        with self.folder.together(), suppress(OSError, UnicodeDecodeError):
+            if self.folder.rank == 0 and self.request.cluster is not None:
+                text, state = self.request.cluster, "given"
+            elif self.folder.writes and is_changed(
+                found := read_whole(run.cluster, MAX_FILE_BYTES, "cluster files").decode("utf-8")
+            ):
+                text, state = found, "known" if CLUSTER in self._on_disk else "changed"
         told = self.folder.told({"cluster": text, "state": state})
         for wanted in ("given", "changed", "known"):
             texts = {rank: said["cluster"] for rank, said in told.items() if said["state"] == wanted}

@@ -1,0 +1,76 @@
+"""What rows S1 and S2 count, on small sources and a replaced function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from structure.private_names import frame_walks, private_uses
+from structure.replaced import modes_entered, replaced, standing
+
+SOURCE = """
+import os
+import sys
+import torch
+from torch import nn
+from torch.distributed import _broadcast_coalesced
+from torch.utils import _pytree as pytree
+
+_OWN = 3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        self._seed = os._exit
+
+    def forward(self, x):
+        with torch._C._DisableAutocast():
+            pytree.tree_map(_broadcast_coalesced, x)
+        nn.modules.conv._ConvNd.forward(x)
+        torch.full((self._seed,), _OWN).sum()
+        return x.detach()._version, x._replace(y=1), self._seed, x._seed
+
+
+def caller():
+    return sys._getframe(1).f_back
+"""
+
+
+def test_private_names_of_pytorch_are_told_from_ones_own(tmp_path: Path) -> None:
+    folder = tmp_path / "packages/qsync-torch/src/qsync_torch"
+    folder.mkdir(parents=True)
+    (folder / "net.py").write_text(SOURCE)
+    assert sorted(use.name for use in private_uses(tmp_path)) == [
+        "_version",
+        "torch._C._DisableAutocast",
+        "torch.distributed._broadcast_coalesced",
+        "torch.nn.modules.conv._ConvNd.forward",
+        "torch.utils._pytree",
+    ]
+    assert [walk.name for walk in frame_walks(tmp_path)] == ["sys._getframe(1).f_back", "sys._getframe"]
+
+
+def test_what_was_replaced_is_found_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = standing()
+    assert replaced(before) == []
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *operands: None)
+    monkeypatch.setattr(torch.autograd.graph.saved_tensors_hooks, "__enter__", lambda self: None)
+    assert {"torch.nn.modules.linear.Linear.forward", "torch.nn.functional.linear"} < set(replaced(before))
+    assert "torch.autograd.graph.saved_tensors_hooks.__enter__" in replaced(before)
+
+
+def test_modes_are_counted_by_coming_into_force() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __enter__(self) -> Mode:
+            return super().__enter__()
+
+    def run() -> None:
+        with torch.device("cpu"), Mode():
+            len(())
+
+    assert modes_entered(run) == 2
+    assert modes_entered(lambda: None) == 0
