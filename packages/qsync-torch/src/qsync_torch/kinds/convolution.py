@@ -41,7 +41,7 @@ def convolution(row: Kind, function: Callable[..., torch.Tensor], module: type[n
         row=row,
         function=function,
         module=module,
-        methods=("forward", "_output_padding") if row.transposed else ("forward", "_conv_forward"),
+        methods=("forward",) if row.transposed else ("forward", "_conv_forward"),
         settings=settings,
         spellings={function: Spelling(1, "weight", read)},
         aten={row.name: Operands()},
@@ -106,8 +106,11 @@ def _of_module(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, Settings
 def _of_transposed_module(module: Any, input: torch.Tensor, output_size: Any = None) -> tuple[torch.Tensor, Settings]:
     extra = module.output_padding
     if output_size is not None:
-        shape = (module.stride, module.padding, module.kernel_size, len(module.kernel_size), module.dilation)
-        extra = tuple(module._output_padding(input, output_size, *shape))
+        count = len(module.kernel_size)
+        least = Geometry(module.stride, module.padding, module.dilation, 1, True).output_size(
+            input.shape[-count:], module.kernel_size
+        )
+        extra = tuple(wanted - size for wanted, size in zip(tuple(output_size)[-count:], least, strict=True))
     return input, (module.stride, module.padding, extra, module.groups, module.dilation)
 
 
