@@ -4,8 +4,8 @@
     python bench/structure.py --only S1,S2,S5
 
 S1 and S2 say what the source has to do with PyTorch's insides, S5 where it names kinds of operators.  Each H row is measured in
-this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was another.  Cycles, floors, sizes and citations are read from
-the source; H5 and H6 from a traced call; H7 is processor time of fresh processes that take turns.
+this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was another.  Cycles, floors, sizes and citations are read
+from the source; H5 and H6 from a traced call; H7 is processor time of fresh processes that take turns.
 
 ``--tree DIR`` measures another checkout and prints only; ``--list`` prints every cycle, citation and frame behind the rows,
 ``--profile`` where the time of H7 goes, both instead of writing.

@@ -34,7 +34,7 @@ def convolution(row: Kind, function: Callable[..., torch.Tensor], module: type[n
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any], weight: torch.Tensor) -> tuple[Any, Any, Settings]:
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        given = settings | kwargs | dict(zip(settings, args[3:], strict=False))
+        given = {**settings, **kwargs} | dict(zip(settings, args[3:], strict=False))
         return args[0] if args else kwargs["input"], bias, tuple(given[name] for name in settings)
 
     return OperatorKind(
@@ -107,9 +107,8 @@ def _of_transposed_module(module: Any, input: torch.Tensor, output_size: Any = N
     extra = module.output_padding
     if output_size is not None:
         count = len(module.kernel_size)
-        least = Geometry(module.stride, module.padding, module.dilation, 1, True).output_size(
-            input.shape[-count:], module.kernel_size
-        )
+        geometry = Geometry(module.stride, module.padding, module.dilation, transposed=True)
+        least = geometry.output_size(input.shape[-count:], module.kernel_size)
         extra = tuple(wanted - size for wanted, size in zip(tuple(output_size)[-count:], least, strict=True))
     return input, (module.stride, module.padding, extra, module.groups, module.dilation)
 
