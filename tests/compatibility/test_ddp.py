@@ -269,3 +269,50 @@ def test_fused_chains_inside_and_outside_ddp(folder: Path) -> float:
     # Of rank 1: batch norm and ReLU before conv2, and the ReLU before fc2, three times; rank 0 trains in float32.
     assert len(found) == (6 if dist.get_rank() else 0), found
     return max(difference(way, expected) for way in ways)
+
+
+class Between(nn.Module):
+    """Two readers of an activation, between which ranks write into it."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any], *, into_a_copy: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.write, self.into_a_copy = write, into_a_copy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        first: torch.Tensor = self.a(x)
+        if self.into_a_copy:
+            x = x.clone()
+        self.write(x)
+        return first + self.b(x)
+
+
+@on_two_ranks
+def test_collectives_in_a_forward(folder: Path) -> float:
+    """A collective leaves no new version of what it writes into, of all ranks or of a part of them."""
+    some, rank = dist.new_group(list(range(WORLD_SIZE))), dist.get_rank()
+
+    def swap(x: torch.Tensor) -> None:
+        sent = x.clone()
+        for turn in range(WORLD_SIZE):
+            if turn == rank:
+                dist.send(sent, 1 - rank, group=some)
+            else:
+                dist.recv(x, 1 - rank, group=some)
+
+    ways: list[Callable[[torch.Tensor], Any]] = [
+        dist.all_reduce,
+        lambda x: dist.all_reduce(x, group=some),
+        lambda x: dist.broadcast(x, 0, group=some),
+        swap,
+    ]
+    found = []
+    for write in ways:
+        shared, apart = (Between(write, into_a_copy=into_a_copy) for into_a_copy in (False, True))
+        for model in (shared, apart):
+            apply_(model, {"a": "int8", "b": "int8"})
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+        found.append((shared(x) - apart(x)).abs().max().item())
+    return max(found)

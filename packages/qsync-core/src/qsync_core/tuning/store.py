@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import warnings
@@ -10,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
+from filelock import BaseFileLock, FileLock
+from platformdirs import user_cache_path
 
 from qsync_core.artifacts.atomic_file import is_stream, write_atomically
 from qsync_core.artifacts.whole_file import read_whole
@@ -40,12 +41,9 @@ MAX_DISTANCE = 2.0
 
 
 def default_store_path() -> Path:
-    """``$QSYNC_TUNING``, else ``qsync/tuning.jsonl`` in the user's cache directory (``$XDG_CACHE_HOME``, ``~/.cache``)."""
+    """``$QSYNC_TUNING``, else ``qsync/tuning.jsonl`` in the user's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``)."""
     named = os.environ.get("QSYNC_TUNING")
-    if named:
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "qsync" / "tuning.jsonl"
+    return Path(named) if named else user_cache_path("qsync", appauthor=False) / "tuning.jsonl"
 
 
 @attrs.frozen
@@ -242,7 +240,7 @@ class TuningStore:
         try:
             _refuse_stream(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.path), open(self.path, "a+b") as file:
+            with _lock_of(self.path), open(self.path, "a+b") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - 1))
                 # A run that was killed may have left half a line, which must not swallow this one.
@@ -274,7 +272,7 @@ def merge_stores(inputs: Iterable[Path], output: Path) -> int:
     try:
         _refuse_stream(output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(output):
+        with _lock_of(output):
             joined.add_all(read_contents(output))
             write_atomically(output, (HEADER + "".join(joined.lines())).encode())
     except OSError as error:
@@ -343,16 +341,6 @@ def _order(record: TuningRecord) -> tuple[int, str, str]:
     return record.latency_ns, record.config, record.key.text
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time change the store; where files cannot be locked (no fcntl) the last writer wins."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    # Links to one store share its lock.
-    path = path.resolve()
-    with open(path.with_name(path.name + ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _lock_of(path: Path) -> BaseFileLock:
+    """The lock with which one process at a time changes the store; links to one store share it."""
+    return FileLock(f"{path.resolve()}.lock")

@@ -7,12 +7,13 @@ backward pass: what it computes follows from its operands and the optimizer step
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import GroupMember
+from torch.distributed import distributed_c10d
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
@@ -57,14 +58,20 @@ def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> 
 
 
 def _collectives_so_far() -> int:
-    """How many collectives the job's ranks have begun; another number each time where their backend does not count."""
+    """How many collectives this process has begun, in all its groups; another number each time where a backend does not count."""
     try:
-        return GroupMember.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr, no-any-return]
+        return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
     except RuntimeError:
         return next(_UNCOUNTED)
 
 
 _UNCOUNTED = itertools.count(-1, -1)
+
+
+class _Forwards(threading.local):
+    """How many forwards of the model run in this thread, one inside another."""
+
+    depth = 0
 
 
 class InForce:
@@ -83,18 +90,48 @@ class InForce:
 
     def __init__(self, model: nn.Module, key: StepKey, base: Precision, lower_eval: bool, caller: Caller) -> None:
         self.model, self.key, self.base, self.lower_eval, self.caller = model, key, base, lower_eval, caller
-        self._casts, self._collectives = CastCache(), 0
+        self._casts, self._collectives, self._forwards = CastCache(), 0, _Forwards()
+        self._buffers: frozenset[int] | None = None
         self._was_on = False
         self.begins: Callable[[], None] | None = None
         self.is_compiled, self.is_removed = False, False
 
-    @property
-    def casts(self) -> CastCache:
-        """Casts of activations, which consumers share until the job's ranks write into some: a collective leaves no new version."""
-        if GroupMember.WORLD is not None and (count := _collectives_so_far()) != self._collectives:
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward of the model, in which its operators share casts."""
+        if not self._forwards.depth:
+            self.forget_casts()
+        self._forwards.depth += 1
+        try:
+            return forward()
+        finally:
+            self._forwards.depth -= 1
+
+    def forget_casts(self) -> None:
+        """Make all casts anew."""
+        self._casts.clear()
+
+    def step_ended(self) -> None:
+        """Look for the model's buffers anew, which are other tensors after ``model.to(device)``."""
+        self._buffers = None
+
+    def casts_of(self, x: torch.Tensor) -> CastCache | None:
+        """Where casts of an activation are shared, until the job's ranks write into some: a collective leaves no new version.
+
+        Nor does what a script writes into an input by NumPy or through ``x.data`` from one forward to the next, or into the state
+        of a recurrent model.  So casts are of one forward, and buffers have none; and outside of forwards, where parts of a model
+        are called, only results of other operations have any.
+        """
+        if x.grad_fn is None and (not self._forwards.depth or id(x) in self._stored()):
+            return None
+        if distributed_c10d.is_initialized() and (count := _collectives_so_far()) != self._collectives:
             self._collectives = count
             self._casts.clear()
         return self._casts
+
+    def _stored(self) -> frozenset[int]:
+        if self._buffers is None:
+            self._buffers = frozenset(map(id, self.model.buffers()))
+        return self._buffers
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def compiler_reads(self) -> bool:
@@ -218,7 +255,7 @@ class Operator:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
                 self._check(input, weight)
-                casts, seeds = self._in_force.casts, self._seeds(weight)
+                casts, seeds = self._in_force.casts_of(input), self._seeds(weight)
                 if binding.turns_weight:
                     weight = operand_of(weight, binding.called)
                 if self._in_force.base is not Precision.FLOAT32:

@@ -180,7 +180,7 @@ class PlannedModel:
         self._in_force.is_removed = True
         self._key.ends.clear()
         self._key.release()
-        self._in_force.casts.clear()
+        self._in_force.forget_casts()
 
     def _check_numbers(self) -> None:
         """Check the kernels on a GPU that is not the one on which they were checked for the group's profile.
@@ -228,7 +228,7 @@ class PlannedModel:
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:
             self._name_lost()
-        return self._finished(self._explained(model, inner, args, kwargs))
+        return self._finished(self._in_force.run(lambda: self._explained(model, inner, args, kwargs)))
 
     def _finished(self, output: Any) -> Any:
         """The script reads float32, also of outputs that no loss does, whose readers a trace does not know."""
@@ -378,6 +378,7 @@ class PlannedModel:
 
     def _step_ended(self) -> None:
         """Say after the first step of this model which lowered operators it did not run."""
+        self._in_force.step_ended()
         if not self._awaits_calls or not self._operators:
             return
         self._awaits_calls = False

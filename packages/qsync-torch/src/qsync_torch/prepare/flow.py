@@ -27,7 +27,7 @@ from qsync_core.run_folder import RunFolder, key_of
 from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.bounded_store import rank_timeout_s
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.ranks import (
     KIND_OF_DEVICE,
     VERSIONS,
@@ -150,7 +150,7 @@ def prepare(request: Request) -> Prepared:
         QSyncError: on every rank; the folder then continues from what is finished.
     """
     started = time.monotonic()
-    with watched(WHAT, members_to_be("watch") or Members.of_group(None)):
+    with watched(WHAT, members_to_be("watch") or Mailbox.of_group(None)):
         # A script runs before there is a process group, because it may make that itself.
         load = _of_script(request) if is_script(request.job) else lambda: (load_job(request.job, request.batch_size), None)
         with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
@@ -158,7 +158,7 @@ def prepare(request: Request) -> Prepared:
 
 
 def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepared:
-    members = Members.of_group(None)
+    members = Mailbox.of_group(None)
     if members is not None:
         members = attrs.evolve(members, patience_s=_LONGEST_PART_S)
     board = Board(members)
