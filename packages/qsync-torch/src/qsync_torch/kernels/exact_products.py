@@ -34,8 +34,10 @@ _CHUNK = 1 << 22
 
 @attrs.frozen(eq=False)
 class Factor:
-    """An operand: ``(values - zero_point) * scale``, with one scale, one for each entry of dimension 0, or some for each row, each of
-    which is that of as many columns."""
+    """An operand, ``(values - zero_point) * scale``.
+
+    It has one scale, one for each entry of dimension 0, or some for each row, each of which is that of as many columns.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
