@@ -246,10 +246,10 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
                     f"{module} has another {name} than when the plan was applied, which would not run: change it before the "
                     "plan is made and applied"
                 )
-        input, settings = settings_of(module, input, *args, **kwargs)
+        read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
         if not call.is_on(module):
-            return function(input, weight, module.bias, *settings)
-        result: torch.Tensor = call.run(input, weight, module.bias, kind, settings)
+            return function(read[0], weight, module.bias, *read[1])
+        result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
         return result
 
     forward_with_settings.__code__ = forward_with_settings.__code__.replace(co_name=f"{kind.name}_forward")
