@@ -16,6 +16,7 @@ from typing import NamedTuple
 import attrs
 
 from qsync_core.geometry import Geometry, Sizes
+from qsync_core.ir.precision import Precision
 
 
 class Products(NamedTuple):
@@ -35,12 +36,18 @@ class Kind:
         dimensions: of the images that it convolves; 0: it multiplies rows, the last dimension of its activation.
         transposed: it is the transpose of a convolution.
         runs_as: kind whose kernels run it, on images with more dimensions of size 1; empty: its own.
+        in_8_bit: whether there are kernels for 8-bit operands; else profiles leave such variants out for it.
     """
 
     name: str
     dimensions: int = 0
     transposed: bool = False
     runs_as: str = ""
+    in_8_bit: bool = True
+
+    def runs_in(self, compute: Precision) -> bool:
+        """Whether its operands may have a format."""
+        return self.in_8_bit or not compute.needs_scale
 
     @property
     def of_rows(self) -> bool:

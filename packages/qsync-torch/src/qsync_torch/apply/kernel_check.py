@@ -135,7 +135,8 @@ def _nominal(module: nn.Module) -> CallShapes:
     """Return nominal shapes of a module's own call."""
     kind = kind_of_module(module)
     assert kind is not None
-    return _nominal_call(kind, tuple(module.weight.shape), tuple(getattr(module, name) for name in kind.settings))
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return _nominal_call(kind, tuple(weight.shape), tuple(getattr(module, name) for name in kind.settings))
 
 
 def _nominal_call(kind: OperatorKind, stored: tuple[int, ...], settings: Settings) -> CallShapes:

@@ -228,33 +228,32 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     """What stands for the forward of a kind's class.  PyTorch's compiler keeps what it makes beside a function's code."""
     function, settings_of, inner = kind.function, kind.of_module, kind.methods[1:]
 
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        call, weight = module._qsync_plan["weight"], _weight_of(module)
+        if not call.is_on(module):
+            return function(input, weight, module.bias)
+        result: torch.Tensor = call.run(input, weight, module.bias, kind)
+        return result
+
     if settings_of is None:
+        return forward
 
-        def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-            call, weight = module._qsync_plan["weight"], _weight_of(module)
-            if not call.is_on(module):
-                return function(input, weight, module.bias)
-            result: torch.Tensor = call.run(input, weight, module.bias, kind)
-            return result
+    def forward_with_settings(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call, weight = module._qsync_plan["weight"], _weight_of(module)
+        for name in inner:
+            if name in module.__dict__:
+                raise PlanError(
+                    f"{module} has another {name} than when the plan was applied, which would not run: change it before the "
+                    "plan is made and applied"
+                )
+        read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
+        if not call.is_on(module):
+            return function(read[0], weight, module.bias, *read[1])
+        result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
+        return result
 
-    else:
-
-        def forward(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            call, weight = module._qsync_plan["weight"], _weight_of(module)
-            for name in inner:
-                if name in module.__dict__:
-                    raise PlanError(
-                        f"{module} has another {name} than when the plan was applied, which would not run: change it before the "
-                        "plan is made and applied"
-                    )
-            input, settings = settings_of(module, input, *args, **kwargs)
-            if not call.is_on(module):
-                return function(input, weight, module.bias, *settings)
-            result: torch.Tensor = call.run(input, weight, module.bias, kind, settings)
-            return result
-
-    forward.__code__ = forward.__code__.replace(co_name=f"{kind.name}_forward")
-    return forward
+    forward_with_settings.__code__ = forward_with_settings.__code__.replace(co_name=f"{kind.name}_forward")
+    return forward_with_settings
 
 
 _FORWARDS = {name: _forward_of(kind) for name, kind in OPERATOR_KINDS.items()}

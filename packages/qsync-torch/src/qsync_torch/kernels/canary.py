@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.aten import float_products
-from qsync_torch.aten.quantize import affine_parts
+from qsync_torch.aten.quantize import affine_parts, scale_view
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
@@ -246,9 +246,8 @@ def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
     zero = None
     if not variant.symmetric:
         scale, zero = affine_parts(scale)
-    shape = (-1, *(1,) * (x.dim() - 1)) if variant.x_granularity is Granularity.PER_CHANNEL else (*x.shape[:-1], 1)
-    step = scale if scale.numel() == 1 else scale.view(shape)
-    values = q.float() if zero is None else q.float() - (zero if zero.numel() == 1 else zero.view(shape))
+    step = scale_view(scale, x.dim(), variant.x_granularity, x.shape)
+    values = q.float() if zero is None else q.float() - scale_view(zero, x.dim(), variant.x_granularity, x.shape)
     allowed = step if variant.compute is Precision.INT8 else torch.maximum(x.abs() * 2.0**-3, step * 2.0**-9)
     error = ((values * step - x.float()).abs() / (1.01 * allowed + 1e-30)).nan_to_num(torch.inf).max()
     # A copy with too large a scale has small steps only in name.

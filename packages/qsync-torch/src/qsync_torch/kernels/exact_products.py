@@ -34,7 +34,10 @@ _CHUNK = 1 << 22
 
 @attrs.frozen(eq=False)
 class Factor:
-    """An operand: ``(values - zero_point) * scale``, with one scale, one for each entry of dimension 0, or one for each row."""
+    """An operand, ``(values - zero_point) * scale``.
+
+    It has one scale, one for each entry of dimension 0, or some for each row, each of which is that of as many columns.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
@@ -48,8 +51,12 @@ class Factor:
                 continue
             each = part.double()
             if each.numel() > 1:
-                by_row = each.numel() != self.count
-                each = each.view((*self.values.shape[:-1], 1) if by_row else (-1, *(1,) * (self.values.dim() - 1)))[first:last]
+                if each.numel() == self.count:
+                    each = each.view(-1, *(1,) * (self.values.dim() - 1))
+                else:
+                    in_row = each.view(*self.values.shape[:-1], -1)
+                    each = in_row.repeat_interleave(self.values.shape[-1] // in_row.shape[-1], -1)
+                each = each[first:last]
             x = join(x, each)
         return _as_images(x)
 

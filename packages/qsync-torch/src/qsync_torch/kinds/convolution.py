@@ -34,14 +34,14 @@ def convolution(row: Kind, function: Callable[..., torch.Tensor], module: type[n
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any], weight: torch.Tensor) -> tuple[Any, Any, Settings]:
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        given = settings | kwargs | dict(zip(settings, args[3:], strict=False))
+        given = {**settings, **kwargs} | dict(zip(settings, args[3:], strict=False))
         return args[0] if args else kwargs["input"], bias, tuple(given[name] for name in settings)
 
     return OperatorKind(
         row=row,
         function=function,
         module=module,
-        methods=("forward", "_output_padding") if row.transposed else ("forward", "_conv_forward"),
+        methods=("forward",) if row.transposed else ("forward", "_conv_forward"),
         settings=settings,
         spellings={function: Spelling(1, "weight", read)},
         aten={row.name: Operands()},
@@ -106,8 +106,10 @@ def _of_module(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, Settings
 def _of_transposed_module(module: Any, input: torch.Tensor, output_size: Any = None) -> tuple[torch.Tensor, Settings]:
     extra = module.output_padding
     if output_size is not None:
-        shape = (module.stride, module.padding, module.kernel_size, len(module.kernel_size), module.dilation)
-        extra = tuple(module._output_padding(input, output_size, *shape))
+        count = len(module.kernel_size)
+        geometry = Geometry(module.stride, module.padding, module.dilation, transposed=True)
+        least = geometry.output_size(input.shape[-count:], module.kernel_size)
+        extra = tuple(wanted - size for wanted, size in zip(tuple(output_size)[-count:], least, strict=True))
     return input, (module.stride, module.padding, extra, module.groups, module.dilation)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from qsync_core.geometry import Geometry
 from qsync_torch.kinds.convolution import other_layout
 from qsync_torch.kinds.table import kind_with
-
-Mask = tuple[bool, bool]
 
 
 def operand_of(stored: torch.Tensor, geometry: Geometry | None) -> torch.Tensor:
@@ -26,7 +26,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ge
 
 def product_gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry | None, by_x: bool = True, by_weight: bool = True
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Any, Any]:
     """Gradients of :func:`product` by ``x`` and by ``weight``, given that of its output; None for one that is not computed.
 
     A convolution reads only shape, format and layout of an operand that it does not multiply with.
