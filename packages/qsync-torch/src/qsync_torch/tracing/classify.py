@@ -149,9 +149,12 @@ def addmm_reason(weight: Read, bias: Read | None, arguments: Mapping[str, Any]) 
     return ""
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def padding_reason(module: nn.Module | None) -> str:
     """Why the padding mode of the calling module rules a convolution out; empty where it does not."""
-    mode = getattr(module, "padding_mode", "zeros") if isinstance(module, nn.modules.conv._ConvNd) else "zeros"
+    mode = getattr(module, "padding_mode", "zeros") if isinstance(module, _CONVOLUTIONS) else "zeros"
     return "" if mode == "zeros" else f"its padding_mode is {mode!r}; only 'zeros' is supported"
 
 
