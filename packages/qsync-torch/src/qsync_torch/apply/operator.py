@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.overrides import has_torch_function
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.geometry import Geometry, Pair, pair
@@ -46,7 +47,7 @@ def _has_functions(x: Any) -> bool:
     """Whether the class of a tensor has functions of its own now, as those have that carry something along (MONAI's, fastai's)."""
     if not isinstance(x, torch.Tensor) or type(x).__torch_function__ is nn.Parameter.__torch_function__:
         return False
-    return torch._C._is_torch_function_enabled()
+    return has_torch_function((x,))
 
 
 def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:

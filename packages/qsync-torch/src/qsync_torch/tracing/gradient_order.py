@@ -203,8 +203,8 @@ def form_buckets(
 
 
 def _assigned(tensors: Sequence[torch.Tensor], limits: Sequence[int]) -> list[list[int]]:
-    """The tensors of each bucket by their numbers, as DistributedDataParallel fills them: one after the other, by format and device,
-    each until it holds its limit; the last limit is that of all further ones."""
+    """The tensors of each bucket by their numbers, as DistributedDataParallel fills them: one after the other, by format and
+    device, each until it holds its limit; the last limit is that of all further ones."""
     filled: list[list[int]] = []
     open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
