@@ -328,9 +328,8 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
 
 
 def _no_store(path: Path, why: str) -> ArtifactError:
-    return ArtifactError(
-        f"{path} is not a store of tuning records that this qsync-core reads: {' '.join(why.split())[:200]}; delete it, and tune again"
-    )
+    reason = " ".join(why.split())[:200]
+    return ArtifactError(f"{path} is not a store of tuning records that this qsync-core reads: {reason}; delete it, and tune again")
 
 
 @contextlib.contextmanager
