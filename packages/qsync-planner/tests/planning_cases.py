@@ -50,6 +50,11 @@ class Case:
         groups = tuple(attrs.evolve(g, memory_bytes=memory_bytes) if g.name == group else g for g in self.cluster.groups)
         return attrs.evolve(self, cluster=attrs.evolve(self.cluster, groups=groups))
 
+    def of(self, dag: PrecisionDag) -> Case:
+        """The same measured for another graph."""
+        profiles = {name: attrs.evolve(profile, dag_digest=digest(dag)) for name, profile in self.profiles.items()}
+        return Case(dag, self.cluster, profiles, attrs.evolve(self.sensitivity, dag_digest=digest(dag)))
+
     @property
     def arguments(self) -> tuple[PrecisionDag, Cluster, Mapping[str, Profile], Sensitivity]:
         """As ``allocate`` takes them."""

@@ -37,7 +37,7 @@ def contended_job(
     """A drawn job on GPUs with up to a dozen buckets, and its replayer under a drawn way to communicate."""
     rng = random.Random(seed)
     case = random_case(seed, blocks=2 if infer_groups == 1 else 1, infer_groups=infer_groups, kind=DeviceKind.CUDA)
-    case = attrs.evolve(case, dag=attrs.evolve(case.dag, accumulate=accumulate))
+    case = case.of(attrs.evolve(case.dag, accumulate=accumulate))
     groups = tuple(attrs.evolve(group, sync_per_step=synchronises) for group in case.cluster.groups)
     case = attrs.evolve(case, cluster=attrs.evolve(case.cluster, groups=groups))
     if synchronises:
@@ -47,7 +47,7 @@ def contended_job(
         rng.choice((0.0003, 0.001, 0.002, 0.005)), broadcast_buffers=rng.random() < 0.5, gradient_as_bucket_view=rng.random() < 0.5
     )
     replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs), settings=way)
-    return case, replayer, build_problem(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity))
+    return case, replayer, build_problem(case.inputs)
 
 
 def slowly_dispatched(profile: Profile) -> Profile:
@@ -175,7 +175,7 @@ def test_deadlines_and_replayer_agree_on_the_time_of_a_plan_of_several_micro_bat
     for seed, count in ((1, 1), (2, 2), (3, 5)):
         case = contended_job(seed, synchronises=synchronises, accumulate=count)[0]
         replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))  # nothing is known of contention
-        group, rng = build_problem(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity)).groups[0], random.Random(seed)
+        group, rng = build_problem(case.inputs).groups[0], random.Random(seed)
         rungs = [rng.randrange(len(unit.rungs)) for unit in group.units]
         period_ns = replayer.replay({group.name: group.variants(rungs)}).groups[group.name].period_ns
         program = Programs(replayer).of(group)

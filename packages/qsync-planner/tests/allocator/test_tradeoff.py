@@ -331,7 +331,7 @@ def shown(case: Case, output: Path | None, json_flag: bool) -> str:
 
     @click.command()
     def command() -> None:
-        show_tradeoff(*case.arguments, output, json_flag)
+        show_tradeoff(case.inputs, output, json_flag)
 
     result = CliRunner().invoke(command)
     if result.exception is not None:
