@@ -34,11 +34,11 @@ _KEEP_MEASUREMENT = """
         latency_ns = excluded.latency_ns, samples = excluded.samples, failure = excluded.failure
     WHERE (excluded.failure = '', excluded.samples, -excluded.latency_ns, excluded.failure)
         > (measurement.failure = '', measurement.samples, -measurement.latency_ns, measurement.failure)"""
-"""Of two measurements of one configuration the one that ran counts, then that of more samples, then the faster."""
+"""Keeps, of two measurements of one configuration, the one that ran, then that of more samples, then the faster."""
 _KEEP_RECORD = """
     INSERT INTO record VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET latency_ns = excluded.latency_ns, tried = excluded.tried
     WHERE (excluded.tried, -excluded.latency_ns) > (record.tried, -record.latency_ns)"""
-"""Of two searches that ended with one configuration the wider counts, then the faster.
+"""Keeps, of two searches that ended with one configuration, the wider, then the faster.
 
 Those that ended with another one are kept too: the widest may name a configuration that its backend no longer knows, or never did
 on this machine.
