@@ -12,6 +12,7 @@ import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import attrs
@@ -283,7 +284,7 @@ def _keep(path: Path, measurements: Iterable[tuple[TuningKey, str, Measurement]]
         store.execute("COMMIT")
 
 
-def _rows(path: Path, query: str, *values: str) -> list[tuple[object, ...]]:
+def _rows(path: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
     """The answer to a query; nothing where there is no file, or an empty one."""
     with _doing("read tuning records from", path):
         if not path.exists():
