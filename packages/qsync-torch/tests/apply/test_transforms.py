@@ -193,6 +193,23 @@ def test_a_symbolic_trace_calls_modules_of_the_plan(x):
     found.sum().backward()
 
 
+def test_a_symbolic_trace_takes_parameters_of_functional_calls_by_their_names():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return F.linear(x, self.w)
+
+    model = Reads()
+    x = torch.randn(4, 8)
+    apply_(model, {"w": "int8"})
+    traced = torch.fx.symbolic_trace(model)
+    assert dict(traced.named_parameters())["w"] is dict(model.named_parameters())["w"]
+    assert torch.equal(traced(x), F.linear(x, dict(model.named_parameters())["w"]))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripting_is_refused_and_a_copy_is_scripted_without_the_plan(x):
     model, applied = planned("bfloat16")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.overrides import has_torch_function
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
@@ -46,9 +47,9 @@ def _is_jagged(x: Any) -> bool:
 
 def _has_functions(x: Any) -> bool:
     """Whether the class of a tensor has functions of its own now, as those have that carry something along (MONAI's, fastai's)."""
-    if not isinstance(x, torch.Tensor) or type(x).__torch_function__ is torch._C._disabled_torch_function_impl:
+    if not isinstance(x, torch.Tensor) or type(x).__torch_function__ is nn.Parameter.__torch_function__:
         return False
-    return torch._C._is_torch_function_enabled()
+    return has_torch_function((x,))
 
 
 def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -284,9 +285,7 @@ class Operator:
             check_ordinary(self.op_id.fqn, weight)
         if weight.dtype is not torch.float32:
             check_weight_dtype(self.op_id.fqn, weight, self._in_force.caller)
-        base = self._in_force.base
-        if torch._C._is_any_autocast_enabled() or base is not Precision.FLOAT32:
-            check_autocast(base, weight.device, self._shown, self._in_force.caller)
+        check_autocast(self._in_force.base, weight.device, self._shown, self._in_force.caller)
 
     def _check_dense(self, input: Any) -> None:
         """An input that is no dense tensor: where the plan leaves the operator in float32, PyTorch runs on it.

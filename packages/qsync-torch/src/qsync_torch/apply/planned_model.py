@@ -6,11 +6,11 @@ import functools
 import re
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, overrides
 
 from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.op_id import OpId
@@ -211,8 +211,8 @@ class PlannedModel:
             if self._planned.fuses:
                 OFFSET_OF_STEP(self._key.on(device_of(model)))
             return self._finished(inner(model, *args, **kwargs))
-        if torch._C._len_torch_function_stack():
-            _name_modes()
+        if modes := overrides._get_current_function_mode_stack():
+            _name_modes(modes)
         if self._lag_watch is not None:
             self._lag_watch.forward((args, kwargs))
         if self._in_force.begins is not None:
@@ -430,10 +430,9 @@ def _say_while_compiling(text: str) -> bool:
     return True
 
 
-def _name_modes() -> None:
+def _name_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
     """Say which modes of the script's are around a model: operators of a plan end with it, and are not handed on."""
-    for index in range(torch._C._len_torch_function_stack()):
-        kind = type(torch._C._get_function_stack_at(index))
+    for kind in map(type, modes):
         if not kind.__module__.startswith(("torch.", "qsync_torch.")):
             _say_once(
                 f"{kind.__name__}, a TorchFunctionMode, is active around a model under a plan, whose operators do not come to it: "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
@@ -215,8 +216,10 @@ def _stored(module: Any, leaf: str) -> Any:
 
 
 def _handle(value: Any, call: OperatorCall, owner: nn.Module) -> Any:
-    """The handle of a tensor.  A DTensor is a shard that waits to be gathered."""
-    return Handle.of(value, call, owner) if type(value) in (torch.Tensor, nn.Parameter) else value
+    """The handle of a tensor.  A DTensor is a shard that waits to be gathered, and ``torch.fx`` records a parameter by its name."""
+    if type(value) not in (torch.Tensor, nn.Parameter) or is_fx_symbolic_tracing():
+        return value
+    return Handle.of(value, call, owner)
 
 
 def _weight_of(module: Any) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Collection
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.plan_fit import Addressed
@@ -87,7 +86,7 @@ def check_ordinary(fqn: str, weight: torch.Tensor) -> None:
     Raises:
         PlanError: with the class that it has.
     """
-    if is_traceable_wrapper_subclass(weight):
+    if hasattr(type(weight), "__tensor_flatten__"):
         kind = type(weight).__name__
         why = "tensor parallelism does not go with a plan" if kind == "DTensor" else "its format is not the plan's"
         raise PlanError(f"the weight of {fqn} is a {kind}, and plans are for ordinary float32 tensors: {why}")

@@ -107,7 +107,7 @@ def run_demo(options: Options, say: Say) -> Outcome:
         measured, _ = read_job(run)
         budget = options.memory_budget or ("none" if probe.saves_time else "auto")
         plans = make_plans(measured, memory_budget=budget, predict_check=options.predict_check)
-        if plans.cluster != measured.cluster:  # the plan that the report shows is within the budget
+        if plans.cluster != measured.inputs.described:  # the plan that the report shows is within the budget
             memory = f"memory = {plans.cluster.group(GROUPS[1]).memory_bytes}\n"
             run.cluster.write_text(cluster_toml(share, probe.ladder) + memory, encoding="utf-8")
             save(plans.compared["qsync"], run.plan(GROUPS))

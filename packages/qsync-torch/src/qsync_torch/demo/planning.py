@@ -15,7 +15,7 @@ from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.reporting.ways_to_run import Job
 from qsync_torch.demo.probe import LADDER
@@ -54,28 +54,20 @@ def make_plans(job: Job, *, memory_budget: str | int, predict_check: bool) -> Pl
         memory_budget: bytes that the weak worker may use; ``auto`` for a budget that float32 does not fit; ``none`` for no limit.
         predict_check: also make the probes.
     """
-    unlimited = job.cluster
-
-    def plan(solver: str, cluster: Cluster = unlimited) -> PrecisionPlan:
-        return allocate(job.dag, cluster, job.profiles, job.sensitivity, solver=solver, communication=job.costs)
-
-    compared = {"full": plan("full"), "uniform": plan("uniform"), "dynamic-batch": plan("dynamic-batch"), "qsync": job.plan}
-    cluster = unlimited
+    inputs, cluster = job.inputs, job.inputs.described
+    compared = {solver: allocate(inputs, Request(solver)) for solver in ("full", "uniform", "dynamic-batch")} | {"qsync": job.plan}
     if memory_budget != "none":
         budget = _tight_budget(job) if memory_budget == "auto" else int(memory_budget)
-        groups = (attrs.evolve(group, memory_bytes=budget) if group.name == INFER else group for group in unlimited.groups)
-        cluster = attrs.evolve(unlimited, groups=tuple(groups))
-        compared |= {"uniform": plan("uniform", cluster), "qsync": plan("auto", cluster)}
+        groups = (attrs.evolve(group, memory_bytes=budget) if group.name == INFER else group for group in cluster.groups)
+        cluster = attrs.evolve(cluster, groups=tuple(groups))
+        tight = Inputs(job.dag, cluster, inputs.profiles, inputs.sensitivity, communication=inputs.communication)
+        compared |= {"uniform": allocate(tight, Request("uniform")), "qsync": allocate(tight)}
     return Plans(cluster, compared, _probes(job, compared["full"]) if predict_check else {})
-
-
-def _replayer(job: Job) -> Replayer:
-    return Replayer(job.dag, job.cluster, job.profiles, communication=job.costs)
 
 
 def _tight_budget(job: Job) -> int:
     """Halfway between what float32 and the lowest uniform rung that saves memory are predicted to need on the weak worker."""
-    replayer, op_ids = _replayer(job), [operator.op_id for operator in job.dag.adjustable]
+    replayer, op_ids = Replayer(job.inputs), [operator.op_id for operator in job.dag.adjustable]
     ladder = job.cluster.group(INFER).ladder
     peaks = [replayer.replay({INFER: dict.fromkeys(op_ids, rung)}).groups[INFER].peak_bytes for rung in ladder]
     return (peaks[-1] + min(peaks)) // 2
@@ -107,12 +99,12 @@ def _probes(job: Job, template: PrecisionPlan) -> dict[str, PrecisionPlan]:
     for seed in RANDOM_SEEDS:
         choice = random.Random(seed).choice
         wanted[f"random {seed}"] = {op_id: choice(ladder) for op_id in op_ids}
-    replayer, formats = _replayer(job), OutputFormats.of(job.dag)
+    replayer, formats = Replayer(job.inputs), OutputFormats.of(job.dag)
     made = {}
     for name, variants in wanted.items():
         prediction = replayer.replay({INFER: variants})
         groups = tuple(
-            _with_variants(group, variants, job.profiles[INFER], name, formats) if group.group == INFER else group
+            _with_variants(group, variants, job.inputs.profiles[INFER], name, formats) if group.group == INFER else group
             for group in template.groups
         )
         made[name] = attrs.evolve(

@@ -12,7 +12,6 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import traceable_collective_remaps
 
 Function = Callable[..., Any]
 
@@ -46,21 +45,19 @@ class Collective:
     Attributes:
         name: its own; signature: its arguments.
         sent, received: names of the arguments that it sends and writes into; empty where there is none.
-        is_compiled: whether ``torch.compile`` has a functional collective in its place.
     """
 
     name: str
     signature: inspect.Signature
     sent: str
     received: str
-    is_compiled: bool
 
 
 def _collectives() -> dict[Function, Collective]:
     found: dict[Function, Collective] = {}
     for name, (sent, received) in _SENT_AND_RECEIVED.items():
         if (function := getattr(dist, name, None)) is not None:  # newer names for some; none in builds without distributed
-            found[function] = Collective(name, inspect.signature(function), sent, received, function in traceable_collective_remaps)
+            found[function] = Collective(name, inspect.signature(function), sent, received)
     return found
 
 

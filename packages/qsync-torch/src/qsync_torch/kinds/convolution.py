@@ -97,10 +97,7 @@ def _padding(padding: str, dilation: tuple[int, ...], kernel: torch.Size) -> tup
 
 
 def _of_module(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, Settings]:
-    padding = module.padding
-    if module.padding_mode != "zeros":
-        input, padding = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
-    return input, (module.stride, padding, module.dilation, module.groups)
+    return input, (module.stride, module.padding, module.dilation, module.groups)
 
 
 def _of_transposed_module(module: Any, input: torch.Tensor, output_size: Any = None) -> tuple[torch.Tensor, Settings]:
@@ -113,10 +110,13 @@ def _of_transposed_module(module: Any, input: torch.Tensor, output_size: Any = N
     return input, (module.stride, module.padding, extra, module.groups, module.dilation)
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def _describe(row: Kind, call: TracedCall) -> tuple[dict[str, str], str]:
     arguments, count, reason = call.arguments, row.dimensions, ""
     padding, dilation = arguments["padding"], sizes_of(arguments["dilation"], count)
-    mode = getattr(call.module, "padding_mode", "zeros") if isinstance(call.module, nn.modules.conv._ConvNd) else "zeros"
+    mode = getattr(call.module, "padding_mode", "zeros") if isinstance(call.module, _CONVOLUTIONS) else "zeros"
     if isinstance(padding, str):
         padding, behind = _padding(padding, dilation, call.weight.shape[2:])
         if padding != behind:

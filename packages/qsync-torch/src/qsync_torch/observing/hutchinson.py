@@ -243,7 +243,8 @@ class _Pass:
                 "learning rate"
             )
         self._scale = 2.0 ** -round(math.log2(norm)) if norm > 0 else 1.0
-        torch._foreach_mul_(list(self._direction.values()), self._scale)
+        for direction in self._direction.values():
+            direction.mul_(self._scale)
 
     def _respond(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
         if phase is Phase.RESPONSE:
@@ -374,7 +375,7 @@ class _Pass:
 
 def _weights(masks: Sequence[Mask], flips: list[torch.Tensor]) -> list[float]:
     """Σ flips² times the variance of what the mask reads, of each: the expected square of what noise of that size does."""
-    norms, stds = torch.stack(list(torch._foreach_norm(flips))), torch.stack([mask.std for mask in masks])
+    norms, stds = torch.stack([flip.norm() for flip in flips]), torch.stack([mask.std for mask in masks])
     weights: list[float] = (norms * stds).square().tolist()
     return weights
 
@@ -415,9 +416,7 @@ def random_signs(tensors: Iterable[torch.Tensor], seed: int) -> list[torch.Tenso
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
         # Filled in the order of memory: a layout of its own would be converted wherever it meets the tensor's.
-        signs.append(torch.empty_like(tensor).random_(0, 2, generator=generators[tensor.device]))
-    torch._foreach_mul_(signs, 2.0)
-    torch._foreach_sub_(signs, 1.0)
+        signs.append(torch.empty_like(tensor).random_(0, 2, generator=generators[tensor.device]).mul_(2.0).sub_(1.0))
     return signs
 
 

@@ -518,7 +518,7 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
     if straight and _is_batched(grad):
         with _Dispatched():  # type: ignore[no-untyped-call]
             return run_backward(ctx, grad, products)
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(grad.device.type):
+    if grad.device.type != "meta" and torch.is_autocast_enabled(grad.device.type):
         with torch.autocast(grad.device.type, enabled=False):
             return run_backward(ctx, grad, products)
     binding, seeds, x_shape, x_dtype = ctx.kept

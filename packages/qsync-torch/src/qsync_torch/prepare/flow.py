@@ -274,10 +274,9 @@ class _Flow:
         Raises:
             PlanError: naming what does not.
         """
-        from qsync_planner.allocator.allocate import check_wishes
+        from qsync_planner.allocator import Request
 
-        asked = self.request.asked
-        check_wishes(asked.solver, asked.objective, asked.omega_limit, asked.tolerance, asked.batch)
+        Request(**self.request.asked.said)
 
     def _profiled(self, dag: PrecisionDag, cluster: Cluster | Sequence[Group]) -> dict[str, int]:
         """Read a step in the base precision, in nanoseconds, of each group that has a profile of this job; for rank 0."""

@@ -86,7 +86,7 @@ def _cpu_allocations(run: Callable[[], Any]) -> list[tuple[int, int]]:
     found: list[tuple[int, int, int]] = []
     while stack:
         event = stack.pop()
-        if event.tag == torch._C._profiler._EventType.Allocation:
+        if event.tag.name == "Allocation":
             allocation = event.extra_fields if hasattr(event, "extra_fields") else event.typed[1]
             if allocation.device.type == "cpu":
                 found.append((event.start_time_ns, allocation.ptr, allocation.alloc_size))

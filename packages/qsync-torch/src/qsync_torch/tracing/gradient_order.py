@@ -6,12 +6,12 @@ no arithmetic) and differentiated, with a hook at every parameter: the hooks at 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -36,8 +36,8 @@ class FakeRun:
     requires_grad: frozenset[str]
 
 
-_VALUE_READERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-_VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default)
+_VALUE_READERS = frozenset({"aten.item.default", "aten._local_scalar_dense.default"})
+_VALUE_CHECKS = frozenset({"aten._assert_scalar.default", "aten._assert_async.msg", "aten._assert_async.default"})
 
 
 class _Recorder(torch.fx.Interpreter):
@@ -52,10 +52,10 @@ class _Recorder(torch.fx.Interpreter):
         self._alive: list[Any] = []  # freed storages would have their numbers used again
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        if n.target in _VALUE_READERS:
+        if str(n.target) in _VALUE_READERS:
             # Fake tensors have no values; the exported graph no longer depends on one read by .item().
             return getattr(getattr(n.meta.get("val"), "node", None), "pytype", int)(1)
-        if n.target in _VALUE_CHECKS:
+        if str(n.target) in _VALUE_CHECKS:
             return None
         try:
             if n.target in _WRITES and _by_mask(n):
@@ -186,16 +186,13 @@ def form_buckets(
     """
     tensors = dict(parameters)
     cap = int((_DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * _MEBIBYTE)
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, cap] if bucket_cap_mb is None else [cap]
+    limits = [_MEBIBYTE, cap] if bucket_cap_mb is None else [cap]  # the first is small, so that its all-reduce begins early
     if set(gradient_order) == set(tensors):
         names = list(gradient_order)
-        ordered = [tensors[name] for name in names]
-        # With indices given, the function keeps the order of its input instead of sorting buckets by definition.
-        assigned, _ = dist._compute_bucket_assignment_by_size(ordered, limits, [], list(range(len(ordered))))
+        assigned = _assigned([tensors[name] for name in names], limits)
     else:
         names = list(tensors)
-        assigned, _ = dist._compute_bucket_assignment_by_size(list(tensors.values()), limits)
-        assigned = assigned[::-1]
+        assigned = sorted(_assigned(list(tensors.values()), limits), reverse=True)
     return tuple(
         Bucket(
             parameters=tuple(names[index] for index in indices),
@@ -203,3 +200,21 @@ def form_buckets(
         )
         for indices in assigned
     )
+
+
+def _assigned(tensors: Sequence[torch.Tensor], limits: Sequence[int]) -> list[list[int]]:
+    """The tensors of each bucket by their numbers, as DistributedDataParallel fills them: one after the other, by format and
+    device, each until it holds its limit; the last limit is that of all further ones."""
+    filled: list[list[int]] = []
+    open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    turns: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for index, tensor in enumerate(tensors):
+        kind = tensor.dtype, tensor.device
+        open_.setdefault(kind, []).append(index)
+        sizes[kind] += tensor.numel() * tensor.element_size()
+        if sizes[kind] >= limits[min(turns[kind], len(limits) - 1)]:
+            filled.append(open_.pop(kind))
+            sizes[kind] = 0
+            turns[kind] += 1
+    return [*filled, *open_.values()]

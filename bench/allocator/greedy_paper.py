@@ -3,12 +3,13 @@
 Brute force inside isomorphic subgraphs under memory budgets of their own, then one max-heap per inference group of
 Ω(b) − Ω(next higher b) and one sweep over it.  A subgraph is judged by itself: the kernels of its operators, adjustable and
 dependent, with everything outside at the base precision.  Casts take no time there, and what an operator keeps is counted once for
-each operator that keeps it.  ``greedy`` corrects that; what is read into the paper where it leaves something open is in
-``docs/decisions/greedy-paper.md``.
+each operator that keeps it.  qsync-planner's ``greedy`` corrects that; what is read into the paper where it leaves something open
+is in ``docs/decisions/greedy-paper.md``.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -22,13 +23,25 @@ from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.blocks import Block, classes, find_blocks, members
 from qsync_planner.allocator.problem import GroupProblem, SearchState, Unit
-from qsync_planner.allocator.recovery import History, Refusal, overruns, recover_as_printed, slack_ns
+from qsync_planner.allocator.recovery import History, Refusal, keep_if_fitting, new_history, overruns, slack_ns
 from qsync_planner.allocator.solution import Solution, reason, time_text
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
 
 STARTS = ("fastest", "uniform")
 """Where recovery may begin: the paper's initial plan, or uniform precision to compare it with."""
+
+
+@attrs.frozen
+class GreedyPaper:
+    """The solver, as a request of a plan takes it."""
+
+    start: str = "fastest"
+    name = "greedy-paper"
+
+    def __call__(self, state: SearchState, starts: Mapping[str, UniformStart], limit_ns: int) -> Solution:
+        """Find a plan from uniform precision."""
+        return solve_greedy_paper(state, starts, limit_ns, start=self.start)
 
 
 def solve_greedy_paper(
@@ -60,6 +73,31 @@ def solve_greedy_paper(
     )
     way = f"greedy recovery as the paper prints it, from the {start} start, {state.trials:,} replayed trials"
     return attrs.evolve(solution, notes=(way, *notes))
+
+
+def recover_as_printed(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
+    """Raise plans as the paper prints it: in one sweep, in which a refused step is the end of its unit.
+
+    Whether a step lowers Ω is not asked.  Refusals are judged against the plan as it stood when the step was tried.
+    """
+    history = new_history(state)
+    heaps: dict[str, list[tuple[float, int, int]]] = {group.name: [] for group in state.problem.groups}
+
+    def push(group: str, index: int, rung: int) -> None:
+        unit = state.problem.by_name[group].units[index]
+        if rung <= unit.top:
+            heapq.heappush(heaps[group], (unit.omega[rung] - unit.omega[state.rung(group, index)], index, rung))
+
+    for name in heaps:
+        for index, rung in enumerate(state.rungs(name)):
+            push(name, index, rung + 1)
+    while any(heaps.values()):
+        for name, heap in heaps.items():
+            if heap:
+                _, index, rung = heapq.heappop(heap)
+                if keep_if_fitting(state, name, index, rung, limit_ns, history[name][index]):
+                    push(name, index, rung + 1)
+    return history
 
 
 def _move_to_initial(state: SearchState, group: str, uniform: Mapping[str, UniformStart], limit_ns: int) -> str:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, random_case
 from synthetic import FLOAT16, FLOAT32, GraphBuilder, resnet, transformer
 
+from allocator.greedy_paper import STARTS, initial_plan, memory_budgets, solve_greedy_paper
 from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import PlanError
@@ -32,9 +33,9 @@ from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import UniformStart, move_to_uniform, time_limit_ns
 from qsync_planner.allocator.blocks import classes, find_blocks
 from qsync_planner.allocator.exact.programs import Programs
-from qsync_planner.allocator.greedy_paper import STARTS, initial_plan, memory_budgets, solve_greedy_paper
 from qsync_planner.allocator.problem import GroupProblem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 BY_ROW = attrs.evolve(I8, x_granularity=Granularity.PER_ROW)
@@ -53,8 +54,8 @@ class Begun:
 
 
 def begin(case: Case, tolerance: float = 0.0) -> Begun:
-    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
-    state = SearchState(problem, Replayer(case.dag, case.cluster, case.profiles))
+    problem = build_problem(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity))
+    state = SearchState(problem, Replayer(Inputs(case.dag, case.cluster, case.profiles)))
     programs = Programs(state.replayer)
     uniform = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
     return Begun(state, uniform, time_limit_ns(state.prediction.iteration_ns, tolerance))
@@ -62,7 +63,7 @@ def begin(case: Case, tolerance: float = 0.0) -> Begun:
 
 def peaks(case: Case, group: str = "infer0") -> list[int]:
     """Peaks of the uniform plans of a group, one for each rung of its ladder."""
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     plans = [{operator.op_id: rung for operator in case.dag.adjustable} for rung in case.cluster.group(group).ladder]
     return [replayer.replay({group: plan}).groups[group].peak_bytes for plan in plans]
 
@@ -140,7 +141,7 @@ def test_one_block_gets_the_fastest_combination_within_its_budget(seed: int, sha
     if share is not None:
         each = peaks(case)
         case = case.with_memory(max(1, each[0] + int(share * (each[-1] - each[0]))))
-    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
+    problem = build_problem(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity))
     group = problem.groups[0]
     assert len(find_blocks(group)) == 1
     positions = [case.dag.index[op_id] for unit in group.units for op_id in unit.operators]
@@ -158,7 +159,7 @@ def test_one_block_gets_the_fastest_combination_within_its_budget(seed: int, sha
     best = min(
         c for rungs in itertools.product(*(range(len(unit.rungs)) for unit in group.units)) if (c := cost(rungs))[2] <= budget
     )
-    state = SearchState(problem, Replayer(case.dag, case.cluster, case.profiles))
+    state = SearchState(problem, Replayer(Inputs(case.dag, case.cluster, case.profiles)))
     before = state.all_rungs()
     assert cost(initial_plan(state, "infer0")) == best
     assert state.all_rungs() == before
@@ -174,8 +175,8 @@ def test_isomorphic_blocks_get_the_same_rungs(model: str) -> None:
         else resnet(width=8, image=32, batch=2)
     )
     cluster, profiles = hybrid_cluster(ladder=LADDER), hybrid_profiles(dag)
-    problem = build_problem(dag, cluster, profiles, None)
-    rungs = initial_plan(SearchState(problem, Replayer(dag, cluster, profiles)), "infer")
+    problem = build_problem(Inputs(dag, cluster, profiles))
+    rungs = initial_plan(SearchState(problem, Replayer(Inputs(dag, cluster, profiles))), "infer")
     group = problem.groups[0]
     for blocks in classes(dag, group, find_blocks(group)):
         assert len({tuple(rungs[index] for index in block.units) for block in blocks}) == 1
@@ -269,7 +270,7 @@ def test_a_step_that_raises_sensitivity_is_taken_all_the_same() -> None:
 def reference_recovery(case: Case, begun: Begun, start: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The recovery of section V written down again; every trial is a replay from scratch."""
     groups = {group.name: group for group in begun.state.problem.groups}
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     rungs = {name: list(start[name]) for name in groups}
     heaps: dict[str, list[tuple[float, int]]] = {name: [] for name in groups}
 
@@ -311,7 +312,7 @@ def test_recovers_as_written_and_keeps_time_and_memory(case: Case, share: float,
     case = case.with_memory(min(each) + int(share * (max(each) - min(each))))
     begun = begin(case, tolerance)
     groups = begun.state.problem.groups
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     begins = {}
     for group in groups:
         begins[group.name] = begun.uniform[group.name].rungs
