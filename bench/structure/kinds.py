@@ -1,4 +1,4 @@
-"""Rows S5 and S6: where the code names kinds of operators, and what a change of a commit has touched."""
+"""Rows S5 and S6: where the code names kinds of operators, and how many files a new kind or a new rung touches."""
 
 from __future__ import annotations
 
@@ -60,6 +60,24 @@ def files_that_name_kinds(tree: Path) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
+BLOCK_SCALES = Path(__file__).with_name("block_scales.patch")
+"""Int8 activations with one scale per 128 columns, on the reference backend, with the test that it does what it should."""
+
+
+def files_of_patch(tree: Path) -> list[str]:
+    """The files that :data:`BLOCK_SCALES` touches, those of tests not counted.
+
+    Raises:
+        subprocess.CalledProcessError: when it does not apply to the tree any more: make it anew.
+    """
+    subprocess.run(["git", "apply", "--check", str(BLOCK_SCALES)], cwd=tree, check=True)
+    return _beside_tests(re.findall(r"^\+\+\+ b/(.+)$", BLOCK_SCALES.read_text(), re.MULTILINE))
+
+
+def _beside_tests(paths: list[str]) -> list[str]:
+    return [path for path in paths if "/tests/" not in path and not path.startswith("tests/")]
+
+
 def files_of_commit(tree: Path, subject: str) -> list[str]:
     """The files that the latest commit of a subject has touched, those of tests not counted.
 
@@ -73,5 +91,4 @@ def files_of_commit(tree: Path, subject: str) -> list[str]:
     commit = git("log", "-1", "--format=%H", "--fixed-strings", f"--grep={subject}").strip()
     if not commit:
         raise LookupError(f"no commit says {subject!r}")
-    touched = git("show", "--name-only", "--format=", commit).split()
-    return [path for path in touched if "/tests/" not in path and not path.startswith("tests/")]
+    return _beside_tests(git("show", "--name-only", "--format=", commit).split())

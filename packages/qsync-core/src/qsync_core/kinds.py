@@ -16,7 +16,6 @@ from typing import NamedTuple
 import attrs
 
 from qsync_core.geometry import Geometry, Sizes
-from qsync_core.ir.precision import Precision
 
 
 class Products(NamedTuple):
@@ -44,10 +43,6 @@ class Kind:
     transposed: bool = False
     runs_as: str = ""
     in_8_bit: bool = True
-
-    def runs_in(self, compute: Precision) -> bool:
-        """Whether its operands may have a format."""
-        return self.in_8_bit or not compute.needs_scale
 
     @property
     def of_rows(self) -> bool:

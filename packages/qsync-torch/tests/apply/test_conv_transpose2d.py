@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import CallShapes
 from qsync_torch.apply.apply import apply_
 from qsync_torch.kernels.canary import Canary
@@ -128,3 +129,17 @@ def test_the_whole_flow():
         "2": ("conv_transpose2d", (2, 4, 2, 2), 2 * (4 * 4 * 7 * 9) * 2 * 4),
     }
     check_flow(model, (3, 4, 5), expected, twin)
+
+
+def test_compiled_steps_equal_eager_ones():
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 3, stride=2), nn.Flatten(2), nn.Conv1d(4, 2, 3, padding=1))
+    apply_(model, {"0#0": Variant.of(Precision.INT8), "2#0": Variant.of(Precision.INT8)})
+    x, parameters = torch.randn(2, 3, 4, 5), list(model.parameters())
+
+    def step(run):
+        y = run(x)
+        return [y, *torch.autograd.grad(y.square().sum(), parameters)]
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(step(compiled), step(model), strict=True):
+        assert torch.equal(found, expected)
