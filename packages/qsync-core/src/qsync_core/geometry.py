@@ -10,7 +10,6 @@ import attrs
 
 Sizes = tuple[int, ...]
 """A number for each dimension of an image: height and width."""
-IntPair = tuple[int, int]
 
 
 def sizes_of(value: int | Sequence[int], dimensions: int) -> Sizes:
@@ -19,12 +18,6 @@ def sizes_of(value: int | Sequence[int], dimensions: int) -> Sizes:
         return (value,) * dimensions
     found = tuple(value)
     return found * dimensions if len(found) == 1 else found
-
-
-def pair(value: int | Sequence[int]) -> IntPair:
-    """Height and width of a size that may be one number."""
-    height, width = sizes_of(value, 2)
-    return height, width
 
 
 def _unless_zero(value: Sequence[int]) -> Sizes:

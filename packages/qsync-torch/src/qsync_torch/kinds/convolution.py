@@ -7,7 +7,7 @@ Shapes: x (B, C, …), weight (O, C / groups, …), bias (O,), y (B, O, …).  P
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,21 +83,31 @@ def _prepare(
             function(*(torch.empty(operand.shape, device="cpu") for operand in (x, weight)), None, *settings)
         before, behind = _padding(padding, dilation, weight.shape[2:])
         if before != behind:
-            x = F.pad(x, [side for sides in zip(reversed(before), reversed(behind), strict=True) for side in sides])
+            x = F.pad(x, _sides(before, behind))
             before = (0,) * count
         return x, Geometry(stride, before, dilation, given["groups"])
     extra = sizes_of(given["output_padding"], count) if row.transposed else ()
     return x, Geometry(stride, sizes_of(padding, count), dilation, given["groups"], row.transposed, extra)
 
 
-def _padding(padding: str, dilation: tuple[int, ...], kernel: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _padding(padding: str, dilation: tuple[int, ...], kernel: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows and columns before and behind an image that "same" or "valid" stands for."""
     total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
     return tuple(amount // 2 for amount in total), tuple(amount - amount // 2 for amount in total)
 
 
+def _sides(before: Sequence[int], behind: Sequence[int]) -> list[int]:
+    """Padding as ``F.pad`` takes it: of the last dimension first."""
+    return [side for sides in zip(reversed(before), reversed(behind), strict=True) for side in sides]
+
+
 def _of_module(module: Any, input: torch.Tensor) -> tuple[torch.Tensor, Settings]:
-    return input, (module.stride, module.padding, module.dilation, module.groups)
+    padding = module.padding
+    if module.padding_mode != "zeros":  # since the plan was applied
+        named = isinstance(padding, str)
+        before, behind = _padding(padding, module.dilation, module.kernel_size) if named else (padding, padding)
+        input, padding = F.pad(input, _sides(before, behind), mode=module.padding_mode), 0
+    return input, (module.stride, padding, module.dilation, module.groups)
 
 
 def _of_transposed_module(module: Any, input: torch.Tensor, output_size: Any = None) -> tuple[torch.Tensor, Settings]:
