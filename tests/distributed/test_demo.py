@@ -20,7 +20,8 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments"), [("resnet", {"predict_check": True}), *nightly(("bert", {"memory_budget": "auto"}))]
+    ("model", "arguments"),
+    [("resnet", {"memory_budget": "auto"}), *nightly(("resnet", {"predict_check": True}), ("bert", {}))],
 )
 def test_demo_from_end_to_end(model, arguments, tmp_path):
     from qsync_torch.demo.flow import Options, run_demo
@@ -44,7 +45,7 @@ def test_demo_from_end_to_end(model, arguments, tmp_path):
     if "predict_check" in arguments:
         assert [row.name for row in outcome.probes] == ["uniform int8", "uniform bfloat16", "random 11", "random 12"]
         assert len(outcome.prediction_errors) == 5
-    else:
+    if "memory_budget" in arguments:
         assert 0 < outcome.budget_bytes < outcome.row("full").predicted_peak_bytes
         assert outcome.row("qsync").predicted_peak_bytes <= outcome.budget_bytes
         assert run.read_cluster().group("infer").memory_bytes == outcome.budget_bytes
