@@ -16,7 +16,7 @@ from refusing_ranks import group_of, model, plan_of
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_torch
-from qsync_torch.apply import applied_plan as applying
+from qsync_torch.apply import planned_model as applying
 
 
 def die(*_: object) -> NoReturn:
@@ -35,7 +35,7 @@ if rank == int(who):
     if where == "before apply_":
         raise ValueError("the data are not there")
     if where == "in apply_":
-        applying.AppliedPlan.lower = die
+        applying.PlannedModel.lower = die
     if where == "in its group":
         group = "inference"
 trained = model().to(device)
