@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from indicator.gpu_models import MODELS
+from indicator.published import named
 from indicator.rows import beside_int8
 from qsync_core.artifacts.files import save
 from qsync_core.ir.variant import Variant
@@ -130,7 +131,7 @@ def agreement_rows(
             for what, artifact in (("dag", dag), ("observed", observed), ("truth", truth)):
                 save(artifact, folder / f"{name}.{what}.qsync")
         losses = observed.values("run", "loss")
-        check = compare({i: indicate(observed, dag, LADDER[:2], i).omega for i in indicators}, read_truth(truth, dag))
+        check = compare({i: indicate(observed, dag, LADDER[:2], named(i)).omega for i in indicators}, read_truth(truth, dag))
         state = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators"
         for variant, of_variant in ((LADDER[0], indicators), (LADDER[1], (DEFAULT,))):
             (found,) = (one for one in check.variants if one.variant == variant)

@@ -23,6 +23,7 @@ import torch
 
 from indicator.measuring import INT8, SETS
 from indicator.models import SUBJECTS
+from indicator.published import named
 from qsync_core.ir.observations import Observations
 from qsync_planner.indicate import indicate
 from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
@@ -49,7 +50,7 @@ def rows_of(model: str) -> Iterator[Row]:
         stop = _stop(found)
         for indicator in INDICATORS:
             rankings = [
-                [by[INT8] for by in indicate(_first(found, count), dag, [INT8], indicator).omega.values()]
+                [by[INT8] for by in indicate(_first(found, count), dag, [INT8], named(indicator)).omega.values()]
                 for count in range(1, UPDATES + 1)
             ]
             trace_of = [spearman(ranking, rankings[-1]) for ranking in rankings]

@@ -8,19 +8,15 @@ from collections.abc import Callable
 import attrs
 
 from indicator.measuring import BFLOAT16, FLOAT32, INT8, Measured
+from indicator.published import INDICATORS
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_planner.indicator_check.agreement import Agreement
 from qsync_planner.indicator_check.compare import Check, DecrementCheck, VariantCheck
-from qsync_planner.indicators.hessian import Hessian
-from qsync_planner.indicators.hutchinson import Hutchinson
-from qsync_planner.indicators.lossvar import LossVar
-from qsync_planner.indicators.paper import Paper
 from qsync_planner.indicators.random_scheme import RandomScheme
 
 DEFAULT = "hutchinson"
-INDICATORS = (Hutchinson(), LossVar(), Paper(), Hessian())
 RANDOM = "random"
 NAMES = (*(indicator.name for indicator in INDICATORS), RANDOM)
 RANDOM_DRAWS = 50

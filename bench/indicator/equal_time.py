@@ -21,6 +21,7 @@ from allocator.hardware import CHIPS
 from indicator.additivity import Omega, measured_omega, with_true_omega
 from indicator.measuring import BFLOAT16, FLOAT32, INT8, Measured
 from indicator.plans import MEASURED, Plan
+from indicator.published import INDICATORS
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.dag import PrecisionDag
@@ -36,7 +37,6 @@ from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.series import geometric_mean
 
 Row = dict[str, Any]
-INDICATORS = ("hutchinson", "lossvar", "paper", "hessian")
 RANDOM_SEEDS = 5
 TRUTH, CORRECTED = "measured", "measured-corrected"
 """Plans by the measured Ω: by its sum, as the allocator does, and by its sum corrected for shared masks."""
@@ -124,7 +124,7 @@ def planned(measured: Measured, setting: Setting) -> Planned:
     """The plans by every indicator, proven optimal for it."""
     dag = measured.dag
     cluster, profiles = a_job(dag, setting)
-    rated = {name: indicate(measured.observed, dag, setting.ladder, name) for name in INDICATORS}
+    rated = {one.name: indicate(measured.observed, dag, setting.ladder, one) for one in INDICATORS}
     for seed in range(RANDOM_SEEDS):
         rated[f"random/{seed}"] = indicate(None, dag, setting.ladder, RandomScheme(seed))
     base = allocate(Inputs(dag, cluster, profiles), Request("uniform"))
@@ -194,7 +194,7 @@ def equal_time_rows(model: str, setting: Setting, seeds: Sequence[Compared]) -> 
     mean over the model's seeds."""
     prefix, what = f"I-equal-time-{model}{setting.suffix}", f"{model}, {setting.text}"
     for name, over in (
-        ("hutchinson", TRUTH), *((name, "hutchinson") for name in INDICATORS[1:]), (CORRECTED, TRUTH), ("random", "hutchinson"),
+        ("hutchinson", TRUTH), *((one.name, "hutchinson") for one in INDICATORS[1:]), (CORRECTED, TRUTH), ("random", "hutchinson"),
     ):  # fmt: skip
         ratios = [seed.over(name, over) for seed in seeds]
         text = "seeds " + ", ".join(f"{ratio:.2f}" for ratio in ratios)

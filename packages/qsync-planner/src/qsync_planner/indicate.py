@@ -33,8 +33,8 @@ def indicate(
         observations: numbers over the first updates; may be None for an indicator that needs none (``random``).
         dag: the model that they belong to.
         variants: what to rate; empty means every variant that the observations mention.
-        indicator: a name, or an indicator object; ``auto`` is the best that was observed: ``hutchinson``, else ``lossvar``,
-            ``hessian`` or ``paper``, and says so.
+        indicator: a name, or an indicator object; ``auto`` is the best that was observed: ``hutchinson``, else ``lossvar``, and
+            says so.
 
     Raises:
         ObservationError: for NaN or infinite values (names operator, term and iteration), missing terms, observations of another

@@ -13,7 +13,6 @@ import itertools
 import math
 import random
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -233,8 +232,8 @@ def test_proven_plans_are_optimal_where_operators_hand_on_their_input(solver: st
 
 
 def test_agreement_counts_and_names_what_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    def boast(*arguments: Any, **options: Any) -> PrecisionPlan:
-        plan = allocate(Inputs(*arguments), Request(**options))
+    def boast(inputs: Inputs, request: Request) -> PrecisionPlan:
+        plan = allocate(inputs, request)
         return attrs.evolve(plan, objective=plan.objective + 1.0)
 
     assert agreement(8, SEED, "uniform") == (8, 8, [])

@@ -127,12 +127,12 @@ def test_a_truth_of_other_updates_is_said(folder: Path) -> None:
 
 def test_an_indicator_that_can_not_be_computed_is_left_out_unless_it_was_named(folder: Path) -> None:
     dag, rows, _ = checked()
-    half = Series(A, I8, terms.PAPER, terms.V_SQ_NORM, (1.0, 1.0))
+    half = Series(A, I8, terms.HUTCHINSON, terms.OPERANDS, (1.0, 1.0))
     seen = observed(dag, rows)
     save(attrs.evolve(seen, series=(*seen.series, half)), folder / "o.qsync")
     arguments = ["o.qsync", "--dag", "dag.qsync", "--indicator", "random", "--check"]
-    assert "paper is left out: the observations lack paper." in run(*arguments).output
-    named = run(*arguments, "--against", "paper")
+    assert "hutchinson is left out: the observations lack hutchinson." in run(*arguments).output
+    named = run(*arguments, "--against", "hutchinson")
     assert isinstance(named.exception, ObservationError)
     assert isinstance(run(*arguments, "--against", "tarot").exception, ObservationError)
 

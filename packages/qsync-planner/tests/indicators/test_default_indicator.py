@@ -18,8 +18,6 @@ __all__ = ["folder"]
 @pytest.mark.parametrize(
     ("collectors", "chosen"),
     [
-        ({terms.HESSIAN, terms.PAPER}, "hessian"),
-        ({terms.PAPER}, "paper"),
         ({terms.LOSSVAR, terms.HESSIAN}, "lossvar"),
         ({terms.MONTECARLO, terms.HUTCHINSON, terms.PAPER}, "hutchinson"),
     ],
@@ -46,7 +44,7 @@ def test_a_truth_alone_allows_no_default_indicator(folder: Path, arguments: tupl
     error = run("t.qsync", "--dag", "dag.qsync", *arguments).exception
     assert isinstance(error, ObservationError)
     assert str(error) == (
-        "the observations of net hold terms of montecarlo, and the default indicators (hutchinson, lossvar, hessian, paper) read "
+        "the observations of net hold terms of montecarlo, and the default indicators (hutchinson, lossvar) read "
         "none of these; they allow --indicator random, and 'qsync observe' with the collector hutchinson makes those of the best "
         "one; as a measured truth they go to --truth, beside the observations of an indicator"
     )

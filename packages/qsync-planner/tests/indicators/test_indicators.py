@@ -18,13 +18,12 @@ from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.precision import Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.hooks import hookimpl
 from qsync_core.plugins.registry import Registry
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators import available_indicators, get_indicator
-from qsync_planner.indicators.paper import epsilon, gamma
 from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.registry import builtin_indicators
 from qsync_planner.indicators.series import UpdateMean, geometric_mean
@@ -134,8 +133,11 @@ def test_other_bad_observations_are_refused() -> None:
         indicate(attrs.evolve(observe(dag, lossvar_rows(dag, [I8], [])), iterations=()), dag)
     with pytest.raises(ObservationError, match="no variants to rate with indicator 'random'"):
         indicate(None, dag, [], "random")
-    with pytest.raises(ObservationError, match=r"there is no indicator 'tarot'; choose one of .*lossvar, paper, random"):
+    with pytest.raises(ObservationError, match=r"there is no indicator 'tarot'; choose one of .*lossvar, random"):
         indicate(None, dag, [I8], "tarot")
+    for moved in ("paper", "hessian"):
+        with pytest.raises(ObservationError, match=rf"the indicator {moved} has moved .*qsync-indicators-example.*: install it"):
+            indicate(None, dag, [I8], moved)
     other = GraphBuilder("other")
     other.loss(other.linear("c", other.input("x", (1, 8)), 6))
     with pytest.raises(
@@ -173,76 +175,6 @@ def test_one_direction_an_update_is_not_low_on_average() -> None:
 def test_an_update_without_a_gradient_counts_as_nothing() -> None:
     assert UpdateMean((0.0, 4.0)).mean([0.0, 12.0]) == pytest.approx(6.0)
     assert UpdateMean((0.0, 0.0)).mean([0.0, 0.0]) == 0.0
-
-
-PAPER_TERMS = {
-    terms.V_SQ_NORM: 12.0,
-    terms.X_SQ_NORM: 3.0,
-    terms.GV_SQ_NORM: 0.5,
-    terms.V_NUMEL: 16.0,
-    terms.X_NUMEL: 48.0,
-    terms.GV_NUMEL: 12.0,
-    terms.V_EXPONENT: 1.0,
-    terms.X_EXPONENT: -2.0,
-    terms.GV_EXPONENT: -3.0,
-}
-
-
-def paper_rows(dag: PrecisionDag, scale: Sequence[float] = (1.0,)) -> dict[tuple[OpId, Variant | None, str, str], Sequence[float]]:
-    rows: dict[tuple[OpId, Variant | None, str, str], Sequence[float]] = {}
-    for operator in dag.adjustable:
-        for term, value in PAPER_TERMS.items():
-            rows[operator.op_id, None, terms.PAPER, term] = [value] * len(scale)
-        rows[operator.op_id, I8, terms.PAPER, terms.V_SCALE_SQ] = [0.01 * s for s in scale]
-        rows[operator.op_id, I8, terms.PAPER, terms.X_SCALE_SQ] = [0.0004 * s for s in scale]
-    return rows
-
-
-def test_paper_is_proposition_3_worked_by_hand() -> None:
-    """Operator a has depth 1 of 3; γ = 1/N with N = 2 observed samples (cross entropy, mean)."""
-    dag = two_linears()
-    found = indicate(observe(dag, paper_rows(dag)), dag, [I8, F16, F32], "paper")
-    gamma_sq, eps_sq = 0.25, 2.0**-18
-    v_hat = 12 + 0.01 * 16 / 6
-    forward = (3 * 0.01 * 16 + v_hat * 0.0004 * 48) / 6
-    backward = (0.5 * 0.01 * 16 + v_hat * 2.0**-6 * eps_sq * 12) / 6
-    assert found.omega[A][I8] == pytest.approx(gamma_sq * 1 * forward + 2 * backward, rel=1e-12)
-    assert found.omega[B][I8] == pytest.approx(gamma_sq * 2 * forward + 1 * backward, rel=1e-12)
-    v_hat = 12 + 4 * eps_sq * 16 / 6
-    gv_hat = 0.5 + 2.0**-6 * eps_sq * 12 / 6
-    forward = eps_sq * (3 * 4 * 16 + v_hat * 2.0**-4 * 48) / 6
-    backward = eps_sq * (gv_hat * 4 * 16 + v_hat * 2.0**-6 * 12) / 6
-    assert found.omega[A][F16] == pytest.approx(gamma_sq * 1 * forward + 2 * backward, rel=1e-12)
-    assert found.omega[A][F32] == 0
-    assert found.notes == ("γ = 0.5; arithmetic mean over 1 iterations",)
-
-
-def test_paper_averages_arithmetically() -> None:
-    dag = two_linears()
-
-    def at(scale: Sequence[float]) -> float:
-        return indicate(observe(dag, paper_rows(dag, scale)), dag, [I8], "paper").omega[A][I8]
-
-    assert at([1.0, 5.0]) == pytest.approx((at([1.0]) + at([5.0])) / 2, rel=1e-12)
-
-
-def test_paper_constants() -> None:
-    assert epsilon(Precision.FLOAT16) == 2.0**-9
-    assert epsilon(Precision.BFLOAT16) == 2.0**-6
-    dag = two_linears()
-    assert gamma(dag, 2) == 0.5
-    assert gamma(attrs.evolve(dag, loss="mse"), 2) == pytest.approx(2 / (2 * 5))
-    assert gamma(attrs.evolve(dag, loss_reduction="sum"), 2) == 1.0
-    assert gamma(attrs.evolve(dag, loss="mse", loss_reduction="sum"), 2) == 2.0
-    assert gamma(attrs.evolve(dag, loss="custom"), 2) == 0.5
-
-
-def test_paper_says_when_it_assumed_gamma_and_names_missing_scales() -> None:
-    dag = attrs.evolve(two_linears(), loss="custom")
-    found = indicate(observe(dag, paper_rows(dag)), dag, [F16], "paper")
-    assert found.notes == ("γ = 0.5, assumed for the loss kind 'custom'; arithmetic mean over 1 iterations",)
-    with pytest.raises(ObservationError, match=r"the observations lack paper\.v_scale_sq of a#0 at int8"):
-        indicate(observe(dag, paper_rows(dag)), dag, [Variant.of(INT8)], "paper")
 
 
 def test_random_halves_per_rung_and_depends_on_seed_and_name_alone() -> None:
@@ -320,8 +252,8 @@ def test_bad_indicators_of_plugins_are_named() -> None:
         assert set(available_indicators(registry_with(offered), said.append)) == {i.name for i in builtin_indicators()}
         assert f"is disabled: {says}" in said[0]
     clash = Flat()
-    clash.name = "paper"
-    with pytest.raises(PluginError, match="two indicators are called 'paper'"):
+    clash.name = "lossvar"
+    with pytest.raises(PluginError, match="two indicators are called 'lossvar'"):
         available_indicators(registry_with(clash))
     for value in (math.nan, -1.0):
         with pytest.raises(

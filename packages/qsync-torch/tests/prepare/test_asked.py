@@ -44,10 +44,10 @@ def test_samples_move_only_where_that_is_asked_for(measured, monkeypatch):
     text = STORED.joinpath("cluster.toml").read_text("utf-8")
     cluster = parse_cluster(text.replace("count = 2", "count = 1"), "the stored cluster")  # alone, nobody to communicate with
 
-    def uniform(*arguments: Any, batch: str = "equal", **options: Any) -> PrecisionPlan:
+    def uniform(inputs: Inputs, request: Request) -> PrecisionPlan:
         """Quick, and with the batches of a plan that was free to choose them."""
-        plan = allocate(Inputs(*arguments), Request("uniform", **options))
-        moved = batch == "free" and len(plan.groups) == 2
+        plan = allocate(inputs, attrs.evolve(request, solver="uniform", batch="equal"))
+        moved = request.batch == "free" and len(plan.groups) == 2
         return attrs.evolve(plan, local_batches={"train": 160, "infer": 96}) if moved else plan
 
     monkeypatch.setattr(planning, "allocate", uniform)

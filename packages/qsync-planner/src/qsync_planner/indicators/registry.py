@@ -10,17 +10,20 @@ from qsync_core.ir import observations as terms
 from qsync_core.ir.observations import Observations
 from qsync_core.plugins.guard import guard, origin
 from qsync_core.plugins.registry import Registry
-from qsync_planner.indicators.hessian import Hessian
 from qsync_planner.indicators.hutchinson import Hutchinson
 from qsync_planner.indicators.interface import Indicator
 from qsync_planner.indicators.lossvar import LossVar
-from qsync_planner.indicators.paper import Paper
 from qsync_planner.indicators.random_scheme import RandomScheme
 
 AUTO = "auto"
 """Not an indicator: the first of :data:`AUTO_ORDER` that was observed."""
-AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar(), Hessian(), Paper())
+AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar())
 """Indicators, least true error of plans made from them first (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
+MOVED = dict.fromkeys(
+    ("paper", "hessian"),
+    "the plugin examples/qsync-indicators-example of QSync's repository: install it, or choose hutchinson or lossvar",
+)
+"""Indicators that qsync-planner had, and where they are now."""
 
 
 def observed_collectors(observations: Observations) -> list[str]:
@@ -49,7 +52,7 @@ def guarded(indicator: Indicator, observations: Observations | None) -> guard:
 
 def builtin_indicators() -> list[Indicator]:
     """The indicators of this package."""
-    return [Hutchinson(), LossVar(), Paper(), RandomScheme(), Hessian()]
+    return [Hutchinson(), LossVar(), RandomScheme()]
 
 
 def available_indicators(
@@ -94,6 +97,8 @@ def get_indicator(name: str, registry: Registry | None = None) -> Indicator:
             return indicator
     disabled: list[str] = []
     known = available_indicators(registry, disabled.append)
+    if name in MOVED and name not in known:
+        raise ObservationError(f"the indicator {name} has moved out of qsync-planner, to {MOVED[name]}")
     if name not in known:
         raise ObservationError("; ".join((f"there is no indicator {name!r}; choose one of {', '.join(sorted(known))}", *disabled)))
     return known[name]

@@ -1,0 +1,1 @@
+"""Indicators from publications, to compare with: the paper's printed formulas, and HAWQ's Hessian."""
