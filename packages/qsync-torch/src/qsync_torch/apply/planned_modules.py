@@ -242,7 +242,10 @@ def _conv2d(module: Any, input: torch.Tensor) -> torch.Tensor:
     if not call.is_on(module):
         result: torch.Tensor = module._conv_forward(input, weight, module.bias)
         return result
-    result = call.conv2d(input, weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
+    padding = module.padding
+    if module.padding_mode != "zeros":  # since the plan was applied
+        input, padding = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
+    result = call.conv2d(input, weight, module.bias, module.stride, padding, module.dilation, module.groups)
     return result
 
 
