@@ -12,6 +12,7 @@ import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import attrs
@@ -34,11 +35,11 @@ _KEEP_MEASUREMENT = """
         latency_ns = excluded.latency_ns, samples = excluded.samples, failure = excluded.failure
     WHERE (excluded.failure = '', excluded.samples, -excluded.latency_ns, excluded.failure)
         > (measurement.failure = '', measurement.samples, -measurement.latency_ns, measurement.failure)"""
-"""Of two measurements of one configuration the one that ran counts, then that of more samples, then the faster."""
+"""Keeps, of two measurements of one configuration, the one that ran, then that of more samples, then the faster."""
 _KEEP_RECORD = """
     INSERT INTO record VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET latency_ns = excluded.latency_ns, tried = excluded.tried
     WHERE (excluded.tried, -excluded.latency_ns) > (record.tried, -record.latency_ns)"""
-"""Of two searches that ended with one configuration the wider counts, then the faster.
+"""Keeps, of two searches that ended with one configuration, the wider, then the faster.
 
 Those that ended with another one are kept too: the widest may name a configuration that its backend no longer knows, or never did
 on this machine.
@@ -283,7 +284,7 @@ def _keep(path: Path, measurements: Iterable[tuple[TuningKey, str, Measurement]]
         store.execute("COMMIT")
 
 
-def _rows(path: Path, query: str, *values: str) -> list[tuple[object, ...]]:
+def _rows(path: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
     """The answer to a query; nothing where there is no file, or an empty one."""
     with _doing("read tuning records from", path):
         if not path.exists():

@@ -75,7 +75,7 @@ class Request:
     omega_limit: float | None = None
     tolerance: float = 0.0
     batch: str = "equal"
-    keep: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    keep: tuple[str, ...] = ()
     seconds: float | None = None
     communication: Fixed = attrs.field(factory=dict)
 

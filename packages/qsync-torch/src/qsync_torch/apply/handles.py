@@ -256,7 +256,7 @@ def stores(model: nn.Module, x: torch.Tensor) -> bool:
     return any(source is tensor for tensor in own)
 
 
-def _kept_by_module(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | None:
+def _kept_by_module(module: nn.Module, name: str, tensor: Any) -> Any:
     """Give a module the parameter, where a handle is assigned to it."""
     return tensor.kept() if isinstance(tensor, Handle) else None
 

@@ -114,15 +114,13 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         """A new module of this class (``type(model)(config)``) is of the class without a plan."""
-        if _CALLS in self.__dict__:
-            unplanned.__init__(self, *args, **kwargs)
-        else:
+        if _CALLS not in self.__dict__:
             self.__class__ = unplanned
-            self.__init__(*args, **kwargs)
+        unplanned.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
     def copy(self: Any) -> Any:
         """A shallow copy has the parts of the module, and its plan."""
-        made = unplanned.__new__(type(self))
+        made: Any = nn.Module.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 

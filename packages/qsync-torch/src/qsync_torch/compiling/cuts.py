@@ -60,7 +60,7 @@ class Cuts:
     """
 
     def __init__(self, applied: AppliedPlan) -> None:
-        self._applied, self._model, self._planned = applied, applied.model, applied.chains
+        self._applied, self._model, self._planned = applied, applied.model, applied.in_model.planned.chains
         self._ends: list[_End] = []
         self._results: list[list[tuple[weakref.ref[torch.Tensor], _End]]] = []
         self._cut: dict[str, bool] = {}  # whether a bucket cuts it
