@@ -116,7 +116,7 @@ class Operator:
 
     def __attrs_post_init__(self) -> None:
         if self.is_adjustable and self.kind not in KINDS:
-            raise ValueError(f"{self.op_id}: {' and '.join(KINDS)} operators are adjustable, not {self.kind[:40]!r}")
+            raise ValueError(f"{self.op_id}: {', '.join(KINDS)} operators are adjustable, not {self.kind[:40]!r}")
         if len(self.inputs) != len(self.input_shapes):
             raise ValueError(f"{self.op_id}: {len(self.inputs)} inputs but {len(self.input_shapes)} input shapes")
         if any(type(index) is not int or not 0 <= index < len(self.inputs) for index in self.no_grad_inputs):
