@@ -325,8 +325,8 @@ def test_a_plan_or_sensitivity_of_another_job_is_named(run: RunFolder, tmp_path:
     other = stored_run(tmp_path / "other", "h200/bert-base")
     names = ["train", "infer"]
     for file, foreign, words in (
-        (mixed.sensitivity, other.sensitivity, "the sensitivity is of another graph"),
         (mixed.plan(names), other.plan(names), "the plan is for another graph"),
+        (mixed.sensitivity, other.sensitivity, "the sensitivity is of another graph"),
     ):
         file.write_bytes(foreign.read_bytes())
         with pytest.raises(PlanError, match=words):
