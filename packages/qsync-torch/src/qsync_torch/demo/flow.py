@@ -225,8 +225,8 @@ def run_workers(task: str, command: Sequence[str], folder: Path, weak: WeakWorke
                     )
                 )
             until = float("inf")
-            while any(worker.poll() is None for worker in workers) and time.monotonic() < until:
-                if any(worker.returncode for worker in workers):
+            while None in (states := [worker.poll() for worker in workers]) and time.monotonic() < until:
+                if any(states):
                     until = min(until, time.monotonic() + grace_s)
                 time.sleep(_LOOK_EVERY_S)
         finally:
