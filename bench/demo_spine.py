@@ -18,9 +18,10 @@ from typing import Any
 import attrs
 from rich.console import Console
 
+from qsync_core.run_folder import RunFolder
 from qsync_torch.demo.flow import Options, run_demo
-from qsync_torch.demo.outcome import Outcome, print_outcome
-from qsync_torch.demo.report import write_report
+from qsync_torch.demo.outcome import Outcome
+from qsync_torch.demo.report import print_outcome, write_report
 from results import write_rows
 
 
@@ -53,10 +54,10 @@ def main() -> None:
 
 
 def _run(options: Options) -> Outcome:
-    result = run_demo(options, lambda done, total, what: print(f"{done}/{total} {what}", file=sys.stderr))
-    write_report(result, options.folder)
-    print_outcome(Console(width=180), result.outcome)
-    return result.outcome
+    outcome = run_demo(options, lambda what: print(what, file=sys.stderr))
+    write_report(outcome, RunFolder(options.folder))
+    print_outcome(Console(width=180), outcome)
+    return outcome
 
 
 def _rows(free: Sequence[Outcome]) -> list[dict[str, Any]]:

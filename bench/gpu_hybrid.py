@@ -47,7 +47,7 @@ from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.estimating import estimate
 from qsync_planner.replayer.ablation import Ablation
 from qsync_planner.replayer.replay import Replayer
@@ -191,7 +191,7 @@ class Measuring:
         costs = load(folder / "costs.qsync", CollectiveCosts)
         device, share = profiles["train"].device.name, profiles["infer"].device.share
         dag, cluster = load(folder / "dag.qsync", PrecisionDag), cluster_of(device, share)
-        plan = allocate(dag, cluster, profiles, None, solver="dynamic-batch", communication=costs)
+        plan = allocate(Inputs(dag, cluster, profiles, communication=costs), Request("dynamic-batch"))
         planned = plan.local_batches["train"], plan.local_batches["infer"]
         environment = {**self.daemon.environment, "NVIDIA_TF32_OVERRIDE": "0"}
         splits, measured = list(dict.fromkeys((planned, in_eights(*planned)))), []
@@ -226,7 +226,7 @@ def estimated_steps(folder: Path, profile: str, share: float, plans: Mapping[str
     if whole.device.is_synchronous:
         return {}  # of a CPU nothing is estimated
     guess = estimate(dag, whole, whole.device.name, share).profile
-    replayer = Replayer(dag, one_group(guess), {"infer": guess})
+    replayer = Replayer(Inputs(dag, one_group(guess), {"infer": guess}))
     steps = {label: replayer.replay({"infer": variants}) for label, variants in plans.items()}
     return {label: (step.iteration_ns / 1e6, device_binds(times_of(step))) for label, step in steps.items()}
 
@@ -257,7 +257,7 @@ def ablated(folder: Path, runs: Mapping[str, Any]) -> dict[str, dict[str, float]
     dag, profile = load(folder / "dag.qsync", PrecisionDag), load(folder / "profile.1.qsync", Profile)
     variants, found = configurations(dag), {}
     for title, without in ABLATIONS.items():
-        replayer = Replayer(dag, one_group(profile), {"infer": profile}, without=without)
+        replayer = Replayer(Inputs(dag, one_group(profile), {"infer": profile}), without=without)
         found[title] = {
             label: replayer.replay({"infer": variants[label]}).iteration_ns / 1e6 / median_ms(run["measured"]) - 1
             for label, run in runs.items()

@@ -29,7 +29,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
@@ -119,11 +119,11 @@ def measure(name: str, out: Path) -> Iterator[list[dict[str, object]]]:
     lap("profile")
     release()
     profiles = {"train": profile_, "infer": profile_}
-    unlimited = Replayer(dag, cluster_of(profile_, 0), profiles)
+    unlimited = Replayer(Inputs(dag, cluster_of(profile_, 0), profiles))
     low = unlimited.memory("infer", {op.op_id: LADDER[1] for op in dag.adjustable}).process_bytes
     high = unlimited.memory("infer", unlimited.base_variants("infer")).process_bytes
     cluster = cluster_of(profile_, int(low + BUDGET_SHARE * (high - low)))
-    replayer = Replayer(dag, alone(cluster), {"infer": profile_})
+    replayer = Replayer(Inputs(dag, alone(cluster), {"infer": profile_}))
     uniform = {f"uniform-{rung.compute}": {op.op_id: rung for op in dag.adjustable} for rung in LADDER[:-1]}
     for run, variants in {"full": None, **uniform}.items():
         yield compared(name, run, variants, replayer)
@@ -131,7 +131,7 @@ def measure(name: str, out: Path) -> Iterator[list[dict[str, object]]]:
     observations = observe(job, dag, LADDER, device="cuda:0", steps=10)
     lap(f"observe ({observations.stopped})")
     sensitivity = indicate(observations, dag, LADDER)
-    plan = allocate(dag, cluster, profiles, sensitivity)
+    plan = allocate(Inputs(dag, cluster, profiles, sensitivity))
     lap("plan")
     for artifact, kind in ((dag, "dag"), (profile_, "profile"), (sensitivity, "sensitivity"), (plan, "plan")):
         save(artifact, out / f"{name}.{kind}.qsync")

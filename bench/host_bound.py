@@ -22,6 +22,7 @@ from hybrid.alone import one_group
 from hybrid.workloads import BFLOAT16, FLOAT32, LADDER, Variants, configurations, fresh_model, in_turn, phases
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import AlternatingDispatch, Profile, StepMeasurement
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Job
@@ -76,7 +77,7 @@ def calibrated_by(profile_: Profile, found: Mapping[str, Times]) -> Profile:
 
 
 def predicted_ms(dag: PrecisionDag, profile_: Profile, plans: Mapping[str, Variants]) -> dict[str, float]:
-    replayer = Replayer(dag, one_group(profile_), {"infer": profile_})
+    replayer = Replayer(Inputs(dag, one_group(profile_), {"infer": profile_}))
     return {label: replayer.replay({"infer": variants}).iteration_ns / 1e6 for label, variants in plans.items()}
 
 

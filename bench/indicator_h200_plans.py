@@ -30,7 +30,7 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.series import UpdateMean
 from qsync_torch.load_job import load_job
@@ -86,7 +86,7 @@ def _rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     stored = load(folder / "sensitivity.qsync", Sensitivity)
     rated["lossvar of the H200"] = attrs.evolve(stored, dag_digest=digest(dag))
     found = {
-        (tolerance, who): allocate(dag, cluster, profiles, sensitivity, solver="exact", tolerance=tolerance, seconds=60)
+        (tolerance, who): allocate(Inputs(dag, cluster, profiles, sensitivity), Request("exact", tolerance=tolerance, seconds=60))
         for tolerance in TOLERANCES
         for who, sensitivity in rated.items()
     }

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import attrs
 
+from allocator.greedy_paper import GreedyPaper
 from qsync_core.artifacts.files import load
 from qsync_core.cluster_file import read_cluster
 from qsync_core.ir.cluster import Cluster
@@ -34,7 +35,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer, plan_variants
 from results import ROOT, write_rows
 
@@ -56,7 +57,7 @@ SHARES = tuple(i / 10 for i in range(1, 10))
 """Budgets of the series: of the way from the leanest single rung to full precision."""
 TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 """Tolerances of the other series."""
-SOLVERS = ("uniform", "greedy-paper", "greedy", "exact")
+SOLVERS = ("uniform", GreedyPaper(), "greedy", "exact")
 LIMITS = {"time": "time binds", "memory": "memory binds"}
 HEADINGS = (
     "solver", "Σ Ω", "times the optimum", "proven gap", "step time", "peak memory", "operators on a weak device", "seconds to plan",
@@ -103,7 +104,7 @@ def read_case(name: str, limit: str, *, share: float = 0.5, tolerance: float = 0
     cluster = read_cluster(folder / "cluster.toml")
     profiles = {group.name: load(folder / f"profile.{group.name}.qsync", Profile) for group in cluster.groups}
     sensitivity = load(folder / "sensitivity.qsync", Sensitivity)
-    replayer, groups = Replayer(dag, cluster, profiles), []
+    replayer, groups = Replayer(Inputs(dag, cluster, profiles)), []
     for group in cluster.groups:
         if group.role is Role.INFER:
             peaks = [
@@ -120,20 +121,20 @@ def read_case(name: str, limit: str, *, share: float = 0.5, tolerance: float = 0
 
 def full_precision_keeps_limits(case: Case) -> bool:
     """Whether there is nothing to decide."""
-    uniform = allocate(case.dag, case.cluster, case.profiles, None, solver="uniform", tolerance=case.tolerance)
-    prediction = Replayer(case.dag, case.cluster, case.profiles).replay({})
+    uniform = allocate(Inputs(case.dag, case.cluster, case.profiles), Request("uniform", tolerance=case.tolerance))
+    prediction = Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay({})
     budget = case.cluster.group(case.weak).memory_bytes
     return prediction.iteration_ns <= uniform.time_limit_ns and (not budget or prediction.groups[case.weak].peak_bytes <= budget)
 
 
-def plan_all(case: Case, solvers: Sequence[str] = SOLVERS) -> dict[str, Planned]:
+def plan_all(case: Case, solvers: Sequence[str | GreedyPaper] = SOLVERS) -> dict[str, Planned]:
     """Every solver's plan, replayed and found within its limits."""
     found = {}
     for solver in solvers:
         begin = time.process_time()
-        plan = allocate(case.dag, case.cluster, case.profiles, case.sensitivity, solver=solver, tolerance=case.tolerance)
-        found[solver] = Planned(plan, time.process_time() - begin)
-        prediction = Replayer(case.dag, case.cluster, case.profiles).replay(plan_variants(plan, case.cluster))
+        plan = allocate(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity), Request(solver, tolerance=case.tolerance))
+        found[plan.solver] = Planned(plan, time.process_time() - begin)
+        prediction = Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(plan_variants(plan, case.cluster))
         assert prediction.iteration_ns <= plan.time_limit_ns, f"{case.name}: {solver} takes too long"
         for group in plan.groups:
             peak, budget = prediction.groups[group.group].peak_bytes, group.memory_budget_bytes
@@ -195,7 +196,7 @@ def differences(case: Case, found: dict[str, Planned]) -> Iterator[str]:
     if not kinds:
         yield "Greedy's plan and the exact plan are the same."
         return
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     before = replayer.replay(greedy).groups[weak]
     yield "What the exact plan does otherwise than greedy's, each line tried alone in greedy's plan:"
     yield ""
@@ -282,7 +283,7 @@ def over_series(name: str) -> Iterator[str]:
     lines = []
     for limit, (what, cases) in series.items():
         binding = [case for case in cases if not full_precision_keeps_limits(case)]
-        planned = [plan_all(case, ("greedy-paper", "greedy", "exact")) for case in binding]
+        planned = [plan_all(case, (GreedyPaper(), "greedy", "exact")) for case in binding]
         if not planned:
             continue
         for solver in ("greedy-paper", "greedy"):

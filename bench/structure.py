@@ -1,11 +1,11 @@
-"""Rows H1 to H10, S1 and S2 of ``docs/results/structure.json``: how the source is arranged, and what that costs when it runs.
+"""Rows H1 to H10 and S1 to S6 of ``docs/results/structure.json``: how the source is arranged, and what that costs when it runs.
 
     python bench/structure.py [--test-command 18.5 | --measure-tests] [--rounds 3]
-    python bench/structure.py --only S1,S2
+    python bench/structure.py --only S1,S2,S5,S6
 
-S1 and S2 say what the source has to do with PyTorch's insides.  Each H row is measured in this tree and, as ``H…-before``, at
-commit c2de34d, whose arrangement was another.  Cycles, floors, sizes and citations are read from the source; H5 and H6 from a
-traced call; H7 is processor time of fresh processes that take turns.
+S1 and S2 say what the source has to do with PyTorch's insides, S5 where it names kinds of operators, S6 what a new rung touches.
+Each H row is measured in this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was another.  Cycles, floors, sizes
+and citations are read from the source; H5 and H6 from a traced call; H7 is processor time of fresh processes that take turns.
 
 ``--tree DIR`` measures another checkout and prints only; ``--list`` prints every cycle, citation and frame behind the rows,
 ``--profile`` where the time of H7 goes, both instead of writing.
@@ -25,6 +25,7 @@ from typing import Any
 
 from results import ROOT, write_rows
 from structure.imports import cycles, floors, import_graph, modules, room_graph, room_sizes, within
+from structure.kinds import files_of_commit, files_of_patch, files_that_name_kinds
 from structure.private_names import Use, frame_walks, private_uses
 from structure.running import KINDS, Round, call_path, checkout, run_in, step_profile, times_in_turns
 from structure.texts import Citations, source_lines, text_files, written_apart
@@ -158,7 +159,27 @@ def _place(use: Use) -> str:
     return f"{use.module}:{use.line} {use.name}"
 
 
-INSIDES = {"S1": replaced_rows, "S2": insides_rows}
+def kind_rows(tree: Path) -> Iterator[Row]:
+    """S5."""
+    found = [path.partition("/src/")[2] for path in files_that_name_kinds(tree)]
+    what = "files of packages/*/src that name a kind of operators, outside of kinds, kernels and models"
+    yield row("S5", what, len(found), "files", ", ".join(found), "≤ 6")
+    if (tree / ".git").exists():
+        touched = files_of_commit(tree, NEW_KIND)
+        what = "files that the commit which adds conv1d touches beside its own tests"
+        yield row("S5b", what, len(touched), "files", ", ".join(touched), "≤ 6")
+
+
+def rung_rows(tree: Path) -> Iterator[Row]:
+    """S6."""
+    touched = files_of_patch(tree)
+    what = "files that a rung with block scales touches (int8, one scale per 128 columns, aten), beside its tests"
+    yield row("S6", what, len(touched), "files", ", ".join(path.partition("/src/")[2] for path in touched), "≤ 8")
+
+
+NEW_KIND = "conv1d is an adjustable kind"
+"""Subject of the commit that added one."""
+INSIDES = {"S1": replaced_rows, "S2": insides_rows, "S5": kind_rows, "S6": rung_rows}
 """Rows that ``--only`` measures by themselves."""
 
 
@@ -210,7 +231,7 @@ def main() -> None:
 
 
 def measure_insides(ids: Sequence[str], tree: Path) -> None:
-    """S1, S2 or both; written where the tree is this one."""
+    """Some of these rows alone; written where the tree is this one."""
     rows = [entry for id in ids for entry in INSIDES[id](tree)]
     show(rows)
     if tree == ROOT:

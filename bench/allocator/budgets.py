@@ -12,6 +12,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.9
@@ -23,7 +24,7 @@ def with_budgets(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pro
     Drawn: the share of the way, 0.1 to 0.9, from the peak of the leanest single rung to the peak of the rung below the base
     precision.  Where no rung is leaner than that one, from it to the peak of the base precision.
     """
-    replayer = Replayer(dag, cluster, profiles)
+    replayer = Replayer(Inputs(dag, cluster, profiles))
     groups = []
     peaks_of: dict[tuple[str, tuple[Variant, ...]], list[int]] = {}
     for group in cluster.groups:

@@ -26,6 +26,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.problem import build_problem
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 REGIMES = ("time", "memory", "both")
@@ -144,8 +145,8 @@ def tight_instance(seed: int, *, layers: int) -> Instance:
     profiles = {name: attrs.evolve(found, dag_digest=digest(dag)) for name, found in hybrid_profiles(dag).items()}
     sensitivity = drawn_sensitivity(dag, LADDER, draw, symmetric=None)
     roomy = hybrid_cluster()
-    problem = build_problem(dag, roomy, profiles, sensitivity)
-    programs = Programs(Replayer(dag, roomy, profiles))
+    problem = build_problem(Inputs(dag, roomy, profiles, sensitivity))
+    programs = Programs(Replayer(Inputs(dag, roomy, profiles)))
     leanest = programs.leanest(problem.groups[0])
     assert leanest is not None, "without limits there is a plan"
     rungs = min(entry.peak_bytes for entry in programs.at_rungs(problem.groups[0]))

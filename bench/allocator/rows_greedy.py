@@ -7,15 +7,16 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 
 from allocator.bench import PROVEN, Bench, by_seed, quartiles, row
+from allocator.greedy_paper import solve_greedy_paper
 from allocator.instances import REGIMES, Instance, instance
 from allocator.solving import Row
 from qsync_planner.allocator.baselines import UniformStart, move_to_uniform, time_limit_ns
 from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.greedy import move_to_fastest, recover_by_density, solve_greedy
-from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import SearchState, build_problem
 from qsync_planner.allocator.recovery import move_to_fitting, recover
 from qsync_planner.allocator.solution import Solution
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 SEEDS = 6
@@ -74,10 +75,10 @@ def _objectives(found: Instance) -> dict[str, float]:
     Raises:
         AssertionError: a plan that breaks a limit.
     """
-    problem = build_problem(found.dag, found.cluster, found.profiles, found.sensitivity)
+    problem = build_problem(Inputs(found.dag, found.cluster, found.profiles, found.sensitivity))
     objectives = {}
     for name, way in WAYS.items():
-        state = SearchState(problem, Replayer(found.dag, found.cluster, found.profiles))
+        state = SearchState(problem, Replayer(Inputs(found.dag, found.cluster, found.profiles)))
         programs = Programs(state.replayer)
         starts = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
         limit_ns = time_limit_ns(state.prediction.iteration_ns, found.tolerance)

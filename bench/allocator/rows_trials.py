@@ -15,6 +15,7 @@ from allocator.solving import Row
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 TRIALS, BLOCKS = 2_000, 7
@@ -48,7 +49,7 @@ def _rates(found: Instance, trials: int) -> list[float]:
         AssertionError: a trial that differs from a replay from scratch, or leaves something behind.
     """
     draw = random.Random(f"{found.label} trials")
-    replayer = Replayer(found.dag, found.cluster, found.profiles)
+    replayer = Replayer(Inputs(found.dag, found.cluster, found.profiles))
     group = next(group for group in found.cluster.groups if group.role is Role.INFER)
     operators = [operator.op_id for operator in found.dag.adjustable]
     variants = {op_id: draw.choice(group.ladder) for op_id in operators}

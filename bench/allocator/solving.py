@@ -9,7 +9,7 @@ import attrs
 
 from allocator.instances import Instance
 from qsync_core.ir.plan import PrecisionPlan, Role
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer, plan_variants
 
 Row = dict[str, Any]
@@ -53,7 +53,7 @@ def solve(found: Instance, solver: str, *, seconds: float | None = None, objecti
         options["objective"] = objective
     start = time.process_time()
     plan = allocate(
-        found.dag, found.cluster, found.profiles, found.sensitivity, solver=solver, tolerance=found.tolerance, **options
+        Inputs(found.dag, found.cluster, found.profiles, found.sensitivity), Request(solver, tolerance=found.tolerance, **options)
     )
     took = time.process_time() - start
     check(found, plan)
@@ -62,7 +62,7 @@ def solve(found: Instance, solver: str, *, seconds: float | None = None, objecti
 
 def check(found: Instance, plan: PrecisionPlan) -> None:
     """The plan keeps its limits when it is replayed from scratch, its objective is Σ Ω, and its bound is not above that."""
-    prediction = Replayer(found.dag, found.cluster, found.profiles).replay(plan_variants(plan, found.cluster))
+    prediction = Replayer(Inputs(found.dag, found.cluster, found.profiles)).replay(plan_variants(plan, found.cluster))
     assert prediction.iteration_ns <= plan.time_limit_ns, f"{found.label}: {prediction.iteration_ns} ns > {plan.time_limit_ns} ns"
     total = 0.0
     for group in plan.groups:

@@ -8,6 +8,7 @@ from allocator.instances import REGIMES, instance, large_instance
 from allocator.models import DEEP, PAPER_SCALE, model
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.plan import Role
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 
@@ -39,7 +40,7 @@ def test_regimes_of_one_seed_differ_in_their_limits_alone() -> None:
 @pytest.mark.parametrize("hardware", ["V100+T4", "A100+L4"])
 def test_a_budget_binds_and_some_single_rung_keeps_it(name, hardware) -> None:
     found = instance(name, hardware, "memory", 0)
-    replayer, group = Replayer(found.dag, found.cluster, found.profiles), helper(found)
+    replayer, group = Replayer(Inputs(found.dag, found.cluster, found.profiles)), helper(found)
     peaks = [
         replayer.memory(group.name, dict.fromkeys((o.op_id for o in found.dag.adjustable), rung)).peak_bytes
         for rung in group.ladder
@@ -95,5 +96,5 @@ def test_eight_groups_of_any_number_of_ranks_are_the_same_job() -> None:
     assert sum(group.count for group in many.cluster.groups) == 4096
     assert digest(few.sensitivity) == digest(many.sensitivity)
     assert [g.memory_bytes for g in few.cluster.groups] == [g.memory_bytes for g in many.cluster.groups]
-    collectives = [Replayer(found.dag, found.cluster, found.profiles).collective_ns for found in (few, many)]
+    collectives = [Replayer(Inputs(found.dag, found.cluster, found.profiles)).collective_ns for found in (few, many)]
     assert collectives[1] == pytest.approx(collectives[0], rel=0.05)

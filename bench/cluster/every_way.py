@@ -18,6 +18,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed, StepTiming
 
@@ -62,7 +63,7 @@ class EveryWay:
 
     def __init__(self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
         self.dag, self.cluster, self.profiles = dag, cluster, profiles
-        self._whole = Replayer(dag, cluster, profiles)
+        self._whole = Replayer(Inputs(dag, cluster, profiles))
         self._work: dict[tuple[str, Variant, int], Condensed] = {}
         self._ranks: dict[tuple[str, int], Replayer] = {}
         self._most: dict[tuple[str, Variant], int] = {}
@@ -76,7 +77,7 @@ class EveryWay:
     def replay_ns(self, batches: Mapping[str, int], variants: Mapping[str, Mapping[OpId, Variant]]) -> int:
         """The period of a job of the groups that have a batch, replayed as a whole."""
         profiles = {name: scaled(self.profiles[name], batch, self.dag.batch_size) for name, batch in batches.items()}
-        return Replayer(self.dag, self.part(tuple(batches)), profiles).replay(variants).iteration_ns
+        return Replayer(Inputs(self.dag, self.part(tuple(batches)), profiles)).replay(variants).iteration_ns
 
     def part(self, names: Sequence[str]) -> Cluster:
         """The cluster of some of its groups; where none of them trains, the fastest does, if it has the memory."""
@@ -117,7 +118,7 @@ class EveryWay:
 
     def _best_of(self, names: tuple[str, ...]) -> Iterator[Found]:
         part = self.part(names)
-        replayer = Replayer(self.dag, part, {name: self.profiles[name] for name in names}, like=self._whole)
+        replayer = Replayer(Inputs(self.dag, part, {name: self.profiles[name] for name in names}), like=self._whole)
         counts = {group.name: group.count for group in part.groups}
         rungs = {group.name: group.ladder[-1:] if group.role is Role.TRAIN else group.ladder for group in part.groups}
         total = self.dag.batch_size * sum(counts.values())
@@ -157,7 +158,7 @@ class EveryWay:
                 profile = scaled(self.profiles[name], batch, self.dag.batch_size)
                 profile = attrs.evolve(profile, steps=tuple(attrs.evolve(step, peak_bytes=0) for step in profile.steps))
                 one = attrs.evolve(self.cluster, groups=(attrs.evolve(group, count=1),), links=())
-                self._ranks[name, batch] = Replayer(self.dag, one, {name: profile})
+                self._ranks[name, batch] = Replayer(Inputs(self.dag, one, {name: profile}))
             cuts = self._whole.shape(name).cuts
             self._work[key] = Condensed.of(self._ranks[name, batch].mapper(name, self.uniform(name, rung)), cuts)
         work = self._work[key]

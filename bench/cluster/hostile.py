@@ -47,7 +47,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.printable import is_printable
 from qsync_core.run_folder import RunFolder
 from qsync_torch import apply_
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.nccl import process_group_options
 from qsync_torch.load_job import load_job
 from qsync_torch.prepare import flow, measuring
@@ -377,7 +377,7 @@ def two_ranks(rng: random.Random, run: Path) -> str:
 
     def work(rank: int) -> str:
         try:
-            with open_folder((other, run)[rank], Members(rank, range(2), dist.PrefixStore("job", store), 20.0)) as folder:
+            with open_folder((other, run)[rank], Mailbox(rank, range(2), dist.PrefixStore("job", store), 20.0)) as folder:
                 merge_disks(folder)
                 folder.publish({"profile train": Made({}, b"new")} if rank else {}, [rng.choice(_targets(run))] if rank else [])
         except QSyncError as error:

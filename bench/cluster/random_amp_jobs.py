@@ -20,7 +20,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_planner.matching import under_base
+from qsync_planner.matching import Inputs, under_base
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch import apply_
 from qsync_torch.job import Batch, Job
@@ -127,11 +127,11 @@ class Mixed(nn.Module):
 
 
 class AlongTime(nn.Module):
-    """A one-dimensional convolution, which no plan lowers."""
+    """A transposed convolution of one dimension, which no plan lowers."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        self.inner = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.inner = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.inner(x.transpose(1, 2)).transpose(1, 2)
@@ -349,7 +349,7 @@ def memory_of(seed: int) -> list[Kept]:
     found = profile(job, dag, ladder=LADDER, with_collectives=False, operator_effort=ONCE, cast_effort=ONCE, step_effort=ONCE)
     group = DeviceGroup("g", found.device.name, 1, Role.INFER, Precision.FLOAT32, LADDER)
     cluster, _ = under_base(Cluster("c", (group,)), dag)
-    replayer = Replayer(dag, cluster, {"g": attrs.evolve(found, steps=())})
+    replayer = Replayer(Inputs(dag, cluster, {"g": attrs.evolve(found, steps=())}))
     return [
         Kept(name, replayer.memory("g", variants).saved_bytes, kept_by_autograd(job, variants), 4 * len(dag.adjustable))
         for name, variants in plans(dag, cluster.groups[0].ladder, random.Random(seed)).items()

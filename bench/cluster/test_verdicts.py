@@ -8,7 +8,7 @@ import pytest
 
 from cluster.every_way import EveryWay
 from cluster.verdicts import MISSED_BY, draw, judgement
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 
 SMALL = ("cpu/vgg16-bn", "h100/vgg16-bn")
 
@@ -24,7 +24,7 @@ def test_dynamic_batch_is_balanced_by_predicted_steps() -> None:
     """Sums of parts leave out what steps hide and wait for: a split that was balanced by them was 5.8% slower here."""
     drawn = draw(0, 4)
     every = EveryWay(drawn.dag, drawn.cluster, drawn.profiles)
-    plan = allocate(drawn.dag, drawn.cluster, drawn.profiles, None, solver="dynamic-batch")
+    plan = allocate(Inputs(drawn.dag, drawn.cluster, drawn.profiles), Request("dynamic-batch"))
     batches, counts = plan.local_batches, {group.name: group.count for group in drawn.cluster.groups}
     assert len(batches) == 3
     total = sum(counts[name] * batch for name, batch in batches.items())

@@ -33,7 +33,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.estimating import estimate
 from qsync_planner.estimating.chips import DATASHEETS
 from qsync_planner.replayer.replay import Replayer
@@ -85,7 +85,7 @@ def draw(seed: int, number: int, sources: tuple[str, ...] = SOURCES) -> Drawn:
         rng = random.Random(f"cluster {seed} {number} {attempt}")
         drawn = _draw(rng, f"{seed}.{number}.{attempt}", rng.choice(sources))
         try:
-            allocate(drawn.dag, drawn.cluster, drawn.profiles, None, solver="uniform")
+            allocate(Inputs(drawn.dag, drawn.cluster, drawn.profiles), Request("uniform"))
         except InfeasibleError:
             continue
         return drawn
@@ -127,7 +127,7 @@ def _group(rng: random.Random, dag: PrecisionDag, name: str, profile: Profile, b
     device = profile.device
     group = DeviceGroup(name, device.name, rng.randrange(1, 9), role, base.compute, ladder, 0, device.share)
     one = Cluster("one", (attrs.evolve(group, count=1),))
-    replayer = Replayer(dag, one, {name: profile})
+    replayer = Replayer(Inputs(dag, one, {name: profile}))
     full = replayer.memory(name, replayer.base_variants(name)).process_bytes
     budget = round(full * rng.uniform(1.02, 2.5)) if role is Role.TRAIN else round(full * rng.uniform(0.6, 2.5))
     return attrs.evolve(group, memory_bytes=budget if rng.random() < 0.5 else 0)
@@ -139,7 +139,7 @@ def achieved(drawn: Drawn, every: EveryWay, plan: PrecisionPlan) -> float:
     groups = tuple(group.group for group in plan.groups) if way is None else way.groups
     if way is not None and way.options:
         profiles = {name: drawn.profiles[name] for name in groups}
-        plan = allocate(drawn.dag, every.part(groups), profiles, drawn.sensitivity, **COMMANDS[way.options])
+        plan = allocate(Inputs(drawn.dag, every.part(groups), profiles, drawn.sensitivity), Request(**COMMANDS[way.options]))
     batches = {name: plan.local_batches[name] for name in groups}
     variants = {name: {o: entry.variant for o, entry in plan.group(name).assignments.items()} for name in groups}
     samples = sum(drawn.cluster.group(name).count * batch for name, batch in batches.items())
@@ -171,7 +171,7 @@ class Judgement:
 def judgement(drawn: Drawn) -> Judgement:
     """What the planner says of a cluster, and the best of all ways."""
     every = EveryWay(drawn.dag, drawn.cluster, drawn.profiles)
-    plan = allocate(drawn.dag, drawn.cluster, drawn.profiles, drawn.sensitivity)
+    plan = allocate(Inputs(drawn.dag, drawn.cluster, drawn.profiles, drawn.sensitivity))
     got = achieved(drawn, every, plan)
     way = plan.recommended_way
     sentence = plan.verdict.sentence if plan.verdict else "no verdict: one group"

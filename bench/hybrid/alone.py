@@ -45,7 +45,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
@@ -101,7 +101,7 @@ def run_within(
     outside = profile_.memory.outside_bytes if profile_.memory is not None else 0
     row: dict[str, object] = {"budget_bytes": budget, "outside_bytes": outside}
     try:
-        plan = allocate(dag, one_group(profile_, budget), {"infer": profile_}, sensitivity, tolerance=10.0)
+        plan = allocate(Inputs(dag, one_group(profile_, budget), {"infer": profile_}, sensitivity), Request(tolerance=10.0))
         variants = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
         row["predicted_bytes"] = plan.group("infer").predicted_peak_bytes
         cap_memory(budget - outside)
@@ -174,7 +174,7 @@ def main() -> None:
     found.setdefault("call_us", Stopwatch(torch.device("cpu")).overhead_ns / 1e3)
     write(path, found)
     print(options.name, "profile, s:", {part: round(seconds, 1) for part, seconds in found["profile_s"].items()}, flush=True)
-    replayer = Replayer(dag, one_group(profile_), {"infer": profile_})
+    replayer = Replayer(Inputs(dag, one_group(profile_), {"infer": profile_}))
     for label, variants in configurations(dag).items():
         if label in found["runs"]:
             continue

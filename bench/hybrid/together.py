@@ -58,7 +58,7 @@ from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings  
 from qsync_core.ir.dag import PrecisionDag  # noqa: E402
 from qsync_core.ir.plan import PrecisionPlan  # noqa: E402
 from qsync_core.ir.profile import Profile  # noqa: E402
-from qsync_planner.allocator import allocate  # noqa: E402
+from qsync_planner.allocator import Inputs, Request, allocate  # noqa: E402
 from qsync_planner.indicate import indicate  # noqa: E402
 from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
 from qsync_torch.apply.apply import apply_  # noqa: E402
@@ -85,13 +85,13 @@ def plans_of(
     """Uniform precision and QSync's plan, QSync's plan as if communication were free of contention, and one for little memory."""
     cluster = cluster_of(profiles["train"].device.name, SHARES[1])
     made = {
-        "uniform": allocate(dag, cluster, profiles, None, solver="uniform", communication=costs),
-        "qsync": allocate(dag, cluster, profiles, sensitivity, communication=costs),
-        "blind": allocate(dag, blind_cluster(cluster), profiles, sensitivity),
+        "uniform": allocate(Inputs(dag, cluster, profiles, communication=costs), Request("uniform")),
+        "qsync": allocate(Inputs(dag, cluster, profiles, sensitivity, communication=costs)),
+        "blind": allocate(Inputs(dag, blind_cluster(cluster), profiles, sensitivity)),
     }
     if memory_bytes:
         small = cluster_of(profiles["train"].device.name, SHARES[1], memory_bytes)
-        made["small"] = allocate(dag, small, profiles, sensitivity, communication=costs)
+        made["small"] = allocate(Inputs(dag, small, profiles, sensitivity, communication=costs))
     return made
 
 
@@ -281,7 +281,7 @@ def predict(
     profiles = {name: load(out / f"{name}.qsync", Profile) for name in ("train", "infer")}
     cluster = cluster_of(profiles["train"].device.name, SHARES[1])
     variants = {} if plan is None else plan_variants(plan, cluster)
-    replayer = Replayer(dag, cluster, profiles, communication=costs, settings=settings)
+    replayer = Replayer(Inputs(dag, cluster, profiles, communication=costs), settings=settings)
     prediction = replayer.replay(variants)
     return {
         "iteration_ns": prediction.iteration_ns,

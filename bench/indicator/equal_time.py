@@ -29,7 +29,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.verdict import noise_at_masks, plan_error
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.random_scheme import RandomScheme
@@ -127,12 +127,12 @@ def planned(measured: Measured, setting: Setting) -> Planned:
     rated = {name: indicate(measured.observed, dag, setting.ladder, name) for name in INDICATORS}
     for seed in range(RANDOM_SEEDS):
         rated[f"random/{seed}"] = indicate(None, dag, setting.ladder, RandomScheme(seed))
-    base = allocate(dag, cluster, profiles, None, solver="uniform")
+    base = allocate(Inputs(dag, cluster, profiles), Request("uniform"))
     uniform, full = base.baselines["uniform"], base.baselines["full"]
     tolerance = setting.way * (full / uniform - 1)
 
     def best(sensitivity: Sensitivity) -> PrecisionPlan:
-        return allocate(dag, cluster, profiles, sensitivity, solver="exact", tolerance=tolerance)
+        return allocate(Inputs(dag, cluster, profiles, sensitivity), Request("exact", tolerance=tolerance))
 
     found = {name: best(sensitivity) for name, sensitivity in rated.items()}
     truth = with_true_omega(rated["hutchinson"], {o: {**v, FLOAT32: 0.0} for o, v in _omega(measured).items()})

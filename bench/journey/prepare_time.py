@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+
 from processes import free_port
 from qsync_core.run_folder import RunFolder
-from qsync_torch.demo.cores import CpuQuota, remove_abandoned_quotas
-from qsync_torch.demo.weak_worker import ColocatedLoad
+from qsync_torch.demo.weak_worker import ColocatedLoad, CpuQuota, remove_abandoned_quotas
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GROUPS = ("strong", "weak")
@@ -41,6 +41,7 @@ def start(rank: int, core: int, folder: Path, port: int, with_quota: bool) -> su
         os.sched_setaffinity(0, {core})
         if rank and with_quota and (quota := CpuQuota.create()):
             quota.set_share(SHARE)
+            quota.enter()
 
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]

@@ -1,6 +1,6 @@
 """Row S14: what quantization costs with the checksum of its data, over what it costs without, on a GPU.
 
-    python bench/kernels/checksum_cost.py --before TREE [--rounds 7]
+    python bench/kernels/checksum_cost.py --before TREE [--rounds 7] [--out FOLDER]
 
 TREE is a checkout of the last commit whose kernels take no checksum (``git worktree add TREE COMMIT``).  The Triton quantizer of
 each tree runs in processes that take turns on one GPU, on rows K4's shape and on others that a step has: weights with a scale a
@@ -18,6 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from results import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES: dict[str, tuple[tuple[int, ...], str, bool]] = {
@@ -84,7 +89,8 @@ def _time(kernel: Any, sets: Sequence[tuple[Any, ...]]) -> float:
 def in_tree(tree: Path, source: str) -> dict[str, list[float]]:
     """The same in a process of its own, with the packages of a checkout."""
     packages = ("core", "planner", "torch", "kernels-triton", "kernels-cutlass")
-    path = os.pathsep.join(str(tree / "packages" / f"qsync-{name}" / "src") for name in packages)
+    own = [str(tree / "packages" / f"qsync-{name}" / "src") for name in packages]
+    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])  # where what is installed may lie
     command = [sys.executable, __file__, "--child", source]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -99,6 +105,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout without checksums")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--source", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder of the results file (docs/results)")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
@@ -107,12 +114,32 @@ def main() -> None:
     if asked.before is None:
         parser.error("--before TREE is needed: the last checkout whose kernels take no checksum")
     rounds = [(in_tree(asked.before, asked.source), in_tree(ROOT, asked.source)) for _ in range(asked.rounds)]
-    for name in CASES:
+    rows = []
+    for number, name in enumerate(CASES):
         for what, pick in (("first candidate", lambda times: times[0]), ("fastest", min)):
             ratios = [pick(after[name]) / pick(before[name]) for before, after in rounds]
             now = statistics.median(pick(after[name]) for _, after in rounds)
             spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
             print(f"S14  {asked.source} {name}, {what}: {statistics.median(ratios):.3f} ({spread}; {now / 1e3:.1f} us)", flush=True)
+        row = {  # of the fastest configuration, which is what a tuned job runs
+            "id": f"S14-{number}" if number else "S14",
+            "what": f"quantize {asked.source} {name} to int8, stochastic, triton: time with the checksum over without",
+            "value": round(statistics.median(ratios), 4),
+            "unit": "ratio",
+            "spread": f"{spread} of {asked.rounds} turns; {now / 1e3:.1f} µs with it",
+            "target": "reported" if number else "≤ 1.03",
+            "device": device_name(),
+        }
+        rows.append(row)
+    command = f"python bench/kernels/checksum_cost.py --before TREE --rounds {asked.rounds}"
+    print(f"wrote {write_rows('structure', rows, command, directory=asked.out)}")
+
+
+def device_name() -> str:
+    """The GPU's."""
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_torch.devices import device_facts
 
 from .bench import Bench, Row, best_of, ratio, ratio_spread
-from .contenders import build_best
+from .contenders import build_best, compile_ahead
 from .peaks import copy_calls
 from .timing import Thunk, race, rotation_count, tensor_bytes
 
@@ -172,6 +172,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 def producer_rows(bench: Bench) -> Iterator[Row]:
     """K11: one row for each case that a backend runs."""
+    compile_ahead(bench.backends, [case.request(bench.device) for case in cases(bench.quick)])
     for case in cases(bench.quick):
         first = case.operands(bench.device, 0)
         count = rotation_count(tensor_bytes(first), bench.device)
@@ -196,6 +197,11 @@ def producer_rows(bench: Bench) -> Iterator[Row]:
         spread = (
             f"{measured[best].median_ns / 1e3:.1f} µs for {case.moved_bytes / 1e6:.1f} MB, copy {copy_rate / 1e3:.2f} TB/s; "
             f"IQR/median {measured[best].spread:.3f}"
+        )
+        spread += "".join(
+            f"; {name} {measured[name].median_ns / 1e3:.1f} µs, {ratio(measured[name], measured[best]):.2f} of it"
+            for name in runners
+            if name in measured and name != best
         )
         if _UNFUSED in measured:
             times = ratio(measured[best], measured[_UNFUSED])

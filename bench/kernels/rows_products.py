@@ -182,7 +182,7 @@ def _plain_step(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def _step(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor, variant: Variant, backend: str, config: str) -> None:
-    from qsync_torch.operators.linear import linear
+    from qsync_torch.operators import linear
 
     y = linear(x, w, None, variant, backend=backend, config=config, seed=1)
     torch.autograd.grad(y, (x, w), grad)

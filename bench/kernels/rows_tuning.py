@@ -59,12 +59,12 @@ def duration_rows(bench: Bench) -> Iterator[Row]:
     ladder = int8_rungs(half)
     job, batch = ("resnet18:image=32,width=8,classes=10", 2) if bench.quick else ("resnet50:image=224,channels_last=true", 128)
     with tempfile.TemporaryDirectory() as folder:
-        kernels = JobKernels(bench, job, batch, Path(folder) / "first.jsonl")
+        kernels = JobKernels(bench, job, batch, Path(folder) / "first.sqlite")
         begin = time.monotonic()
         kernels.build(ladder)
         kernels.tune(ladder, Effort())
         before_s = time.monotonic() - begin
-        kernels.path = Path(folder) / "second.jsonl"
+        kernels.path = Path(folder) / "second.sqlite"
         found = kernels.tune(ladder, Effort())
     searches = sum(len(entry.records) for entry in found.requests)
     what = f"tuning ResNet50, batch {batch}, int8 with float32 and float16 output, compiled kernels at hand"
@@ -127,7 +127,7 @@ def _tuned(bench: Bench, backend: KernelBackend, request: KernelRequest, operand
         return round(statistics.median(bench.timer.sample_ns(thunks, calls) for _ in range(samples)))
 
     with tempfile.TemporaryDirectory() as folder:
-        return tune(backend, request, measure, TuningStore(Path(folder) / "tuning.jsonl", "benchmark", {})).config
+        return tune(backend, request, measure, TuningStore(Path(folder) / "tuning.sqlite", "benchmark", {})).config
 
 
 def _bound(kernel: Kernel, arguments: Operands) -> Any:

@@ -9,6 +9,7 @@ from qsync_core.cluster_file import read_cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "h200"
@@ -20,5 +21,5 @@ def read_job(name: str) -> tuple[Replayer, Sensitivity]:
     folder = DATA / name
     cluster = read_cluster(folder / "cluster.toml")
     profiles = {group.name: load(folder / f"profile.{group.name}.qsync", Profile) for group in cluster.groups}
-    replayer = Replayer(load(folder / "dag.qsync", PrecisionDag), cluster, profiles)
+    replayer = Replayer(Inputs(load(folder / "dag.qsync", PrecisionDag), cluster, profiles))
     return replayer, load(folder / "sensitivity.qsync", Sensitivity)

@@ -9,7 +9,7 @@ import attrs
 from qsync_core.artifacts.perfetto import collective_shifts
 from qsync_core.ir.dfg import Resource
 from qsync_core.ir.timeline import Timeline
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.replay import plan_variants
 from qsync_planner.step_parts import transfers
 
@@ -23,7 +23,8 @@ def planned_timelines(name: str) -> tuple[Timeline, Timeline]:
     """Predicted timelines of a stored model under uniform precision and under QSync's plan."""
     replayer, sensitivity = read_job(name)
     plans = [
-        allocate(replayer.dag, replayer.cluster, replayer.profiles, sensitivity, solver=solver) for solver in ("uniform", "greedy")
+        allocate(Inputs(replayer.dag, replayer.cluster, replayer.profiles, sensitivity), Request(solver))
+        for solver in ("uniform", "greedy")
     ]
     one, other = (replayer.timeline(plan_variants(plan, replayer.cluster)) for plan in plans)
     return one, other

@@ -113,9 +113,9 @@ COMMANDS: dict[str, list[list[str]]] = {
     "predicted.qsync": [["show", "predicted.qsync"], ["verify", "predicted.qsync", "measured.qsync"]],
     "measured.qsync": [["show", "measured.qsync"], ["verify", "predicted.qsync", "measured.qsync", "--json"]],
     "cluster.toml": [GREEDY, [*INDICATE, "--cluster", "cluster.toml"]],
-    "tuning.jsonl": [
-        ["tune", "--merge", "tuning.jsonl", "-o", "out"],
-        ["backends", "dag.qsync", "--device", "cuda", "--device-name", "T4", "--tuning", "tuning.jsonl"],
+    "tuning.sqlite": [
+        ["tune", "--merge", "tuning.sqlite", "-o", "out"],
+        ["backends", "dag.qsync", "--device", "cuda", "--device-name", "T4", "--tuning", "tuning.sqlite"],
     ],
 }
 """What reads each file."""
@@ -142,7 +142,7 @@ def make_files() -> dict[str, bytes]:
         for file, content in made.items():
             artifact.save(content, file)
         Path("cluster.toml").write_text(CLUSTER)
-        store = TuningStore(Path("tuning.jsonl"), "T4", {"torch": "2"})
+        store = TuningStore(Path("tuning.sqlite"), "T4", {"torch": "2"})
         request = KernelRequest(Op.QUANTIZE, Variant.of(INT8), ((64, 64),), device_kind="cuda", compute_capability="7.5")
         for count in range(1, 9):
             store.add_measurement(store.key("aten", request), f"tile={count}", Measurement(1_000 * count, 3))
@@ -157,7 +157,7 @@ def make_files() -> dict[str, bytes]:
                 raise SystemExit(f"qsync {' '.join(arguments)} failed on files that are as they should be:\n{result.output}")
             Path("out").rename(output)
         artifact.save(attrs.evolve(artifact.load("predicted.qsync"), source="measured"), "measured.qsync")
-        return {path.name: path.read_bytes() for path in Path().iterdir() if path.suffix in (".qsync", ".toml", ".jsonl")}
+        return {path.name: path.read_bytes() for path in Path().iterdir() if path.suffix in (".qsync", ".toml", ".sqlite")}
 
 
 # Damage

@@ -35,7 +35,7 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.artifacts.codec import to_plain
 from qsync_core.cli.root import cli
 from qsync_core.ir.profile import Profile
-from qsync_core.tuning.store import read_contents
+from qsync_core.tuning.store import read_store
 from results import write_rows
 
 JOB = """
@@ -317,7 +317,7 @@ def check_files(
     known: Any = None
     try:
         if command == "tune":
-            return tuned_lines(out)
+            return tuned_rows(out)
         if out.exists():
             data = out.read_bytes()
             artifact.from_bytes(data)
@@ -362,31 +362,23 @@ def compare_profiles(
         findings.mixed.append(f"{where}: {lost[0]} was measured before and is another value now")
 
 
-def tuned_lines(path: Path) -> list[str]:
-    """The whole lines of a tuning file."""
-    if not path.exists():
-        return []
-    with contextlib.ExitStack() as opened:
-        import warnings
-
-        opened.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # half a line of a killed run is left out with one
-        read_contents(path)
-    return [line for line in path.read_text().split("\n")[:-1] if line]
+def tuned_rows(path: Path) -> list[str]:
+    """What a tuning store says, row by row."""
+    measurements, records = read_store(path)
+    return [*map(repr, measurements), *map(repr, records)]
 
 
 def compare_tuning(where: str, out: Path, reference: bytes, known: list[str] | None, folder: Path, findings: Findings) -> None:
-    """The same searches have ended, and every line that was there is still there."""
-    whole = folder / "reference.jsonl"
+    """The same searches have ended, and every row that was there is still there."""
+    whole = folder / "reference.sqlite"
     whole.write_bytes(reference)
-    ours, theirs = read_contents(out), read_contents(whole)
-    if ours.records.keys() != theirs.records.keys() or ours.measured.keys() != theirs.measured.keys():
+    said = [read_store(path) for path in (out, whole)]
+    ended, measured = ([{one.key.text for one in records} for _, records in said], [{k.text for k, _, _ in m} for m, _ in said])
+    if ended[0] != ended[1] or measured[0] != measured[1]:
         findings.differing.append(f"{where}: other searches have ended than in an uninterrupted run")
-    lines = out.read_text().split("\n")
-    if lost := [line for line in known or [] if line not in lines]:
-        findings.mixed.append(f"{where}: the line {lost[0][:200]} is gone")
-    if repeated := [line for line, count in Counter(line for line in lines if line).items() if count > 1]:
-        findings.mixed.append(f"{where}: the line {repeated[0][:200]} stands twice")
+    rows = tuned_rows(out)
+    if lost := [row for row in known or [] if row not in rows]:
+        findings.mixed.append(f"{where}: the row {lost[0][:200]} is gone")
 
 
 def kill_all(hits: int, seed: int, commands: Mapping[str, list[str]] = COMMANDS) -> Findings:

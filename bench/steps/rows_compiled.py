@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kernels.bench import Bench, Row
 from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import KernelRequest
-from qsync_core.progress import silent
 from qsync_torch.conformance.producers import ACTIVATION, FORMS, Producer, variant_of
 from results import ROOT
 
@@ -60,7 +59,7 @@ def build_rows(bench: Bench) -> Iterator[Row]:
             taken = [request for request in wanted if not backend.unsupported_reasons(request)]
             if not taken:
                 continue
-            builds, kernels = _build(name, backend, taken, arch)
+            builds, kernels = _build(name, arch)
             said.append(f"{arch} {name}: {kernels} for {len(taken)} requests")
             if builds:
                 done.update(taken)
@@ -82,16 +81,8 @@ for name, function, constants, types in producers.cases(capability):
 """Every case of the Triton backend's own tests, compiled for one chip."""
 
 
-def _build(name: str, backend: object, taken: Sequence[KernelRequest], arch: str) -> tuple[bool, str]:
+def _build(name: str, arch: str) -> tuple[bool, str]:
     """Whether it builds, and how many kernels or why not."""
-    inner = getattr(backend, "_backend", backend)
-    inner = getattr(inner, "_backend", inner)
-    if hasattr(inner, "compile_ahead"):
-        try:
-            built = inner.compile_ahead(list(taken), arch, silent)
-        except Exception as error:
-            return False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return True, f"{getattr(built, 'kernels', len(taken))} kernels"
     if name != "triton":
         return False, "it compiles nothing ahead of time"
     path = os.pathsep.join(filter(None, [str(TRITON), os.environ.get("PYTHONPATH", "")]))

@@ -69,7 +69,7 @@ def _drawn(device: torch.device, setting: Setting | None, count: int) -> tuple[t
     plain = weight.detach().double()
     exact = torch.stack([(normalized @ plain.t() * along).sum(), (along.double().t() @ normalized * across).sum()])
     variant = attrs.evolve(Variant.of(INT8), output=Precision.FLOAT32, grad_input=INT8, grad_weight=INT8)
-    qsync_torch.apply_(model, {OpId("1"): variant}, backend="triton+aten" if device.type == "cuda" else "aten")
+    applied = qsync_torch.apply_(model, {OpId("1"): variant}, backend="triton+aten" if device.type == "cuda" else "aten")
     run = model if setting is None else compiled(model, setting, device)
 
     def step() -> torch.Tensor:
@@ -81,6 +81,7 @@ def _drawn(device: torch.device, setting: Setting | None, count: int) -> tuple[t
     replay, found = _captured(step, device)
     drawn = torch.empty(count, 2, dtype=torch.float64, device=device)
     for i in range(count):
+        applied.advance()  # as an optimizer's step would: a step draws other numbers than the one before
         drawn[i] = found if (made := replay()) is None else made
     return drawn, exact
 
@@ -166,7 +167,7 @@ def _error_ratios(backend: KernelBackend, subject: Subject, problem: Producer) -
     outputs, dtype = Outputs(subject.device), problem.x.dtype
     exact_x, plain_x = (problem.x.clone().to(kind).requires_grad_() for kind in (torch.float64, dtype))
     exact, plain = _unfused(problem, exact_x, torch.float64), _unfused(problem, plain_x, dtype)
-    (kernel,) = problem.kernels(subject, bare=True)
+    (kernel,) = problem.kernels(subject)
     written = problem.run(kernel, outputs)
     yield _ratio(written.out, plain, exact), f"result of {title}"
     q, scale = torch.empty_like(plain, dtype=torch.int8), torch.empty_like(written.scale)
@@ -179,7 +180,7 @@ def _error_ratios(backend: KernelBackend, subject: Subject, problem: Producer) -
     grad = floats(tuple(problem.x.shape), torch.float32, subject.device, 50).to(dtype)
     (exact_grad,), (plain_grad,) = (torch.autograd.grad(y, x, grad.to(y.dtype)) for y, x in ((exact, exact_x), (plain, plain_x)))
     kept = problem.x if written.sum is None else written.sum
-    (backward,) = problem.kernels(subject, "grad_input", bare=True)
+    (backward,) = problem.backward().kernels(subject)
     found = problem.run_backward(backward, outputs, grad, kept, None, written.mean, written.spread, written.bits)
     yield _ratio(found.x, plain_grad, exact_grad), f"gradient of {title}"
 
@@ -199,10 +200,10 @@ def _gradient_errors(subject: Subject, problem: Producer, draws: int) -> Iterato
     replaced = attrs.evolve(problem, weight=leaves[0], bias=leaves[1]) if leaves else problem
     exact = torch.autograd.grad(_unfused(replaced, x, torch.float64), (x, *leaves), grad.double())
     along = [floats(tuple(g.shape), torch.float32, subject.device, 60 + i).double() for i, g in enumerate(exact)]
-    (forward,), (backward,) = (problem.kernels(subject, part, bare=True) for part in ("output", "grad_input"))
+    (forward,), (backward,) = (one.kernels(subject) for one in (problem, problem.backward()))
     found: list[list[float]] = []
     for draw in range(draws):
-        w = problem.run(forward, outputs, 11, 12, draw)
+        w = problem.run(forward, outputs, offset=draw)
         kept = (problem.x, None) if w.x_q is None else (w.x_q, w.x_scale)
         made = problem.run_backward(backward, outputs, grad, *kept, w.mean, w.spread, w.bits)
         gradients = [made.x, *(g for g in (made.weight, made.bias) if g is not None)]

@@ -26,7 +26,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import split_chain
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.replay import Replayer, group_variants
 from qsync_torch.devices import device_facts
@@ -99,7 +99,7 @@ class Measuring:
 
 
 @attrs.frozen
-class Inputs:
+class Measured:
     """What plans of a job are made from."""
 
     dag: PrecisionDag
@@ -117,9 +117,9 @@ class JobShares:
         self.inputs = self._made()
         profiles = {STRONG: self.inputs.profile, WEAK: self.inputs.profile}
         self.profiles = profiles
-        self.replayer = Replayer(self.inputs.dag, self.cluster(), profiles)
+        self.replayer = Replayer(Inputs(self.inputs.dag, self.cluster(), profiles))
         alone = Cluster("alone", (self.cluster().group(WEAK),))
-        self.alone = Replayer(self.inputs.dag, alone, {WEAK: self.inputs.profile})
+        self.alone = Replayer(Inputs(self.inputs.dag, alone, {WEAK: self.inputs.profile}))
 
     def cluster(self, memory_bytes: int = 0) -> Cluster:
         """A whole device that trains in float32, and the same device again with less memory, whose operators may be lowered."""
@@ -128,7 +128,7 @@ class JobShares:
         weak = DeviceGroup(WEAK, name, 1, Role.INFER, Precision.FLOAT32, self.how.ladder, memory_bytes)
         return Cluster("two of a kind", (strong, weak), (LINK,))
 
-    def _made(self) -> Inputs:
+    def _made(self) -> Measured:
         folder = None if self.how.out is None else self.how.out / self.job.name
         job = load_job(self.text, self.batch)
 
@@ -162,7 +162,7 @@ class JobShares:
 
         found = kept("profile", Profile, profiled)
         release()
-        return Inputs(dag, found, kept("sensitivity", Sensitivity, rated))
+        return Measured(dag, found, kept("sensitivity", Sensitivity, rated))
 
     def _tune(self, dag: PrecisionDag) -> None:
         if self.device.type == "cpu" or self.how.tune_s <= 0:
@@ -197,7 +197,7 @@ class JobShares:
 
     def _plan(self, memory_bytes: int) -> PrecisionPlan:
         inputs = self.inputs
-        return allocate(inputs.dag, self.cluster(memory_bytes), self.profiles, inputs.sensitivity, seconds=PLAN_S)
+        return allocate(Inputs(inputs.dag, self.cluster(memory_bytes), self.profiles, inputs.sensitivity), Request(seconds=PLAN_S))
 
     def _share(self, percent: int, budget_bytes: int, amp: Ran) -> ShareFound:
         try:

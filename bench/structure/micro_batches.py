@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from qsync_core.ir.variant import Variant
-from qsync_torch.operators.conv2d import conv2d
-from qsync_torch.operators.linear import linear
+from qsync_torch.operators import conv2d, linear
 
 INT8 = Variant.parse("int8>float32")
 MICRO_BATCHES = 8

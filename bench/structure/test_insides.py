@@ -1,4 +1,4 @@
-"""What rows S1 and S2 count, on small sources and a replaced function."""
+"""What rows S1, S2 and S5 count, on small sources and a replaced function."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from structure.kinds import files_that_name_kinds, named_kinds
 from structure.private_names import frame_walks, private_uses
 from structure.replaced import modes_entered, replaced, standing
 
@@ -74,3 +75,22 @@ def test_modes_are_counted_by_coming_into_force() -> None:
 
     assert modes_entered(run) == 2
     assert modes_entered(lambda: None) == 0
+
+
+def test_kinds_are_named_by_identifiers_and_names_alone(tmp_path: Path) -> None:
+    source = """
+'''A linear operator, or conv2d.'''
+from torch.nn import Conv2d as Layer
+from a import _QuantizedLinear, bilinear, fit_linear
+
+def conv_transpose2d(x):
+    return Op.LINEAR_OUTPUT, "conv1d", "it takes linear operators", "mv conv3d conv_tbc", x.of_rows
+"""
+    assert [name for _, name in named_kinds(source)] == [
+        "conv_transpose2d", "Conv2d", "_QuantizedLinear", "LINEAR_OUTPUT", "conv1d", "conv3d",
+    ]  # fmt: skip
+    for place in ("apply/a.py", "kinds/a.py", "aten/a.py", "models/a.py"):
+        path = tmp_path / "packages/qsync-torch/src/qsync_torch" / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    assert list(files_that_name_kinds(tmp_path)) == ["packages/qsync-torch/src/qsync_torch/apply/a.py"]

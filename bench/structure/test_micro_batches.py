@@ -1,10 +1,9 @@
 """Row S11 on fewer steps: errors of micro-batches average out as if each were rounded with numbers of its own."""
 
-import importlib
-
 import pytest
 import torch
 
+from qsync_torch.operators import products
 from structure import micro_batches
 from structure.micro_batches import cases, ratio
 
@@ -35,8 +34,7 @@ def test_weights_that_draw_by_their_own_bits_would_not_average_out(monkeypatch):
         return errors(case, trials, note)
 
     trial, errors = [], micro_batches.errors
-    linear = importlib.import_module("qsync_torch.operators.linear")  # the package has a function of that name
-    cast_weight = linear.cast_weight
-    monkeypatch.setattr(linear, "cast_weight", by_itself)
+    cast_weight = products.cast_weight
+    monkeypatch.setattr(products, "cast_weight", by_itself)
     monkeypatch.setattr(micro_batches, "errors", errors_of)
     assert ratio(cases()["nearly equal"], 60).value > 1.2

@@ -158,8 +158,8 @@ def test_fully_shard_on_gpus(folder: Path) -> None:
     model = make_model()
     applied = apply_plan(model)
     shard(model)
-    check_sharding(applied._addressed, torch.device("cuda"), ["fully_shard"])
-    check_sharding(applied._addressed, torch.device("cuda"), [])
+    check_sharding(applied.in_model._addressed, torch.device("cuda"), ["fully_shard"])
+    check_sharding(applied.in_model._addressed, torch.device("cuda"), [])
 
 
 @refused_on_two_ranks

@@ -47,7 +47,11 @@ class Ended:
 
 @contextmanager
 def started(
-    folders: Sequence[Path], environments: Sequence[Mapping[str, str]] = (), port: int = 0, roles: bool = True
+    folders: Sequence[Path],
+    environments: Sequence[Mapping[str, str]] = (),
+    port: int = 0,
+    roles: bool = True,
+    options: Sequence[str] = (),
 ) -> Iterator[list[Forked]]:
     """A rank for each folder, as torchrun starts it; those that are left are killed."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": str(len(folders))}
@@ -57,6 +61,7 @@ def started(
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": GROUPS[min(rank, 1)]}
         command = ["-m", "qsync", "prepare", JOB, "-o", str(folder), "--device", "cpu", "--json"]
         command += ["--group", "strong=role:train"] if roles else []
+        command += options
         environment = {**os.environ, **shared, **own, **(environments[rank] if environments else {})}
         processes.append(Forked(command, env=environment))
     try:
@@ -126,6 +131,13 @@ def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(dis
     assert not {name for name in again if name.startswith(("profile", "observations", "communication", "probe"))}
     assert run.cluster.read_text() == changed
     assert run.load_plan(GROUPS).group("weak").memory_budget_bytes == 1 << 30
+
+    # So does a file that is named in the command, whatever the disks have.
+    named = disks[0].parent / "named.toml"
+    named.write_text(changed.replace("1 GiB", "2 GiB"))
+    assert "plan strong+weak" in made(prepare(disks, roles=False, options=["--cluster", str(named)]))
+    assert [RunFolder(disk).cluster.read_text() for disk in disks] == [named.read_text()] * 2
+    assert run.load_plan(GROUPS).group("weak").memory_budget_bytes == 2 << 30
 
 
 def test_two_ranks_in_each_group_measure_among_all_and_among_themselves(tmp_path):

@@ -84,7 +84,7 @@ def test_a_plan_of_the_base_has_the_gradients_of_autocast_alone(text):
 @pytest.mark.parametrize("text", JOBS)
 def test_the_predicted_full_step_is_the_measured_one(text):
     from qsync_core.cluster_file import parse_cluster
-    from qsync_planner.matching import under_base
+    from qsync_planner.matching import Inputs, under_base
     from qsync_planner.replayer.replay import Replayer
     from qsync_torch.profiling.profile import profile
     from qsync_torch.tracing.trace import trace
@@ -94,6 +94,6 @@ def test_the_predicted_full_step_is_the_measured_one(text):
     measured = profile(job, dag, device="cuda", ladder=(INT8, BASE))
     group = f'[[group]]\nname = "train"\ndevice = "{measured.device.name}"\ncount = 1\nrole = "train"\nbase = "bfloat16"\n'
     cluster, _ = under_base(parse_cluster(group), dag)
-    predicted = Replayer(dag, cluster, {"train": measured}).replay({})
+    predicted = Replayer(Inputs(dag, cluster, {"train": measured})).replay({})
     assert predicted.iteration_ns == pytest.approx(measured.steps[0].iteration_ns, rel=0.02)
     assert predicted.groups["train"].peak_bytes == measured.steps[0].peak_bytes

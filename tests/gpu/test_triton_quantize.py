@@ -126,8 +126,8 @@ def test_a_value_that_is_not_finite_makes_its_scale_infinite(bad, granularity):
 
 def test_more_than_two_to_the_thirty_one_elements():
     numel = 2**31 + 4096 + 24
-    if torch.cuda.mem_get_info()[0] < 4 * numel:
-        pytest.skip(f"needs {4 * numel >> 30} GiB of free GPU memory")
+    if torch.cuda.mem_get_info()[0] < 12 * numel:  # counting takes eight bytes an element
+        pytest.skip(f"needs {12 * numel >> 30} GiB of free GPU memory")
     x = torch.zeros(numel, dtype=torch.float16, device="cuda")
     x[-1], x[-2], x[2**31] = 127, 5, -3
     (kernel,) = build(Granularity.PER_TENSOR, Rounding.STOCHASTIC, ((numel,),), configs=1)

@@ -60,7 +60,7 @@ def tuned(tmp_path_factory):
     """The graph, and everything that tuning found; the store is the default one of this module."""
     job = make_job()
     dag = trace(job)
-    path = tmp_path_factory.mktemp("tuned") / "tuning.jsonl"
+    path = tmp_path_factory.mktemp("tuned") / "tuning.sqlite"
     requests = distinct_requests(dag, (INT8,), *device_facts(CUDA))
     found = tune_requests(requests, find_backends(("auto",)), open_store(CUDA, path), CUDA, effort=EFFORT)
     return job, dag, path, found

@@ -15,7 +15,7 @@ from qsync_core.cluster_file import parse_cluster  # noqa: E402
 from qsync_core.errors import ClusterError, ObservationError, QSyncError  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
-from qsync_planner.allocator import allocate  # noqa: E402
+from qsync_planner.allocator import Inputs, Request, allocate  # noqa: E402
 from qsync_planner.indicate import indicate  # noqa: E402
 from qsync_planner.matching import under_base  # noqa: E402
 from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
@@ -142,7 +142,7 @@ def test_the_predicted_full_step_is_the_measured_one(amp, made):
         measured, _ = quick_profile(job, dag)
     alone = parse_cluster(CLUSTER[: CLUSTER.index("[[group]]", 5)])
     group = alone.groups[0]
-    predicted = Replayer(dag, under_base(alone, dag)[0], {group.name: measured}).replay({})
+    predicted = Replayer(Inputs(dag, under_base(alone, dag)[0], {group.name: measured})).replay({})
     step = measured.steps[0]
     assert step.variant == Variant.plain(dag.base)
     assert abs(predicted.iteration_ns - step.iteration_ns) <= 4 * len(dag.operators)
@@ -150,11 +150,11 @@ def test_the_predicted_full_step_is_the_measured_one(amp, made):
 
 
 class Unreachable(nn.Module):
-    """A one-dimensional convolution, an LSTM and a product with a view of a parameter: no plan lowers them, autocast does."""
+    """A transposed convolution, an LSTM and a product with a view of a parameter: no plan lowers them, autocast does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.lstm = nn.Conv1d(3, 8, 3, padding=1), nn.LSTM(8, 8, batch_first=True)
+        self.conv, self.lstm = nn.ConvTranspose1d(3, 8, 3, padding=1), nn.LSTM(8, 8, batch_first=True)
         self.weight, self.out = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,23 +166,23 @@ def test_operators_that_no_plan_can_lower_run_in_the_base():
     job = attrs.evolve(make_job(), model=Unreachable())
     dag = trace(job)
     refused = {operator.kind for operator in dag.operators if operator.not_applicable}
-    assert refused == {"conv1d", "lstm", "matmul"}
+    assert refused == {"conv_transpose1d", "lstm", "matmul"}
     measured, _ = quick_profile(job, dag)
     for operator in dag.operators:
         if operator.not_applicable:
             assert set(measured.cost_index[operator.op_id]) == {BF16}
     described, _ = under_base(cluster(), dag)
     base = {operator.op_id: BF16 for operator in dag.adjustable}
-    found = Replayer(dag, described, {"train": measured, "infer": measured}).replay({"train": base, "infer": base})
+    found = Replayer(Inputs(dag, described, {"train": measured, "infer": measured})).replay({"train": base, "infer": base})
     assert found.iteration_ns > 0
 
 
 def test_a_plan_starts_at_the_base_explains_itself_and_is_verified(made):
     dag, measured, _, _, sensitivity = made
     profiles = {"train": measured, "infer": measured}
-    full = allocate(dag, cluster(), profiles, sensitivity, solver="full")
-    low = allocate(dag, cluster(), profiles, sensitivity, solver="uniform")
-    plan = allocate(dag, cluster(), profiles, sensitivity)
+    full = allocate(Inputs(dag, cluster(), profiles, sensitivity), Request("full"))
+    low = allocate(Inputs(dag, cluster(), profiles, sensitivity), Request("uniform"))
+    plan = allocate(Inputs(dag, cluster(), profiles, sensitivity))
     assert {p.base for p in (full, low, plan)} == {Precision.BFLOAT16}
     assert {group.base for group in plan.groups} == {Precision.BFLOAT16}
     assert full.objective == 0
@@ -193,7 +193,7 @@ def test_a_plan_starts_at_the_base_explains_itself_and_is_verified(made):
     assert [row["base"] for row in rows] == ["bfloat16", "bfloat16"]
     assert all("bfloat16" in operator["reason"] for row in rows for operator in row["operators"])
     described, _ = under_base(cluster(), dag)
-    predicted = Replayer(dag, described, profiles).timeline(plan_variants(full, described))
+    predicted = Replayer(Inputs(dag, described, profiles)).timeline(plan_variants(full, described))
     model = make_job().model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
@@ -215,7 +215,7 @@ def test_a_plan_starts_at_the_base_explains_itself_and_is_verified(made):
 def test_a_plan_of_the_base_trains_as_autocast_alone_does(made):
     """Bit for bit: an operator at its base is left to autocast."""
     dag, measured, _, _, sensitivity = made
-    plan = allocate(dag, cluster(), {"train": measured, "infer": measured}, sensitivity, solver="full")
+    plan = allocate(Inputs(dag, cluster(), {"train": measured, "infer": measured}, sensitivity), Request("full"))
     expected = train(make_job().model)
     model = make_job().model
     applied = apply_(model, plan, group="infer")

@@ -20,6 +20,7 @@ from qsync_core.ir.plan import Assignment, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch import apply_
 from qsync_torch.job import Batch, Job
@@ -125,6 +126,6 @@ def test_what_is_kept_is_what_autograd_keeps(measured: tuple[Job, PrecisionDag, 
     rungs = PLANS[name]
     variants = {operator.op_id: rungs[number % len(rungs)] for number, operator in enumerate(dag.adjustable)}
     group = DeviceGroup("g", found.device.name, 1, Role.INFER, Precision.FLOAT32, LADDER)
-    replayer = Replayer(dag, Cluster("c", (group,)), {"g": found})
+    replayer = Replayer(Inputs(dag, Cluster("c", (group,)), {"g": found}))
     # An activation's 8-bit copies for Q, K and V have one scale, which counts with each.
     assert abs(replayer.memory("g", variants).saved_bytes - kept_bytes(job, dag, variants)) <= 4 * len(dag.adjustable)

@@ -19,7 +19,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_planner.matching import under_base
+from qsync_planner.matching import Inputs, under_base
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.profile import profile
@@ -83,7 +83,7 @@ def memory(model: nn.Module, width: int) -> Memory:
     found = profile(job, dag, ladder=LADDER, with_collectives=False, operator_effort=ONCE, cast_effort=ONCE, step_effort=ONCE)
     group = DeviceGroup("g", found.device.name, 1, Role.INFER, Precision.FLOAT32, LADDER)
     cluster, _ = under_base(Cluster("c", (group,)), dag)
-    replayer = Replayer(dag, cluster, {"g": attrs.evolve(found, steps=())})
+    replayer = Replayer(Inputs(dag, cluster, {"g": attrs.evolve(found, steps=())}))
     low, *_, base = cluster.groups[0].ladder
 
     def variants(names: tuple[str, ...]) -> dict[OpId, Variant]:

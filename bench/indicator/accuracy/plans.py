@@ -29,8 +29,10 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator.request import Request
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.random_scheme import RandomScheme
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 WIDER = 24
@@ -94,7 +96,7 @@ class Planner:
         if setting.memory:
             cluster = self._with_budget(cluster, profiles)
         tolerance = _ANY_TIME if setting.memory else 0.0
-        plan = allocate(self.dag, cluster, profiles, sensitivity, tolerance=tolerance)
+        plan = allocate(Inputs(self.dag, cluster, profiles, sensitivity), Request(tolerance=tolerance))
         return self._described(_weak_variants(plan))
 
     @functools.cache  # noqa: B019 (a planner lives as long as the script)
@@ -119,11 +121,11 @@ class Planner:
         return Cluster("accuracy", groups, (Link(("strong", WEAK), 1_000.0, 0.01),)), profiles
 
     def _with_budget(self, cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
-        replayer = Replayer(self.dag, cluster, profiles)
+        replayer = Replayer(Inputs(self.dag, cluster, profiles))
         group = cluster.group(WEAK)
         full = replayer.memory(WEAK, dict.fromkeys((o.op_id for o in self.dag.adjustable), FLOAT32)).peak_bytes
         anything = indicate(None, self.dag, group.ladder, RandomScheme(0))
-        leanest = allocate(self.dag, cluster, profiles, anything, objective="memory", tolerance=_ANY_TIME)
+        leanest = allocate(Inputs(self.dag, cluster, profiles, anything), Request(objective="memory", tolerance=_ANY_TIME))
         least = next(entry.predicted_peak_bytes for entry in leanest.groups if entry.group == WEAK)
         budget = full - round(SAVED * (full - least))
         return attrs.evolve(
@@ -133,7 +135,7 @@ class Planner:
     def _described(self, variants: Mapping[OpId, Variant]) -> Planned:
         ladder = sorted({*variants.values(), FLOAT32}, key=lambda variant: (variant == FLOAT32, variant == BFLOAT16, str(variant)))
         cluster, profiles = self._job(tuple(ladder))
-        replayer = Replayer(self.dag, cluster, profiles)
+        replayer = Replayer(Inputs(self.dag, cluster, profiles))
         full, own = (replayer.replay({WEAK: plan}).groups[WEAK] for plan in (replayer.base_variants(WEAK), variants))
         flops = {operator.op_id: operator.flops for operator in self.dag.adjustable}
         low = sum(flops[op_id] for op_id, variant in variants.items() if variant != FLOAT32)

@@ -16,7 +16,7 @@ from qsync_core.ir.communication import (
     MeasuredCollectives,
     PlannedCommunication,
 )
-from qsync_core.ir.dag import ADJUSTABLE_KINDS, Bucket, OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.observations import Observations, Series
@@ -39,6 +39,7 @@ from qsync_core.ir.profile import (
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Interval, Timeline
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS
 from qsync_core.printable import is_printable
 
 texts = st.text(st.characters(codec="utf-8").filter(is_printable), max_size=12)
@@ -88,12 +89,12 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
     operators: list[Operator] = []
     for op_id in draw(st.lists(op_ids, min_size=1, max_size=5, unique=True)):
         inputs = draw(tuples(st.sampled_from([op.op_id for op in operators]), max_size=3)) if operators else ()
-        kind = draw(st.sampled_from([*ADJUSTABLE_KINDS, "add", "input"]))
+        kind = draw(st.sampled_from([*KINDS, "add", "input"]))
         operators.append(
             Operator(
                 op_id=op_id,
                 kind=kind,
-                op_class=draw(st.sampled_from(OpClass if kind in ADJUSTABLE_KINDS else list(OpClass)[1:])),
+                op_class=draw(st.sampled_from(OpClass if kind in KINDS else list(OpClass)[1:])),
                 inputs=inputs,
                 input_shapes=tuple(draw(shapes) for _ in inputs),
                 output_shape=draw(shapes),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import attrs
 
 from qsync_core.geometry import Geometry
-from qsync_core.ir.chain import ALONE, ChainForm
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.support import FUSED_ACTIVATIONS
 
 INT8 = Variant.of(Precision.INT8, output=Precision.BFLOAT16)
 FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)
@@ -27,18 +25,3 @@ def linear(op=Op.LINEAR_OUTPUT, m=4608, k=768, n=3072, *, variant=INT8, capabili
 
 def conv2d(op=Op.CONV2D_OUTPUT, x=(32, 64, 56, 56), w=(128, 64, 3, 3), *, variant=INT8, capability="9.0", **attributes):
     return KernelRequest(op, variant, (x, w), Geometry.of({"padding": "1,1"} | attributes), "cuda", capability)
-
-
-def producer(op=Op.BATCH_NORM_OUTPUT, *, chain=ALONE, variant=INT8, capability="7.5"):
-    shape = (32, 64, 56, 56) if op.startswith("batch_norm") else (4608, 768)
-    return KernelRequest(op, variant, (shape,), device_kind="cuda", compute_capability=capability, chain=chain)
-
-
-def every_producer():
-    """One for each library: an operator with an activation."""
-    variant = attrs.evolve(INT8, saved=Precision.FLOAT16)
-    return [
-        attrs.evolve(producer(op, chain=ChainForm(activation), variant=variant), shapes=())
-        for op in Op.PRODUCERS
-        for activation in FUSED_ACTIVATIONS[op]
-    ]

@@ -9,11 +9,10 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_requests import FLOAT8, INT8, INT8_THROUGHOUT, conv2d, linear, producer
+from kernel_requests import FLOAT8, INT8, INT8_THROUGHOUT, conv2d, linear
 
 from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry
-from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest, Op
@@ -105,13 +104,6 @@ REFUSED = [
     (conv2d(w=(128, 64, 0, 3)), "a filter has taps, not 0x3"),
     (conv2d(x=(32, 64, 2, 56), w=(128, 64, 5, 3)), "filters of 5x3 taps do not fit into a padded image of 2x56 pixels"),
     (conv2d(x=(32, -64, 56, 56), w=(128, -64, 3, 3)), "have sizes below 0"),
-    (producer(capability="7.0"), "producers need compute capability 7.5, and this device's is 7.0"),
-    (producer(variant=FLOAT8, capability="9.0"), "it writes copies in int8, not in float8_e4m3fn"),
-    (producer(chain=ChainForm(Activation.GELU)), "batch_norm is fused with the activations none, relu, not with gelu"),
-    (producer(variant=variant(symmetric=False)), "quantizes symmetrically only"),
-    (producer(variant=variant(x_granularity=Granularity.PER_ROW)), "the result of a batch norm has one scale"),
-    (attrs.evolve(producer(), shapes=((4, 4),)), r"takes one operand of 4 dimensions, and the shapes are \(4, 4\)"),
-    (attrs.evolve(producer(Op.LAYER_NORM_OUTPUT), shapes=((4, 2**31),)), "2147483648 columns are 2\\^31 or more"),
     (linear(m=-1), r"operands of shapes \(-1, 768\) and \(3072, 768\) have sizes below 0"),
     (linear(m=2**31), "2147483648 rows are 2\\^31 or more; split the operands"),
     (linear(n=2**31, variant=FLOAT8), "2147483648 columns are 2\\^31 or more"),
@@ -147,38 +139,6 @@ def test_accepted_requests_have_configurations_that_can_be_read_back(stand_in_nv
     assert len(texts) >= 4
     assert [parse_config(request_, text).text for text in texts] == texts
     assert parse_config(request_, "").text == texts[0]
-
-
-GELU, ADD_RELU = ChainForm(Activation.GELU), ChainForm(Activation.RELU, residual=True)
-PRODUCERS = [
-    producer(),
-    producer(chain=ADD_RELU, variant=variant(saved=Precision.FLOAT16), capability="8.6"),
-    producer(Op.BATCH_NORM_GRAD_INPUT, chain=ADD_RELU),
-    producer(Op.LAYER_NORM_OUTPUT, variant=variant(x_granularity=Granularity.PER_ROW), capability="9.0"),
-    producer(Op.LAYER_NORM_GRAD_INPUT, variant=FLOAT16),
-    producer(Op.ACTIVATION_OUTPUT, chain=GELU),
-    attrs.evolve(producer(Op.ACTIVATION_GRAD_INPUT, chain=GELU), shapes=()),
-]
-
-
-@pytest.mark.parametrize("request_", PRODUCERS)
-def test_producers_are_taken_and_have_nothing_to_choose(stand_in_nvcc, own_cache, request_):
-    stand_in_nvcc("exit 1", archs="sm_75 sm_80 sm_86 sm_90")
-    assert BACKEND.unsupported_reasons(request_) == []
-    assert [config.text for config in BACKEND.candidate_configs(request_)] == [""]
-
-
-def test_producers_that_were_compiled_ahead_serve_every_format_and_size(stand_in_nvcc, own_cache, monkeypatch):
-    stand_in_nvcc('cat "$source" > "$out"')
-    done = BACKEND.compile_ahead([*PRODUCERS, producer(chain=GELU)], "sm_75", silent)
-    assert (done.requests, len(done.refused)) == (len(PRODUCERS), 1)
-    assert done.kernels == len({(request_.op, request_.chain.activation) for request_ in PRODUCERS}) == 7
-    take_compiler_away(monkeypatch)
-    other = attrs.evolve(producer(variant=variant(saved=Precision.FLOAT32, output=Precision.FLOAT32)), shapes=((1, 3, 5, 7),))
-    assert BACKEND.unsupported_reasons(other) == []
-    (reason,) = BACKEND.unsupported_reasons(producer(Op.ACTIVATION_OUTPUT, chain=ChainForm(Activation.SILU)))
-    assert "no kernel for activation.output as" in reason
-    assert list(BACKEND.candidate_configs(producer(capability="8.0"))) == []
 
 
 @pytest.mark.parametrize(("request_", "reason"), REFUSED)
@@ -438,8 +398,7 @@ def test_later_chips_of_a_generation_run_the_earlier_ones_code():
 def test_what_it_offers_is_data():
     assert isinstance(BACKEND, KernelBackend)
     offered = {spec.op: spec for spec in BACKEND.kernel_specs()}
-    assert set(offered) == {*support.FORMATS, *Op.PRODUCERS}
-    assert (offered[Op.BATCH_NORM_OUTPUT].layouts, offered[Op.LAYER_NORM_OUTPUT].layouts) == (("channels_last",), ("contiguous",))
+    assert set(offered) == set(support.FORMATS)
     assert offered[Op.LINEAR_OUTPUT].compute == ("int8", "float8_e4m3fn")
     assert offered[Op.CONV2D_OUTPUT].layouts == ("channels_last",)
 
@@ -454,9 +413,9 @@ def test_a_request_gets_its_reasons_through_the_registry():
 
 def test_answering_imports_neither_torch_nor_numpy():
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from kernel_requests import linear, conv2d, producer;"
+        "import sys; sys.path.insert(0, sys.argv[1]); from kernel_requests import linear, conv2d;"
         "from qsync_kernels_cutlass import plugin; (b,) = plugin.qsync_register_backends();"
-        "[(b.unsupported_reasons(r), b.candidate_configs(r)) for r in (linear(), conv2d(), producer())];"
+        "[(b.unsupported_reasons(r), b.candidate_configs(r)) for r in (linear(), conv2d())];"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
     folder = __file__.rpartition("/")[0]

@@ -6,14 +6,13 @@ import re
 
 import attrs
 import pytest
-from kernel_requests import every_producer
 
 from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass.architectures import SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A
 from qsync_kernels_cutlass.compiling.compile import TEMPLATES
 from qsync_kernels_cutlass.configs.config import Family, GemmConfig, Raster, Schedule, Scheduler
 from qsync_kernels_cutlass.configs.problem import GemmProblem
-from qsync_kernels_cutlass.sources import convert_source, gemm_source, producer_source, rows_contiguous, transpose_source
+from qsync_kernels_cutlass.sources import convert_source, gemm_source, rows_contiguous, transpose_source
 
 OUTPUT = GemmProblem(Op.LINEAR_OUTPUT, 1, 1, 1, "int8", "int8", "bfloat16")
 TMA = GemmConfig(Family.TMA, (128, 256, 128), cluster=(2, 1))
@@ -121,12 +120,11 @@ def test_layouts_of_the_operands(op, formats, expected):
         gemm_source(SIMT, SM_80, OUTPUT),
         transpose_source(SM_80),
         convert_source(SM_80, "int8", "bfloat16"),
-        *(producer_source(request, SM_75) for request in every_producer()),
     ],
     ids=lambda source: source.name,
 )
 def test_sources_export_their_functions_and_find_their_templates(source):
     for symbol in (source.symbol, source.workspace_symbol):
-        assert re.search(rf"QSYNC_EXPORT int(32|64)_t {symbol}\(Qsync(Producer)?Arguments const\* q\)", source.text)
+        assert re.search(rf"QSYNC_EXPORT int(32|64)_t {symbol}\(QsyncArguments const\* q\)", source.text)
     (header,) = re.findall(r'#include "(.*)"', source.text)
     assert (TEMPLATES / header).is_file()

@@ -99,6 +99,7 @@ if __name__ == "__main__":
                 "shared": kernel.metadata.shared,
                 "conversions": kernel.asm["ttgir"].count("ttg.convert_layout"),
                 "wide_loads": ptx.count(".v4.b32"),
+                "wide_products": ptx.count("mul.wide.u32"),
                 "mma": ptx.count("mma.sync"),
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "contracted": ptx.count("fma.rn"),

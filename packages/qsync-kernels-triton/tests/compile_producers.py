@@ -87,6 +87,7 @@ if __name__ == "__main__":
                 "shared": kernel.metadata.shared,
                 "wide_loads": ptx.count("ld.global.v4.b32") + ptx.count("ld.global.v2.b32"),
                 "narrow_loads": ptx.count("ld.global.b16"),
+                "wide_products": ptx.count("mul.wide.u32"),
                 "atomic_sums": sum("atom" in line and ".add" in line for line in ptx.splitlines()),
             }
     print(json.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import attrs
@@ -15,6 +16,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_kernels_triton.backend import TritonBackend
 from qsync_kernels_triton.config import DEQUANTIZE, SHARED_BYTES, ProducerConfig, ProductConfig, QuantizeConfig, ranked
+from qsync_kernels_triton.support import OPS
 
 INT8 = Variant.of(Precision.INT8)
 INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
@@ -46,8 +48,10 @@ def test_it_is_a_backend_of_this_api():
     assert isinstance(backend, KernelBackend)
     assert (backend.name, backend.api_version) == ("triton", BACKEND_API_VERSION)
     specs = {spec.op: spec for spec in backend.kernel_specs()}
-    assert set(specs) == set(Op.ALL)
-    assert all(spec.device_kinds == ("cuda",) and spec.min_compute_capability == "8.0" for spec in specs.values())
+    assert set(specs) == set(OPS)
+    assert all(spec.device_kinds == ("cuda",) for spec in specs.values())
+    assert {op for op, spec in specs.items() if spec.min_compute_capability == "7.5"} == set(Op.PRODUCERS)
+    assert {spec.min_compute_capability for spec in specs.values()} == {"7.5", "8.0"}
 
 
 @pytest.mark.parametrize("request_", SUPPORTED, ids=lambda r: r.op)
@@ -63,13 +67,27 @@ def test_producers_write_copies_in_8_bit_or_none(request_, variant):
     assert TritonBackend().unsupported_reasons(attrs.evolve(request_, variant=variant, shapes=())) == []
 
 
+@pytest.mark.parametrize("request_", PRODUCERS, ids=lambda r: r.op)
+@pytest.mark.parametrize("floats", [Precision.FLOAT32, Precision.FLOAT16, Precision.BFLOAT16])
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_producers_run_on_every_chip_whose_tensor_cores_read_their_copies(request_, floats, capability):
+    """A T4's too: with what is kept as it is or in int8, and a batch norm's gradient with its copy and in two parts."""
+    backward = request_.op == Op.BATCH_NORM_GRAD_INPUT
+    chains = [request_.chain, attrs.evolve(request_.chain, grad_copy=backward, grad_sum=backward)]
+    for saved, chain in itertools.product((floats, Precision.INT8), chains):
+        variant = attrs.evolve(INT8, output=floats, grad_input=floats, saved=saved)
+        asked = attrs.evolve(request_, variant=variant, chain=chain, compute_capability=capability)
+        assert TritonBackend().unsupported_reasons(asked) == []
+
+
 @pytest.mark.parametrize(
     ("request_", "change", "reason"),
     [
         (NORM, {"chain": ChainForm(Activation.GELU)}, "batch_norm is fused with the activations none, relu, not with gelu"),
         (NORM, {"variant": attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)}, "the result of a batch norm has one scale"),
         (NORM, {"contiguous": False}, "it needs dense operands"),
-        (NORM, {"compute_capability": "7.5"}, "Triton.* need compute capability 8.0, and this device's is 7.5"),
+        (NORM, {"compute_capability": "7.0"}, "Triton's producers need compute capability 7.5, and this device's is 7.0"),
+        (NORM, {"compute_capability": ""}, "Triton's producers need compute capability 7.5, and this device's is unknown"),
         (NORM, {"shapes": ((8, 64),)}, "batch_norm.output takes one operand of 4 dimensions"),
         (LAYER_NORM, {"chain": ChainForm(Activation.RELU)}, "layer_norm is fused with the activations none, not with relu"),
         (GELU, {"chain": ChainForm(Activation.RELU)}, "the sign of ReLU's input does not survive rounding to 8 bit"),

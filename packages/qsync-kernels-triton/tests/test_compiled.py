@@ -43,6 +43,12 @@ def test_rounding_is_not_contracted_to_fused_multiply_adds(kernels):
     assert found["quantize_from_partials"]["contracted"] == 0
 
 
+def test_rows_draw_each_random_number_once(kernels):
+    """Two calls of the generator for 16 elements a thread, of ten rounds of two products each."""
+    _, found = kernels
+    assert found["quantize_rows"]["wide_products"] <= 2 * 20
+
+
 def test_the_products_run_on_tensor_cores(kernels):
     capability, found = kernels
     instruction = "wgmma" if capability == 90 else "mma"

@@ -37,9 +37,9 @@ def test_it_is_never_selected_on_a_cpu(registry):
 @pytest.mark.parametrize(
     ("op", "candidates", "chosen"),
     [
-        (Op.BATCH_NORM_OUTPUT, [Candidate("aten"), Candidate("cutlass"), Candidate("triton")], "triton"),
+        (Op.BATCH_NORM_OUTPUT, [Candidate("aten"), Candidate("example"), Candidate("triton")], "triton"),
         (Op.LAYER_NORM_GRAD_INPUT, [Candidate("triton"), Candidate("zzz")], "triton"),
-        (Op.BATCH_NORM_OUTPUT, [Candidate("aten"), Candidate("cutlass")], None),
+        (Op.BATCH_NORM_OUTPUT, [Candidate("aten"), Candidate("example")], None),
         (Op.BATCH_NORM_OUTPUT, [Candidate("aten", latency_ns=9), Candidate("triton")], None),
         (Op.LINEAR_OUTPUT, [Candidate("cutlass"), Candidate("triton")], None),
         (Op.LINEAR_GRAD_WEIGHT, [Candidate("aten"), Candidate("cutlass"), Candidate("triton")], "triton"),

@@ -306,12 +306,12 @@ def _budget(rng: random.Random, group: GroupJob) -> int:
 
 def disagreements(job: Job, solver: str) -> list[str]:
     """What the allocator says otherwise than brute force, in sentences; nothing where they agree."""
-    from qsync_planner.allocator import allocate
+    from qsync_planner.allocator import Inputs, Request, allocate
 
     instance = job.instance
     impossible = hopeless(job)
     try:
-        plan = allocate(instance.dag, instance.cluster, instance.profiles, instance.sensitivity, solver=solver)
+        plan = allocate(Inputs(instance.dag, instance.cluster, instance.profiles, instance.sensitivity), Request(solver))
     except InfeasibleError as error:
         return [] if impossible else [f"{MISSED}, but: {error}"]
     return [f"there is a plan, but {impossible}"] if impossible else wrong_with(job, plan, solver)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8
 
+from qsync_core.artifacts.files import digest
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -71,7 +72,7 @@ def profile(
         DeviceType("hand", kind),
         {},
         dag.model,
-        "",
+        digest(dag),
         tuple(flat),
         index,
         cast_models(),

@@ -22,7 +22,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, allocate
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 
@@ -50,15 +50,25 @@ class Case:
         groups = tuple(attrs.evolve(g, memory_bytes=memory_bytes) if g.name == group else g for g in self.cluster.groups)
         return attrs.evolve(self, cluster=attrs.evolve(self.cluster, groups=groups))
 
+    def of(self, dag: PrecisionDag) -> Case:
+        """The same measured for another graph."""
+        profiles = {name: attrs.evolve(profile, dag_digest=digest(dag)) for name, profile in self.profiles.items()}
+        return Case(dag, self.cluster, profiles, attrs.evolve(self.sensitivity, dag_digest=digest(dag)))
+
     @property
     def arguments(self) -> tuple[PrecisionDag, Cluster, Mapping[str, Profile], Sensitivity]:
         """As ``allocate`` takes them."""
         return self.dag, self.cluster, self.profiles, self.sensitivity
 
+    @property
+    def inputs(self) -> Inputs:
+        """The same, matched."""
+        return Inputs(*self.arguments)
+
     def replay(self, plan: PrecisionPlan) -> Prediction:
         """The plan replayed from scratch."""
         variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in plan.groups}
-        return Replayer(self.dag, self.cluster, self.profiles).replay(variants)
+        return Replayer(Inputs(self.dag, self.cluster, self.profiles)).replay(variants)
 
     def assignments(self, group: str) -> Iterator[dict[OpId, Variant]]:
         """Every assignment of one group's ladder to the units of the model."""
@@ -211,7 +221,7 @@ def random_costs(case: Case, rng: random.Random, *, ctas: tuple[int, ...] = (0, 
 def leanest(case: Case, group: str = "infer0") -> int:
     """The smallest budget, as the error of a hopeless one names it."""
     with pytest.raises(InfeasibleError, match="smallest feasible budget") as caught:
-        allocate(*case.with_memory(1, group).arguments)
+        allocate(case.with_memory(1, group).inputs)
     found = re.search(r"smallest feasible budget is [^(]*\(([\d,]+) bytes\)", str(caught.value))
     assert found is not None
     return int(found[1].replace(",", ""))

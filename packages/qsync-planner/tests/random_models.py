@@ -8,6 +8,7 @@ import attrs
 from hypothesis import strategies as st
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
+from qsync_core.artifacts.files import digest
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import Bucket, OpClass, PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -93,7 +94,7 @@ def profiles(draw: st.DrawFn, dag: PrecisionDag, kind: DeviceKind) -> Profile:
         DeviceType(f"chip-{kind}", kind),
         {},
         dag.model,
-        "",
+        digest(dag),
         tuple(costs),
         index,
         tuple(draw(cast_models())),

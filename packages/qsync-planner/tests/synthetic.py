@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
+from qsync_core.artifacts.files import digest
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -322,7 +323,7 @@ def roofline_profile(
         device=DeviceType(chip.name, kind),
         software={"made": "by roofline"},
         model=dag.model,
-        dag_digest="",
+        dag_digest=digest(dag),
         costs=tuple(costs),
         cost_index=index,
         casts=cast_models(chip),

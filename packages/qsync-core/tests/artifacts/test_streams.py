@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from artifact_examples import examples
+from backend_doubles import LINEAR_INT8
 
 from qsync_core.artifacts import atomic_file
 from qsync_core.artifacts import files as artifact
@@ -22,7 +23,8 @@ from qsync_core.artifacts.atomic_file import check_writable, write_atomically
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import ArtifactError, ClusterError
 from qsync_core.ir.plan import PrecisionPlan
-from qsync_core.tuning.store import HEADER, TuningStore, merge_stores, read_contents
+from qsync_core.tuning.record import Measurement
+from qsync_core.tuning.store import TuningStore, merge_stores
 
 PLAN = examples(layers=1)[PrecisionPlan]
 
@@ -161,8 +163,8 @@ def test_a_fifo_without_a_writer_is_refused_at_once(fifo: Path) -> None:
         artifact.load(fifo)
     with pytest.raises(ClusterError, match=r"cannot read .*fifo: .* no process writes to it"):
         read_cluster(fifo)
-    with pytest.raises(ArtifactError, match=r"cannot read tuning records from .*fifo: .* no process writes to it"):
-        merge_stores([fifo], fifo.with_name("out.jsonl"))
+    with pytest.raises(ArtifactError, match=r"cannot read tuning records from .*fifo: it is a device or a pipe"):
+        merge_stores([fifo], fifo.with_name("out.sqlite"))
 
 
 def test_a_pipe_without_an_end_is_given_up(fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,27 +188,15 @@ def test_a_pipe_without_an_end_is_given_up(fifo: Path, monkeypatch: pytest.Monke
 
 
 def test_a_tuning_store_is_a_regular_file(fifo: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(HEADER)
+    known = TuningStore(tmp_path / "a.sqlite", "cpu", {})
+    known.add_measurement(known.key("fake", LINEAR_INT8), "a", Measurement(1, 1))
     for path in (fifo, Path("/dev/full")):
-        with pytest.raises(ArtifactError, match=r"cannot write tuning records to .*: it is a device or a pipe"):
-            merge_stores([tmp_path / "a.jsonl"], path)
-    with pytest.raises(ArtifactError, match=r"cannot read tuning records from /dev/null: it is not a regular file"):
+        with pytest.raises(ArtifactError, match=r"cannot read tuning records from .*: it is a device or a pipe"):
+            merge_stores([tmp_path / "a.sqlite"], path)
+    with pytest.raises(ArtifactError, match=r"cannot read tuning records from /dev/null: it is a device or a pipe"):
         TuningStore(Path("/dev/null"), "cpu", {})
     assert stat.S_ISFIFO(fifo.stat().st_mode)
-    assert not [name for name in os.listdir("/dev") if name.endswith(".lock")]
-
-
-def test_damaged_tuning_lines_are_counted_not_kept(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(HEADER + "12\n" * 500 + "[" * 100_000 + "\n")
-    with pytest.warns(UserWarning, match=r"501 of the lines of .* the first of them line 2: expected an object"):
-        read_contents(path)
-    path.write_text(HEADER + "12\n" * 5_000)
-    with pytest.raises(ArtifactError, match=r"is not a store of tuning records: more than 1000 of its lines cannot be read"):
-        read_contents(path)
-    path.write_text(HEADER + '"' + "x" * 70_000 + '"\n')
-    with pytest.warns(UserWarning, match="line 2: it has 70002 bytes; a record has at most 65536"):
-        read_contents(path)
+    assert not [name for name in os.listdir("/dev") if "journal" in name]
 
 
 def run(code: str, stdout: int | str) -> subprocess.CompletedProcess[bytes]:

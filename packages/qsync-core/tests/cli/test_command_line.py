@@ -230,7 +230,7 @@ def test_backends_shows_what_was_tuned(qsync: Any, tmp_path: Path) -> None:
         device_kind="cuda",
         compute_capability="7.5",
     )
-    store = TuningStore(tmp_path / "tuning.jsonl", "T4", {"torch": "2.12"})
+    store = TuningStore(tmp_path / "tuning.sqlite", "T4", {"torch": "2.12"})
     store.add(TuningRecord(store.key("a", request), "t128", 1_230_000))
     store.add(TuningRecord(store.key("a", request), "not_of_this_backend", 1_000, 99))
     asked = ("backends", tmp_path / "dag.qsync", "--device", "cuda", "--device-name", "T4", "--tuning", store.path)

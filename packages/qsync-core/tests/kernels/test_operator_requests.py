@@ -152,7 +152,8 @@ def test_the_bound_is_the_slower_of_memory_and_arithmetic() -> None:
     [
         ({"stride": "0,1"}, "stride=(0, 1)"),
         ({"padding": "-1,0"}, "padding=(-1, 0)"),
-        ({"dilation": "2"}, "expected 2"),
+        ({"dilation": "2", "stride": "1,1"}, "as many strides"),
+        ({"transposed": "yes"}, "'yes'"),
         ({"groups": "many"}, "many"),
         ({"groups": "0"}, "groups=0"),
     ],

@@ -7,6 +7,7 @@ import shlex
 
 import attrs
 import pytest
+import yaml
 from click.testing import CliRunner
 from job_folders import CPU, H200, HALF_T4, PLAN, run_folder
 
@@ -49,7 +50,7 @@ def test_the_plans_number_of_ctas_is_in_the_environment_of_a_job_that_keeps_its_
     save(attrs.evolve(run.load_plan(list(GROUPS)), communication=PLAN.communication), run.plan(GROUPS))
     job = planned_job(run)
     assert {machine.environment["NCCL_MAX_CTAS"] for machine in machine_commands(job, Meeting("node0"), ["train.py"])} == {"2"}
-    written = jobset(job, "night", PodSettings("a/b:1"), ["train.py"], Meeting(""))
+    written = yaml.safe_load(jobset(job, "night", PodSettings("a/b:1"), ["train.py"], Meeting("")))
     for entry in written["spec"]["replicatedJobs"]:
         (container,) = entry["template"]["spec"]["template"]["spec"]["containers"]
         assert {"name": "NCCL_MAX_CTAS", "value": "2"} in container["env"]

@@ -348,7 +348,7 @@ def test_a_request_that_nobody_takes_is_answered_with_every_reason() -> None:
 
 def test_answers_say_what_each_backend_would_do(tmp_path: Path) -> None:
     tuned, refusing, untuned = FakeBackend("a", latencies_ns={"x": 9, "y": 8}), FakeBackend("b", reasons=("no",)), FakeBackend("c")
-    store = TuningStore(tmp_path / "tuning.jsonl", "T4", {})
+    store = TuningStore(tmp_path / "tuning.sqlite", "T4", {})
     tune(tuned, LINEAR_INT8, lambda kernel, request, samples: kernel(), store)
     found = registry(one=offering(tuned, refusing, untuned))
     assert found.answers(LINEAR_INT8, store=store) == [Answer("a", (), "y", 8, True), Answer("b", ("no",)), Answer("c")]

@@ -17,7 +17,7 @@ from qsync_core.errors import ArtifactError, BackendError
 from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelConfig, KernelRequest
 from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord
 from qsync_core.tuning.search import DeviceLostError, Effort, tune
-from qsync_core.tuning.store import TuningStore, _Contents
+from qsync_core.tuning.store import TuningStore
 
 
 def measure(kernel: Kernel, request: KernelRequest, samples: int) -> int:
@@ -26,13 +26,22 @@ def measure(kernel: Kernel, request: KernelRequest, samples: int) -> int:
 
 
 class MemoryStore(TuningStore):
-    """A store without a file."""
+    """A store without a file, which would take most of a property's time."""
 
     def __init__(self) -> None:
         self.path, self.device, self.software, self.backend_versions = Path("unused"), "T4", {}, {}
-        self._contents = _Contents()
+        self._measured: dict[str, dict[str, Measurement]] = {}
 
-    def _append(self, line: str) -> None:
+    def _records(self, where: str, *values: str) -> list[TuningRecord]:
+        return []
+
+    def measured(self, backend: str, request: KernelRequest) -> dict[str, Measurement]:
+        return dict(self._measured.get(self.key(backend, request).text, {}))
+
+    def add_measurement(self, key: TuningKey, config: str, found: Measurement) -> None:
+        self._measured.setdefault(key.text, {})[config] = found
+
+    def add(self, record: TuningRecord) -> None:
         pass
 
 
@@ -54,7 +63,7 @@ class Watch:
 
 @pytest.fixture
 def store(tmp_path: Path) -> TuningStore:
-    return TuningStore(tmp_path / "deep" / "tuning.jsonl", "T4", {"torch": "2.13"})
+    return TuningStore(tmp_path / "deep" / "tuning.sqlite", "T4", {"torch": "2.13"})
 
 
 def reopened(store: TuningStore) -> TuningStore:
@@ -281,7 +290,7 @@ def test_errors_name_the_reasons(store: TuningStore) -> None:
 
 def test_a_store_that_can_not_be_written(store: TuningStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store.path = tmp_path / "file" / "tuning.jsonl"
+    store.path = tmp_path / "file" / "tuning.sqlite"
     with pytest.raises(ArtifactError, match=r"cannot write tuning records to .*: (Not a directory|File exists)"):
         tune(FakeBackend(), LINEAR_INT8, measure, store)
 

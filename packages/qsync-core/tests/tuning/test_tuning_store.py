@@ -1,10 +1,12 @@
-"""The tuning file: a key's records are found for it and for nearby shapes, survive other processes, and can be joined."""
+"""The tuning store: a key's records are found for it and for nearby shapes, survive other processes, and can be joined."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import warnings
+import os
+import signal
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ from qsync_core.errors import ArtifactError
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
-from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord, formats_of, read_line, record_line, shape_distance
+from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord, formats_of, shape_distance
 from qsync_core.tuning.search import tune
-from qsync_core.tuning.store import HEADER, TuningStore, default_store_path, merge_stores, read_contents
+from qsync_core.tuning.store import TuningStore, default_store_path, merge_stores, read_store
 
 
 def measure(kernel: Kernel, request: KernelRequest, samples: int) -> int:
@@ -35,7 +37,7 @@ def shaped(m: int, k: int = 64, n: int = 32) -> KernelRequest:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.jsonl"
+    return tmp_path / "tuning.sqlite"
 
 
 def open_(path: Path, device: str = "T4", software: dict[str, str] | None = {"torch": "2.13"}, **versions: str) -> TuningStore:  # noqa: B006
@@ -154,16 +156,16 @@ def _tune_many(path: str, name: str, count: int) -> None:
 def test_processes_that_tune_at_once_lose_nothing(path: Path) -> None:
     context = multiprocessing.get_context("fork")
     names = ["one", "two", "three"]
-    workers = [context.Process(target=_tune_many, args=(str(path), name, 25)) for name in names]
+    workers = [context.Process(target=_tune_many, args=(str(path), name, 8)) for name in names]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     store = open_(path)
-    assert len(store) == 75
+    assert len(store) == 24
     for name in names:
-        for m in range(1, 26):
+        for m in range(1, 9):
             record = store.find(name, shaped(m))
             assert record is not None
             assert (record.config, record.latency_ns) == ("b", 3 * m)
@@ -177,43 +179,33 @@ def test_records_of_other_devices_survive(path: Path) -> None:
     assert len(open_(path)) == 2
 
 
-def test_half_a_line_of_a_killed_process_is_left_out(path: Path) -> None:
-    store = open_(path)
-    tune(FakeBackend(), shaped(1), measure, store)
-    whole = path.read_text()
-    path.write_text(whole + whole.splitlines()[-1][:70])
-    with pytest.warns(UserWarning, match=r"1 of the lines of .*tuning\.jsonl cannot be read and are left out, .* line 5"):
-        reopened = open_(path)
-    assert len(reopened) == 1
-    tune(FakeBackend(), shaped(2), measure, reopened)
-    with pytest.warns(UserWarning, match="line 5"):
-        assert len(open_(path)) == 2
-    with pytest.warns(UserWarning, match="line 5"):
-        assert merge_stores([path], path) == 2
-    assert len(open_(path)) == 2  # joining wrote the readable lines alone, and nothing is left to warn of
+def _add_until_killed(path: str) -> None:
+    store = TuningStore(Path(path), "T4", {"torch": "2.13"})
+    for m in range(1, 1 << 20):
+        store.add_measurement(store.key("fake", shaped(m)), "a", Measurement(m, 1))
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_wherever_a_line_is_cut_the_others_are_read(path: Path, goes_on: bool) -> None:
-    store = open_(path)
-    tune(FakeBackend(latencies_ns={"{}": 5}), attrs.evolve(LINEAR_INT8, device_kind="{1}"), measure, store)
-    whole = path.read_text()
-    last = whole.splitlines()[-1]
-    for end in range(1, len(last)):
-        path.write_text(whole + last[:end] + ("\n" + last + "\n" if goes_on else ""))
-        with pytest.warns(UserWarning, match=r"1 of the lines of .* cannot be read"):
-            assert len(open_(path)) == 1
+def test_a_process_that_is_killed_leaves_whole_records(path: Path) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=_add_until_killed, args=(str(path),))
+    worker.start()
+    while not path.exists() or not read_store(path)[0]:
+        assert worker.is_alive()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    found, _ = read_store(path)
+    assert sorted(key.shapes[0][0] for key, _, _ in found) == [*range(1, len(found) + 1)]
+    tune(FakeBackend(), LINEAR_INT8, measure, open_(path))  # what was open is rolled back, and the next one writes
+    assert len(open_(path)) == 1
 
 
 # The file
 
 
-def test_a_line_says_in_words_what_was_measured(path: Path) -> None:
+def test_a_row_says_in_words_what_was_measured(path: Path) -> None:
     tune(FakeBackend(latencies_ns={"t128x64": 5, "t64": None}), LINEAR_INT8, measure, open_(path, fake="1.0"))
-    header, *lines = path.read_text().splitlines()
-    assert header + "\n" == HEADER
-    found = [json.loads(line) for line in lines]
-    assert found[-1] == {
+    ((key, *found),) = sqlite3.connect(path).execute("SELECT key, config, latency_ns, tried FROM record").fetchall()
+    assert json.loads(key) == {
         "device": "T4",
         "compute_capability": "",
         "backend": "fake",
@@ -222,65 +214,104 @@ def test_a_line_says_in_words_what_was_measured(path: Path) -> None:
         "shapes": [[128, 64], [32, 64]],
         "attributes": {},
         "layout": "contiguous",
-        "software": {"torch": "2.13", "backend": "1.0"},
-        "config": "t128x64",
-        "latency_ns": 5,
-        "best_of": 2,
+        "software": {"backend": "1.0", "torch": "2.13"},
     }
-    assert [entry.get("failure") for entry in found if entry["config"] == "t64"] == [
-        "configuration t64 needs more shared memory than there is"
-    ]
+    assert found == ["t128x64", 5, 2]
+    why = sqlite3.connect(path).execute("SELECT failure FROM measurement WHERE config = 't64'").fetchall()
+    assert why == [("configuration t64 needs more shared memory than there is",)]
 
 
 KEY = TuningKey("T4", "7.5", "fake", "quantize", "int8", ((4, 2),), {"multiplier": "channel"}, "contiguous", {"torch": "2"})
-GOOD: dict[str, Any] = json.loads(record_line(TuningRecord(KEY, "c", 5, 3)))
+GOOD: dict[str, Any] = json.loads(KEY.text)
 
 
-def test_a_record_is_read_back() -> None:
-    assert read_line(json.dumps(GOOD)) == TuningRecord(KEY, "c", 5, 3)
+def test_a_key_is_read_back() -> None:
+    assert TuningKey.parse(KEY.text) == KEY
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("row", "message"),
     [
-        ("[1]", "expected an object, got list"),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "device"}), "it lacks 'device'"),
-        (json.dumps(GOOD | {"latency_ns": "5"}), "'latency_ns' must be a number, got str"),
-        (json.dumps(GOOD | {"latency_ns": True}), "'latency_ns' must be a number, got bool"),
-        (json.dumps(GOOD | {"latency_ns": -5}), r"latency_ns must be an integer in 0\.\.2\*\*62, got -5"),
-        (json.dumps(GOOD | {"shapes": [4]}), "'shapes' must be lists of sizes"),
-        (json.dumps(GOOD | {"shapes": [[4, -1]]}), "'shapes' must be lists of sizes"),
-        (json.dumps(GOOD | {"software": {"torch": 2}}), "'software' must have texts as values"),
-        (json.dumps(GOOD | {"speed": 2}), "it has an unknown entry 'speed'"),
+        (("[1]", "c", 5, 3), "expected the fields of a TuningKey, got list"),
+        ((json.dumps({k: v for k, v in GOOD.items() if k != "device"}), "c", 5, 3), "TuningKey lacks device"),
+        ((json.dumps(GOOD | {"shapes": [4]}), "c", 5, 3), r"shapes\[0\]: expected a list, got int"),
+        ((json.dumps(GOOD | {"shapes": [[4, -1]]}), "c", 5, 3), "shapes must be lists of sizes"),
+        ((json.dumps(GOOD | {"software": {"torch": 2}}), "c", 5, 3), r"software\[torch\]: expected a string, got int"),
+        ((json.dumps(GOOD | {"speed": 2}), "c", 5, 3), "TuningKey has no field speed"),
+        (("[" * 60_000, "c", 5, 3), "a row of it is wrong"),
+        ((KEY.text, b"c", 5, 3), "expected text, got bytes"),
+        ((KEY.text, "c", "5 ns", 3), "latency_ns must be an integer"),
+        ((KEY.text, "c", -5, 3), r"latency_ns must be an integer in 0\.\.2\*\*62, got -5"),
+        ((KEY.text, "c", 5, 2.5), "tried must be an integer"),
     ],
 )
-def test_a_wrong_line_is_named(path: Path, line: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_line(line)
-    path.write_text(HEADER + "\n" + line + "\n" + json.dumps(GOOD) + "\n")
-    with pytest.warns(UserWarning, match=rf"tuning\.jsonl cannot be read and are left out, the first of them line 3: .*{message}"):
-        assert len(open_(path)) == 1
+def test_a_wrong_row_is_named(path: Path, row: tuple[object, ...], message: str) -> None:
+    open_(path).add(TuningRecord(KEY, "a", 5, 3))
+    with sqlite3.connect(path) as store:
+        store.execute("INSERT INTO record VALUES (?1, ?5, ?2, ?3, ?4)", (*row, KEY.family))
+    with pytest.raises(ArtifactError, match=rf"tuning\.sqlite is not a store of .*{message}.*; delete it, and"):
+        read_store(path)
 
 
-def test_a_file_that_is_no_store_is_refused_and_left_alone(path: Path) -> None:
-    for content in ("hello", '{"format": 1, "records": []}\n', "[" * 1000, "\n"):
-        path.write_text(content)
-        with pytest.raises(ArtifactError, match=r"tuning\.jsonl is not a store of tuning records that this qsync-core reads"):
-            open_(path)
-        with pytest.raises(ArtifactError, match="is not a store of tuning records"):
-            merge_stores([path], path)
-        assert path.read_text() == content
+@pytest.mark.parametrize(
+    "content", [b"hello" * 300, b'{"qsync_tuning": 2}\n', b"SQLite format 3\0" + bytes(100), b"SQLite format 3\0" + b"\xff" * 5000]
+)
+def test_a_file_that_is_no_store_is_refused_and_left_alone(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    for call in (lambda: open_(path), lambda: merge_stores([path], path)):
+        with pytest.raises(ArtifactError, match=r"tuning\.sqlite is not a store of tuning records that .* reads: .*tune"):
+            call()
+    assert path.read_bytes() == content
 
 
-@given(st.binary(max_size=200))
-@tries(200)
-def test_any_bytes_after_the_header_give_one_warning(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.mktemp("store") / "tuning.jsonl"
-    path.write_bytes(HEADER.encode() + data)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert len(open_(path)) == 0
-    assert len(caught) == any(line.strip() for line in data.split(b"\n"))
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TABLE other (a)",
+        "CREATE TRIGGER more AFTER INSERT ON record BEGIN DELETE FROM measurement; END",
+        "CREATE VIEW seen AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n",
+        "DROP INDEX families",
+    ],
+)
+def test_nothing_in_a_file_runs(path: Path, statement: str) -> None:
+    open_(path).add(TuningRecord(KEY, "a", 5, 3))
+    with sqlite3.connect(path) as store:
+        store.execute(statement)
+    for call in (lambda: open_(path), lambda: read_store(path)):
+        with pytest.raises(ArtifactError, match=r"is not a store of .*: it has other tables; delete it"):
+            call()
+
+
+def test_rows_and_files_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_(path).add(TuningRecord(KEY, "a", 5, 3))
+    with sqlite3.connect(path) as store:
+        store.execute("INSERT INTO measurement VALUES (?, 'c', 1, 1, ?)", (KEY.text, "x" * (65 << 10)))
+    with pytest.raises(ArtifactError, match=r"tuning\.sqlite is not a store of tuning records .*too big; delete it"):
+        read_store(path)
+    monkeypatch.setattr("qsync_core.tuning.store._MAX_FILE_BYTES", 100)
+    with pytest.raises(ArtifactError, match=r"it has \d+ bytes, and stores of tuning records have at most 100; delete it"):
+        open_(path)
+
+
+@given(st.data())
+@tries(30)
+def test_damage_gives_one_sentence_or_rows_as_they_were(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Bytes that change within a page need not be noticed by SQLite; what is read is checked all the same."""
+    path = tmp_path_factory.mktemp("store") / "tuning.sqlite"
+    open_(path).add(TuningRecord(KEY, "a", 5, 3))
+    whole = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))] if data.draw(st.booleans()) else whole)
+    said: str = ""
+    records: list[TuningRecord] = []
+    try:
+        _, records = read_store(path)
+    except ArtifactError as error:
+        said = str(error)
+    assert (str(path) in said) == bool(said)
+    assert "\n" not in said
+    assert all(isinstance(record, TuningRecord) for record in records)
 
 
 def test_a_folder_is_no_store(tmp_path: Path) -> None:
@@ -291,13 +322,13 @@ def test_a_folder_is_no_store(tmp_path: Path) -> None:
 def test_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     monkeypatch.delenv("QSYNC_TUNING", raising=False)
-    assert default_store_path() == Path("/cache/qsync/tuning.jsonl")
-    monkeypatch.setenv("QSYNC_TUNING", "/mine.jsonl")
-    assert default_store_path() == Path("/mine.jsonl")
+    assert default_store_path() == Path("/cache/qsync/tuning.sqlite")
+    monkeypatch.setenv("QSYNC_TUNING", "/mine.sqlite")
+    assert default_store_path() == Path("/mine.sqlite")
     monkeypatch.delenv("QSYNC_TUNING")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert default_store_path() == Path("/home/me/.cache/qsync/tuning.jsonl")
+    assert default_store_path() == Path("/home/me/.cache/qsync/tuning.sqlite")
 
 
 # Joining
@@ -309,8 +340,8 @@ entries = st.tuples(keys, configs, measurements) | st.builds(TuningRecord, keys,
 
 
 def write(path: Path, content: list[Any]) -> Path:
+    path.touch()
     store = open_(path)
-    store._append("")
     for entry in content:
         if isinstance(entry, TuningRecord):
             store.add(entry)
@@ -320,19 +351,19 @@ def write(path: Path, content: list[Any]) -> Path:
 
 
 @given(st.lists(entries, max_size=5), st.lists(entries, max_size=5), st.lists(entries, max_size=5))
-@tries(40)
+@tries(15)
 def test_joining_does_not_depend_on_order_or_repetition(
     tmp_path_factory: pytest.TempPathFactory, a: list[Any], b: list[Any], c: list[Any]
 ) -> None:
     folder = tmp_path_factory.mktemp("merge")
-    one, two, three = (write(folder / f"{name}.jsonl", content) for name, content in (("a", a), ("b", b), ("c", c)))
+    one, two, three = (write(folder / f"{name}.sqlite", content) for name, content in (("a", a), ("b", b), ("c", c)))
     merge_stores([one, two, three], folder / "all")
     merge_stores([three, one, one], folder / "part")
     merge_stores([folder / "part", two], folder / "again")
-    assert (folder / "all").read_bytes() == (folder / "again").read_bytes()
-    before = (folder / "all").read_bytes()
+    before = read_store(folder / "all")
+    assert before == read_store(folder / "again")
     merge_stores([folder / "all"], folder / "all")
-    assert (folder / "all").read_bytes() == before
+    assert read_store(folder / "all") == before
 
 
 def test_joining_keeps_the_most_thorough_measurement_and_the_widest_search(path: Path, tmp_path: Path) -> None:
@@ -341,9 +372,10 @@ def test_joining_keeps_the_most_thorough_measurement_and_the_widest_search(path:
     )
     two = write(tmp_path / "b", [(KEY, "a", Measurement(7, 9)), (KEY, "b", Measurement(4, 1)), TuningRecord(KEY, "b", 6, 3)])
     assert merge_stores([one, two], path) == 1
-    found = read_contents(path)
-    assert found.measured[KEY.text] == {"a": Measurement(7, 9), "b": Measurement(4, 1)}
-    assert found.record(KEY.text) == TuningRecord(KEY, "b", 6, 3)
+    assert read_store(path) == (
+        [(KEY, "a", Measurement(7, 9)), (KEY, "b", Measurement(4, 1))],
+        [TuningRecord(KEY, "a", 5, 2), TuningRecord(KEY, "b", 6, 3)],
+    )
 
 
 def test_joining_a_file_that_is_not_there(path: Path, tmp_path: Path) -> None:

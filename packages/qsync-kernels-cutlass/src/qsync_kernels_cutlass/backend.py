@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import BATCH_NORMS, FLOATS
 from qsync_core.progress import ProgressCallback
 from qsync_kernels_cutlass import support
 from qsync_kernels_cutlass.architectures import Architecture, architecture_of
@@ -19,8 +18,7 @@ from qsync_kernels_cutlass.configs.problem import ConvProblem, problem_of
 
 
 class CutlassBackend:
-    """Products of int8, float8 and 16-bit operands from CUTLASS templates, with dequantization and bias in the epilogue; and
-    producers of their int8 activations in plain CUDA C++, for chips that Triton does not compile for."""
+    """Products of int8, float8 and 16-bit operands from CUTLASS templates, with dequantization and bias in the epilogue."""
 
     name = "cutlass"
     api_version = BACKEND_API_VERSION
@@ -36,7 +34,6 @@ class CutlassBackend:
             KernelSpec(Op.LINEAR_GRAD_WEIGHT, all_formats, ("cuda",), "7.0"),
             KernelSpec(Op.CONV2D_OUTPUT, ("int8",), ("cuda",), "7.5", ("channels_last",)),
             KernelSpec(Op.CONV2D_GRAD_INPUT, ("int8",), ("cuda",), "7.5", ("channels_last",)),
-            *(KernelSpec(op, ("int8", *FLOATS), ("cuda",), "7.5", _producer_layouts(op)) for op in Op.PRODUCERS),
         )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
@@ -44,7 +41,7 @@ class CutlassBackend:
         if found := support.reasons(request):
             return found
         arch = _architecture(request)
-        if request.op not in Op.PRODUCERS and not candidates.ranked(problem_of(request), arch):
+        if not candidates.ranked(problem_of(request), arch):
             return [f"no configuration of its templates fits {request.op} as {request.variant.label} on {arch.name}"]
         missing = ahead.unavailable_reason(request, arch)
         return [missing] if missing else []
@@ -56,8 +53,6 @@ class CutlassBackend:
         """
         if support.reasons(request):
             return ()
-        if request.op in Op.PRODUCERS:  # nothing to choose
-            return () if ahead.unavailable_reason(request, _architecture(request)) else (KernelConfig(),)
         return tuple(KernelConfig(found.text) for found in ahead.available_configs(request, _architecture(request)))
 
     def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> ahead.CompiledAhead:
@@ -89,8 +84,6 @@ class CutlassBackend:
         if found := self.unsupported_reasons(request):
             raise BackendError(f"backend cutlass cannot run {what}: {'; '.join(found)}")
         arch = _architecture(request)
-        if request.op in Op.PRODUCERS:
-            return _producer(request, config, arch, what)
         chosen = parse_config(request, config.text)
         if found := validity.reasons(chosen, arch, problem_of(request)):
             raise BackendError(f"backend cutlass cannot run {what} with the configuration {config.text}: {'; '.join(found)}")
@@ -106,21 +99,6 @@ class CutlassBackend:
             raise ahead.UnobtainableKernelError(
                 f"backend cutlass cannot run {what} with {config.text or 'any configuration'}: {error}"
             ) from error
-
-
-def _producer_layouts(op: str) -> tuple[str, ...]:
-    return ("channels_last",) if op in BATCH_NORMS else ("contiguous",)
-
-
-def _producer(request: KernelRequest, config: KernelConfig, arch: Architecture, what: str) -> Kernel:
-    if config.text:
-        raise ahead.UnobtainableKernelError(f"backend cutlass has no configuration {config.text!r} of {what}; leave it empty")
-    from qsync_kernels_cutlass.kernels.producers import Producer
-
-    try:
-        return Producer(request, arch)
-    except BackendError as error:
-        raise ahead.UnobtainableKernelError(f"backend cutlass cannot run {what}: {error}") from error
 
 
 def parse_config(request: KernelRequest, text: str) -> Config:

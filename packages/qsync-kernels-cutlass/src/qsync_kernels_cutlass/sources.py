@@ -1,8 +1,7 @@
 """The CUDA source of kernels: a few lines that name a template of ``templates/`` with its types, layouts and tiles.
 
 :func:`gemm_source` and :func:`conv_source` write the products, :func:`convert_source` and its neighbours the kernels that bring
-operands into shape, :func:`request_sources` lists all that a product may load; :func:`producer_source` writes the producers.
-Nothing here needs torch or a compiler.
+operands into shape, :func:`request_sources` lists all that a product may load.  Nothing here needs torch or a compiler.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from string import Template
 import attrs
 
 from qsync_core.errors import BackendError
-from qsync_core.ir.chain import Activation
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.configs.config import (
@@ -138,29 +136,6 @@ using Kernel = qsync::$kernel;
 QSYNC_EXPORT int32_t qsync_$name(QsyncArguments const* q) { return Kernel::run(*q); }
 QSYNC_EXPORT int64_t qsync_${name}_workspace(QsyncArguments const* q) { return Kernel::workspace(*q); }
 """)
-
-_PRODUCER = Template("""\
-#include "$header"
-
-using Kernel = qsync::$kernel;
-QSYNC_EXPORT int32_t qsync_$name(QsyncProducerArguments const* q) { return Kernel::run(*q); }
-QSYNC_EXPORT int64_t qsync_${name}_workspace(QsyncProducerArguments const* q) { return Kernel::workspace(*q); }
-""")
-_PRODUCER_KERNELS = {
-    Op.BATCH_NORM_OUTPUT: ("batch_norm.cuh", "BatchNormOutput<$activation>"),
-    Op.BATCH_NORM_GRAD_INPUT: ("batch_norm.cuh", "BatchNormGradient<$activation>"),
-    Op.LAYER_NORM_OUTPUT: ("row_producers.cuh", "RowsOutput<true, $activation>"),
-    Op.LAYER_NORM_GRAD_INPUT: ("row_producers.cuh", "LayerNormGradient"),
-    Op.ACTIVATION_OUTPUT: ("row_producers.cuh", "RowsOutput<false, $activation>"),
-    Op.ACTIVATION_GRAD_INPUT: ("row_producers.cuh", "ActivationGradient<$activation>"),
-}
-_ACTIVATIONS = {
-    Activation.NONE: "kNone",
-    Activation.RELU: "kRelu",
-    Activation.GELU: "kGelu",
-    Activation.GELU_TANH: "kGeluTanh",
-    Activation.SILU: "kSilu",
-}
 
 _CONV_EXPORTS = Template("""\
 QSYNC_EXPORT int32_t qsync_$name(const QsyncArguments* arguments) { return $run(*arguments); }
@@ -315,22 +290,6 @@ def turn_source(arch: Architecture) -> KernelSource:
 def _conv_operands(name: str, run: str, arch: Architecture) -> KernelSource:
     exports = _CONV_EXPORTS.substitute(name=name, run=f"qsync::{run}", workspace="(void)arguments; return 0;")
     return KernelSource(name, f'#include "conv_operands.cuh"\n{exports}', arch.name)
-
-
-def producer_source(request: KernelRequest, arch: Architecture) -> KernelSource:
-    """The source of a producer (``templates/batch_norm.cuh``, ``templates/row_producers.cuh``).
-
-    One library serves all formats, shapes and outputs: only the operator and its activation are compiled into it.
-
-    Args:
-        request: one that ``support.reasons`` accepts.
-        arch: chip to compile for.
-    """
-    header, kernel = _PRODUCER_KERNELS[request.op]
-    activation = request.chain.activation
-    name = request.op.replace(".", "_") + ("" if activation is Activation.NONE else f"_{activation}")
-    instance = Template(kernel).substitute(activation=f"qsync::Activation::{_ACTIVATIONS[activation]}")
-    return KernelSource(name, _PRODUCER.substitute(header=header, kernel=instance, name=name), arch.name)
 
 
 def request_sources(request: KernelRequest, config: Config, arch: Architecture) -> list[KernelSource]:

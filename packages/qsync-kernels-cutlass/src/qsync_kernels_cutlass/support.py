@@ -23,10 +23,6 @@ FORMATS = {
 }
 """Formats that kernels multiply, by operator.  Other products are cuBLAS's and cuDNN's (backend aten)."""
 
-OPS = (*FORMATS, *Op.PRODUCERS)
-_FIRST_PRODUCERS = (7, 5)
-"""Compute capability: before it, no tensor core reads the copies that producers write."""
-
 SIZE_LIMIT = 2**31
 """Sizes are counted in 32 bits; elements and strides are not."""
 
@@ -34,30 +30,18 @@ SIZE_LIMIT = 2**31
 def reasons(request: KernelRequest) -> list[str]:
     """Why no configuration can run a request, each reason half a sentence; empty means one may."""
     # Each step takes for granted what the ones before it found right.
-    for step in (_chips, _producers) if request.op in Op.PRODUCERS else (_chips, _shapes, _formats, _sizes):
+    for step in (_chips, _shapes, _formats, _sizes):
         if found := list(step(request)):
             return found
     return []
 
 
 def _chips(request: KernelRequest) -> Iterator[str]:
-    yield from support.op_reasons(request, OPS)
+    yield from support.op_reasons(request, tuple(FORMATS))
     yield from support.device_reasons(request, ("cuda",))
     if request.device_kind == "cuda" and architecture_of(request.compute_capability) is None:
         said = f"compute capability {request.compute_capability}" if request.compute_capability else "an unknown compute capability"
         yield f"it compiles for {', '.join(ARCHITECTURES)}, and this device has {said}"
-
-
-def _producers(request: KernelRequest) -> Iterator[str]:
-    yield from support.capability_reasons(request, "producers", _FIRST_PRODUCERS)
-    yield from support.symmetry_reasons(request)
-    yield from support.layout_reasons(request)
-    yield from support.chain_reasons(request, grad_copies=True)
-    yield from support.producer_format_reasons(request, (Precision.INT8,))
-    yield from support.producer_scale_reasons(request)
-    yield from support.producer_shape_reasons(request)
-    if any(len(shape) > 1 and shape[1] >= SIZE_LIMIT for shape in request.shapes):
-        yield f"{request.shapes[0][1]} columns are 2^31 or more; split the operands"
 
 
 def _shapes(request: KernelRequest) -> Iterator[str]:

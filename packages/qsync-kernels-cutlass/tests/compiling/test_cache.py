@@ -256,10 +256,10 @@ def test_processes_that_put_the_same_keys_at_once_leave_whole_entries(own_cache)
     cache = KernelCache(own_cache)
     assert cache.find("contended").read_bytes() in {b"%d" % number * 1000 for number in range(3)}
     assert all(cache.find(f"key-{number}").read_bytes() == b"%d" % number * 1000 for number in range(20))
-    assert not [name for name in os.listdir(own_cache) if name.startswith(".")]  # neither workplaces nor locks
+    assert not [name for name in os.listdir(own_cache) if name.startswith(".making")]
 
 
-def test_one_at_a_time_holds_a_lock_although_it_is_removed(cache, own_cache):
+def test_one_at_a_time_holds_a_lock(cache):
     inside, most = [], []
 
     def work():
@@ -276,7 +276,7 @@ def test_one_at_a_time_holds_a_lock_although_it_is_removed(cache, own_cache):
         thread.join()
     assert len(most) == 120
     assert set(most) == {1}
-    assert os.listdir(own_cache) == []
+    assert cache.entries() == []
 
 
 def test_waiting_for_another_process_ends_when_it_is_stopped(cache):

@@ -18,7 +18,7 @@ from qsync_kernels_triton.config import (
     ranked,
     ranked_pointwise,
 )
-from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, unsupported_reasons
+from qsync_kernels_triton.support import EIGHT_BIT, OPS, min_compute_capability, unsupported_reasons
 
 QUANTIZE_CANDIDATES = (
     QuantizeConfig(),
@@ -104,16 +104,15 @@ class TritonBackend:
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What it offers, as data only."""
-        capability = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
         return tuple(
             KernelSpec(
                 op,
                 (*EIGHT_BIT, *FLOATS) if op in Op.PRODUCERS else EIGHT_BIT,
                 ("cuda",),
-                min_compute_capability=capability,
+                min_compute_capability=".".join(map(str, min_compute_capability(op))),
                 layouts=_layouts(op),
             )
-            for op in Op.ALL
+            for op in OPS
         )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:

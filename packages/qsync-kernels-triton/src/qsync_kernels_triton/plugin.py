@@ -36,6 +36,6 @@ def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]
 def qsync_doctor() -> list[DoctorLine]:
     """Which Triton is installed.  Whether a GPU suits it, ``unsupported_reasons`` says for each request."""
     if importlib.util.find_spec("triton") is None:
-        advice = "pip install 'qsync-kernels-triton[triton]' on machines with a GPU of compute capability 8.0 or higher"
+        advice = "pip install 'qsync-kernels-triton[triton]' on machines with a GPU of compute capability 7.5 or higher"
         return [DoctorLine("triton", "not installed; its backend refuses every request", Status.INFO, advice)]
     return [DoctorLine("triton", metadata.version("triton"))]

@@ -8,22 +8,33 @@ from collections.abc import Iterator
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS
+from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS, LINEAR
 
-MIN_COMPUTE_CAPABILITY = (8, 0)
-"""Triton's own lower bound: it does not support the T4 (7.5)."""
+OPS = (Op.QUANTIZE, *LINEAR, *CONVOLUTIONS, *Op.PRODUCERS)
+"""What it offers."""
 EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 _COPIES = (Precision.INT8, Precision.FLOAT8_E4M3FN)
 
 
+def min_compute_capability(op: str) -> tuple[int, int]:
+    """Return the oldest compute capability for an operator: 7.5 for producers, 8.0, Triton's own lower bound, for the others.
+
+    Triton has no tensor cores before 8.0.  Producers multiply no matrices, and need of a T4 what PyTorch's compiler has Triton make
+    there as well (docs/decisions/producers-in-triton.md).  Before 7.5 no tensor core reads their int8 copies.
+    """
+    return (7, 5) if op in Op.PRODUCERS else (8, 0)
+
+
 def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     """Yield why not; nothing where the kernels run the request."""
-    yield from support.op_reasons(request, Op.ALL)
+    yield from support.op_reasons(request, OPS)
     yield from support.symmetry_reasons(request)
     yield from support.device_reasons(request, ("cuda",))
-    yield from support.capability_reasons(request, "Triton's kernels", MIN_COMPUTE_CAPABILITY)
+    least = min_compute_capability(request.op)
+    what = "Triton's producers" if request.op in Op.PRODUCERS else "Triton's kernels"
+    yield from support.capability_reasons(request, what, least)
     if request.device_kind == "cuda" and not support.capability_of(request):
-        yield "Triton's kernels need compute capability 8.0, and this device's is unknown"
+        yield f"{what} need compute capability {least[0]}.{least[1]}, and this device's is unknown"
     if request.op == Op.QUANTIZE:
         yield from _quantization_reasons(request)
     elif request.op in Op.UNFUSED:

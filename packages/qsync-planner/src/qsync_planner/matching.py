@@ -1,16 +1,17 @@
-"""Do these artifacts belong together?  Checks that a profile, sensitivity, observations or plan is for the model at hand."""
+"""Do these artifacts belong together?  What a plan is made from is matched once, into :class:`Inputs`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import attrs
 
 from qsync_core.artifacts.files import digest
-from qsync_core.cluster_file import check_profiles as check_profiles_match_cluster
+from qsync_core.cluster_file import check_profiles as check_devices
 from qsync_core.devices import precision_problem, same_device
 from qsync_core.errors import ClusterError, ObservationError, PlanError, QSyncError
-from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.cluster import Cluster, Link
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
@@ -65,7 +66,7 @@ def under_base(cluster: Cluster, dag: PrecisionDag) -> tuple[Cluster, tuple[str,
     return attrs.evolve(cluster, groups=tuple(groups)), tuple(notes)
 
 
-def as_profiled(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
+def _as_profiled(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
     """The cluster with every group that has a measured step which waits for its device known to synchronise in every step."""
     if not any(profile.synchronises for profile in profiles.values()):
         return cluster
@@ -77,7 +78,7 @@ def as_profiled(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
     )
 
 
-def one_of_each(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
+def _one_of_each(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
     """The profiles by group, equal ones as one object: what is worked out for a profile is known by its identity."""
     kinds: list[Profile] = []
     found = {}
@@ -88,15 +89,118 @@ def one_of_each(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
     return found
 
 
-def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
-    """Every group of the cluster has a profile of its device, and each profile is of this model.
+@attrs.frozen
+class BatchProfile:
+    """A further profile of the same job on the same device at another batch size."""
 
-    Raises:
-        ClusterError: when a group has none, or one of another device.
-        PlanError: when a profile is of another graph; names the group and the first operators that differ.
+    batch_size: int
+    profile: Profile
+
+
+@attrs.frozen(init=False, eq=False)
+class Inputs:
+    """What plans are made from and steps are predicted from, matched: whoever has one need not check its parts again.
+
+    There is none of parts that do not belong together.  It is made of artifacts, which are checked, or from another one.
+
+    Attributes:
+        dag: the model; dag_digest: its digest.
+        described: the cluster as it was given.
+        cluster: as a job of this graph's base has it (:func:`under_base`), with groups that were measured to synchronise doing so.
+        profiles: by group; equal ones are one object.
+        sensitivity: Ω; None where nothing needs it.
+        communication: what all-reduces over all ranks of this job cost; None where that was not measured.
+        further: by group a second profile at another batch size, which shows what does not scale with the batch.
+        notes: sentences on the rungs that the graph's base cuts off ladders.
     """
-    check_profiles_match_cluster(cluster, profiles)
-    wanted = digest(dag)
+
+    dag: PrecisionDag
+    dag_digest: str
+    described: Cluster
+    cluster: Cluster
+    profiles: Mapping[str, Profile]
+    sensitivity: Sensitivity | None
+    communication: CollectiveCosts | None
+    further: Mapping[str, BatchProfile]
+    notes: tuple[str, ...]
+
+    def __init__(
+        self,
+        dag: PrecisionDag,
+        cluster: Cluster,
+        profiles: Mapping[str, Profile],
+        sensitivity: Sensitivity | None = None,
+        *,
+        communication: CollectiveCosts | None = None,
+        further: Mapping[str, BatchProfile] | None = None,
+    ) -> None:
+        """Match artifacts.
+
+        Args:
+            dag: the model.
+            cluster: device groups, as a cluster file describes them; any number of either role.
+            profiles: costs, one for each of these groups.
+            sensitivity: Ω, of this model.
+            communication: of this model on these groups, with as many ranks.
+            further: second profiles, of some of these groups.
+
+        Raises:
+            ClusterError: a group without a profile, or one of another device; a group that cannot run in the graph's base; costs of
+                collectives among other groups or ranks.
+            PlanError: an artifact of another graph; names the first operators that differ.
+        """
+        check_devices(cluster, profiles)
+        wanted = digest(dag)
+        _check_profiles(profiles, dag, wanted)
+        if sensitivity is not None:
+            _check_sensitivity(sensitivity, dag, wanted)
+        if communication is not None:
+            _check_communication(communication, dag, wanted, cluster)
+        names = [group.name for group in cluster.groups]
+        for name in further or ():
+            if name not in names:
+                raise PlanError(f"a second profile was given for group {name!r}, but the cluster has {', '.join(names)}")
+        based, notes = under_base(cluster, dag)
+        kept = _one_of_each(profiles)
+        self.__attrs_init__(
+            dag, wanted, cluster, _as_profiled(based, kept), kept, sensitivity, communication, dict(further or {}), notes
+        )
+
+    def _but(self, **changes: Any) -> Inputs:
+        found = object.__new__(Inputs)
+        found.__attrs_init__(**{field.name: getattr(self, field.name) for field in attrs.fields(Inputs)} | changes)
+        return found
+
+    def with_profiles(self, profiles: Mapping[str, Profile]) -> Inputs:
+        """The same with the groups' profiles scaled to other batches."""
+        return self._but(profiles=dict(profiles))
+
+    def part(self, names: Collection[str]) -> Inputs:
+        """The job of some of the groups.
+
+        Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
+        """
+        groups = tuple(group for group in self.cluster.groups if group.name in names)
+        profiles = {group.name: self.profiles[group.name] for group in groups}
+        links = _links_among(self.cluster, profiles)
+        return self._but(cluster=attrs.evolve(self.cluster, groups=groups, links=links), profiles=profiles)
+
+    def one_rank(self, group: str, profile: Profile) -> Inputs:
+        """A single rank of a group, with its profile at another batch, which talks to no other."""
+        alone = attrs.evolve(self.cluster, groups=(attrs.evolve(self.cluster.group(group), count=1),), links=())
+        return self._but(cluster=alone, profiles={group: profile}, communication=None)
+
+
+def _links_among(cluster: Cluster, profiles: Mapping[str, Profile]) -> tuple[Link, ...]:
+    kept = set(profiles)
+    links = tuple(link for link in cluster.links if kept.issuperset(link.between))
+    if links or any(one.collective is not None and one.collective.world_size > 1 for one in profiles.values()):
+        return links
+    touching = [(link, next(iter(kept.intersection(link.between)))) for link in cluster.links if kept.intersection(link.between)]
+    return tuple({name: attrs.evolve(link, between=(name, name)) for link, name in touching}.values())
+
+
+def _check_profiles(profiles: Mapping[str, Profile], dag: PrecisionDag, wanted: str) -> None:
     for name, profile in profiles.items():
         if profile.dag_digest != wanted:
             expected = (o.op_id for o in dag.operators if o.is_adjustable or o.op_id in profile.cost_index)
@@ -107,15 +211,9 @@ def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, P
             )
 
 
-def check_communication(costs: CollectiveCosts, dag: PrecisionDag, cluster: Cluster) -> None:
-    """The collective costs were measured for this model on this cluster's groups, whatever the number of their ranks.
-
-    Raises:
-        PlanError: when they are of another graph.
-        ClusterError: when they are of other groups, or of a group on other devices.
-    """
+def _check_communication(costs: CollectiveCosts, dag: PrecisionDag, wanted: str, cluster: Cluster) -> None:
+    """Refuse costs of another model, other groups, other devices, or other numbers of ranks, which contend otherwise."""
     advice = "run 'qsync communicate' on all ranks of this job"
-    wanted = digest(dag)
     if costs.dag_digest != wanted:
         raise PlanError(
             f"the collective costs are of another graph ({costs.model!r}, digest {costs.dag_digest[:12]}) than {dag.model!r}, "
@@ -134,19 +232,10 @@ def check_communication(costs: CollectiveCosts, dag: PrecisionDag, cluster: Clus
                 f"group {group.name!r} gets share {group.share:g} of each {group.device}, but the collective costs were measured "
                 f"with share {device.share:g} of each {device.name}; {advice}"
             )
-
-
-def check_ranks(costs: CollectiveCosts, cluster: Cluster) -> None:
-    """The collective costs were measured over exactly the ranks of this cluster; more of them are slower, and contend otherwise.
-
-    Raises:
-        ClusterError: naming the group and both numbers.
-    """
-    for group in cluster.groups:
-        if (measured := costs.ranks.get(group.name)) != group.count:
+        if (measured := costs.ranks[group.name]) != group.count:
             raise ClusterError(
                 f"the collective costs were measured with {measured} ranks of group {group.name!r}, but cluster "
-                f"{cluster.name!r} has {group.count}; run 'qsync communicate' on all ranks of this job"
+                f"{cluster.name!r} has {group.count}; {advice}"
             )
 
 
@@ -156,10 +245,10 @@ def _check_graph(
     artifact: Observations | Sensitivity | PrecisionPlan,
     op_ids: Iterable[OpId],
     dag: PrecisionDag,
+    wanted: str,
     advice: str,
 ) -> None:
-    """Raise ``error`` unless the artifact, whose operators are ``op_ids``, is of this graph."""
-    wanted = digest(dag)
+    """Raise ``error`` unless the artifact, whose operators are ``op_ids``, is of this graph, whose digest is ``wanted``."""
     if artifact.dag_digest != wanted:
         raise error(
             f"{start} another graph ({artifact.model!r}, digest {artifact.dag_digest[:12]}) than {dag.model!r}, digest "
@@ -179,7 +268,7 @@ def check_observations(
         ObservationError: naming the first operators that differ.
     """
     observed = dict.fromkeys(series.op_id for series in observations.series if series.op_id is not None)
-    _check_graph(ObservationError, start, observations, observed, dag, advice)
+    _check_graph(ObservationError, start, observations, observed, dag, digest(dag), advice)
 
 
 def check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag) -> None:
@@ -188,8 +277,12 @@ def check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag) -> None:
     Raises:
         PlanError: naming the first operators that differ.
     """
+    _check_sensitivity(sensitivity, dag, digest(dag))
+
+
+def _check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag, wanted: str) -> None:
     advice = "run 'qsync observe' and 'qsync indicate' on the job that was traced"
-    _check_graph(PlanError, "the sensitivity is of", sensitivity, sensitivity.omega, dag, advice)
+    _check_graph(PlanError, "the sensitivity is of", sensitivity, sensitivity.omega, dag, wanted, advice)
 
 
 def check_plan(plan: PrecisionPlan, dag: PrecisionDag) -> None:
@@ -198,4 +291,5 @@ def check_plan(plan: PrecisionPlan, dag: PrecisionDag) -> None:
     Raises:
         PlanError: naming the first operators that differ.
     """
-    _check_graph(PlanError, "the plan is for", plan, plan.operator_ids, dag, "make a plan for this job with 'qsync plan'")
+    advice = "make a plan for this job with 'qsync plan'"
+    _check_graph(PlanError, "the plan is for", plan, plan.operator_ids, dag, digest(dag), advice)

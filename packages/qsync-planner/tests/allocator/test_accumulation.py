@@ -18,9 +18,8 @@ from synthetic import GraphBuilder
 
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.profile import CollectiveModel, OpCost
-from qsync_planner.allocator import allocate
-from qsync_planner.allocator.dynamic_batch import BatchScaling
-from qsync_planner.allocator.problem import build_problem
+from qsync_planner.allocator import Inputs, Request, allocate
+from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import simulate
 
@@ -31,7 +30,7 @@ def test_the_evaluator_and_the_replayer_agree_to_the_nanosecond_and_the_byte() -
     for number in range(16):
         job = Job(measure_whole_steps(accumulating(random_instance(SEED, number))))
         instance, rng = job.instance, random.Random(number)
-        replayer = Replayer(instance.dag, instance.cluster, instance.profiles)
+        replayer = Replayer(Inputs(instance.dag, instance.cluster, instance.profiles))
         replayer.start({})
         for _ in range(2):
             variants = {
@@ -63,7 +62,7 @@ def test_a_step_worked_by_hand() -> None:
     costs = {"a": OpCost(0, 10, 0, 40), "b": OpCost(0, 20, 0, 30)}
     collective = CollectiveModel(2, "gloo", 7.0, 0.0)
     cluster = attrs.evolve(single_group(), groups=(attrs.evolve(single_group().groups[0], count=2),))
-    predicted = Replayer(dag, cluster, {"g": profile(dag, costs, optimizer_ns=5, collective=collective)}).replay({})
+    predicted = Replayer(Inputs(dag, cluster, {"g": profile(dag, costs, optimizer_ns=5, collective=collective)})).replay({})
     assert predicted.iteration_ns == 4 * (10 + 20 + 30 + 40) + 7 + 5
     group = predicted.groups["g"]
     assert (group.forward_ns, group.backward_ns, group.optimizer_ns) == (4 * 30, 4 * 70, 5)
@@ -89,8 +88,8 @@ def test_throughput_counts_all_micro_batches() -> None:
     dag = attrs.evolve(case.dag, accumulate=8)
     profiles = {name: attrs.evolve(profile, dag_digest=digest(dag)) for name, profile in case.profiles.items()}
     sensitivity = attrs.evolve(case.sensitivity, dag_digest=digest(dag))
-    plan = allocate(dag, case.cluster, profiles, sensitivity, solver="greedy")
-    once = allocate(case.dag, case.cluster, case.profiles, case.sensitivity, solver="greedy")
+    plan = allocate(Inputs(dag, case.cluster, profiles, sensitivity), Request("greedy"))
+    once = allocate(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity), Request("greedy"))
     assert (plan.accumulate, once.accumulate) == (8, 1)
     assert plan.recommended_way is not None
     way = plan.recommended_way
@@ -108,7 +107,7 @@ def test_balanced_batches_know_how_often_forward_and_backward_run() -> None:
     g.loss(g.linear("a", g.input("x", (1, 8)), 8, bias=False))
     dag = attrs.evolve(g.build(), accumulate=3)
     profiles = {"g": profile(dag, {"a": OpCost(0, 5, 0, 10)}, optimizer_ns=80)}
-    problem = build_problem(dag, single_group(), profiles, None)
-    busy_ns = Replayer(dag, single_group(), profiles).replay({}).groups["g"].busy_ns
-    scaling = BatchScaling(problem, problem.cluster.groups[0], None)
+    inputs = Inputs(dag, single_group(), profiles)
+    busy_ns = Replayer(Inputs(dag, single_group(), profiles)).replay({}).groups["g"].busy_ns
+    scaling = BatchScaling(inputs, inputs.cluster.groups[0].name)
     assert [scaling.busy_ns(busy_ns, batch) for batch in (1, 2, 10)] == [3 * 15 + 80, 3 * 30 + 80, 3 * 150 + 80]

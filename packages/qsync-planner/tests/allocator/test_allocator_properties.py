@@ -28,14 +28,11 @@ from qsync_core.ir.dag import Bucket, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import SOLVERS, allocate
+from qsync_planner.allocator import SOLVERS, Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer
 
 HAS_EXACT = "exact" in SOLVERS and importlib.util.find_spec("highspy") is not None
 exact_only = pytest.mark.skipif(not HAS_EXACT, reason="the solver 'exact' needs the extra qsync-planner[exact]")
-FROM_THE_PAPER = pytest.param(
-    "greedy-paper", marks=pytest.mark.skipif("greedy-paper" not in SOLVERS, reason="there is no such solver")
-)
 EXACT = pytest.param("exact", marks=exact_only)
 
 
@@ -122,7 +119,7 @@ def without_names(plan: PrecisionPlan) -> object:
 
 def with_tight_memory(case: Case, share: float) -> Case:
     """A budget between the leanest and the largest of the uniform plans (all of one share on every inference group)."""
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     for group in case.cluster.groups:
         if group.name.startswith("infer"):
             plans = [{operator.op_id: rung for operator in case.dag.adjustable} for rung in group.ladder]
@@ -139,13 +136,13 @@ def with_equal_sensitivities(case: Case) -> Case:
 
 def assert_names_do_not_matter(case: Case, names: Mapping[str, str], solver: str, tolerance: float) -> None:
     for drawn in (case, with_equal_sensitivities(case)):
-        plan = allocate(*drawn.arguments, solver=solver, tolerance=tolerance)
+        plan = allocate(drawn.inputs, Request(solver, tolerance=tolerance))
         other = renamed(drawn, names)
         assert [o.op_id.fqn for o in other.dag.operators] == [names[o.op_id.fqn] for o in drawn.dag.operators]
-        assert without_names(allocate(*other.arguments, solver=solver, tolerance=tolerance)) == without_names(plan)
+        assert without_names(allocate(other.inputs, Request(solver, tolerance=tolerance))) == without_names(plan)
 
 
-@pytest.mark.parametrize("solver", ["greedy", FROM_THE_PAPER, EXACT])
+@pytest.mark.parametrize("solver", ["greedy", EXACT])
 @tries(12)
 @given(
     seed=st.integers(0, 10_000),
@@ -162,7 +159,7 @@ def test_any_names_give_the_same_plan_where_the_model_is_one_block(
     assert_names_do_not_matter(case, shuffled(case.dag, random.Random(seed)), solver, tolerance)
 
 
-@pytest.mark.parametrize("solver", ["greedy", FROM_THE_PAPER, EXACT])
+@pytest.mark.parametrize("solver", ["greedy", EXACT])
 @tries(8)
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.3, 1.0]), tolerance=st.sampled_from([0.1, 0.3]))
 def test_any_names_in_the_same_tree_of_modules_give_the_same_plan(solver: str, seed: int, share: float, tolerance: float) -> None:
@@ -192,7 +189,7 @@ def fingerprints() -> dict[str, str]:
             case = random_case(seed, blocks=1 + seed, ladder=LADDERS[seed % 3], infer_groups=1 + seed % 2, shared=seed % 2 == 1)
             if solver not in ("full", "dynamic-batch"):
                 case = with_tight_memory(case, 0.5)
-            hashed.update(to_bytes(allocate(*case.arguments, solver=solver, tolerance=0.1)))
+            hashed.update(to_bytes(allocate(case.inputs, Request(solver, tolerance=0.1))))
         found[solver] = hashed.hexdigest()
     return found
 
@@ -288,7 +285,7 @@ def test_the_period_is_at_most_t_exactly_where_every_group_keeps_its_deadlines(
 @given(case=random_models.cases(most_operators=6))
 def test_the_replayer_gives_the_period_of_the_recurrence_and_exactly_that_keeps_the_deadlines(case: random_models.Case) -> None:
     groups = tuple(attrs.evolve(group, sync_per_step=False) for group in case.cluster.groups)
-    replayer = Replayer(case.dag, Cluster("free", groups), case.profiles)
+    replayer = Replayer(Inputs(case.dag, Cluster("free", groups), case.profiles))
     predicted = replayer.replay({})
     clocks = [
         Clock(found.forward_ns + found.backward_ns, found.bucket_ready_ns, found.optimizer_ns, found.dispatch_ns)
@@ -326,7 +323,7 @@ CASES = st.builds(
 @given(case=CASES, share=st.floats(0.0, 1.0), tolerances=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)))
 def test_more_time_never_gives_a_worse_optimum(case: Case, share: float, tolerances: tuple[float, float]) -> None:
     case = with_tight_memory(case, share)
-    short, long = (allocate(*case.arguments, solver="exact", tolerance=tolerance) for tolerance in sorted(tolerances))
+    short, long = (allocate(case.inputs, Request("exact", tolerance=tolerance)) for tolerance in sorted(tolerances))
     assert proven(short)
     assert proven(long)
     assert no_worse(long, short)
@@ -338,7 +335,7 @@ def test_more_time_never_gives_a_worse_optimum(case: Case, share: float, toleran
 def test_more_memory_never_gives_a_worse_optimum(case: Case, shares: tuple[float, float], tolerance: float) -> None:
     """T is the time of uniform precision, which more memory may make shorter; the law is that of one T."""
     tight, roomy = (
-        allocate(*with_tight_memory(case, share).arguments, solver="exact", tolerance=tolerance) for share in sorted(shares)
+        allocate(with_tight_memory(case, share).inputs, Request("exact", tolerance=tolerance)) for share in sorted(shares)
     )
     assert proven(tight)
     assert proven(roomy)
@@ -352,6 +349,6 @@ def test_more_memory_never_gives_a_worse_optimum(case: Case, shares: tuple[float
 def test_no_solver_beats_a_proven_optimum(case: Case, share: float, tolerance: float, solver: str) -> None:
     assume(solver not in ("full", "dynamic-batch"))
     case = with_tight_memory(case, share)
-    best = allocate(*case.arguments, solver="exact", tolerance=tolerance)
+    best = allocate(case.inputs, Request("exact", tolerance=tolerance))
     assert proven(best)
-    assert no_worse(best, allocate(*case.arguments, solver=solver, tolerance=tolerance))
+    assert no_worse(best, allocate(case.inputs, Request(solver, tolerance=tolerance)))

@@ -13,9 +13,9 @@ from planning_cases import random_case
 
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.profile import DeviceKind, Profile
-from qsync_planner.allocator import BatchProfile, allocate
-from qsync_planner.allocator.dynamic_batch import BatchScaling, balance, replay_batches
-from qsync_planner.allocator.problem import build_problem
+from qsync_planner.allocator import BatchProfile, Inputs, Request, allocate
+from qsync_planner.allocator.batch_scaling import BatchScaling
+from qsync_planner.allocator.dynamic_batch import balance, replay_batches
 from qsync_planner.replayer.replay import Replayer
 
 
@@ -55,7 +55,7 @@ def test_large_jobs_are_balanced_too() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_plan_keeps_the_global_batch_and_says_what_happens_to_local_ones(seed: int, kind: DeviceKind) -> None:
     case = random_case(seed, kind=kind)
-    plan = allocate(*case.arguments, solver="dynamic-batch")
+    plan = allocate(case.inputs, Request("dynamic-batch"))
     counts = {group.name: group.count for group in case.cluster.groups}
     assert sum(counts[name] * batch for name, batch in plan.local_batches.items()) == 4 * sum(counts.values())
     for name, batch in plan.local_batches.items():
@@ -83,11 +83,10 @@ def doubled(profile: Profile, fixed_ns: int) -> Profile:
 @given(seed=st.integers(0, 1000), batch=st.integers(1, 12))
 def test_two_profiles_give_the_line_through_both(seed: int, batch: int) -> None:
     case = random_case(seed, blocks=1, kind=DeviceKind.CPU)
-    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
-    profile, group = case.profiles["infer0"], case.cluster.group("infer0")
+    profile = case.profiles["infer0"]
     fixed = 100
     assume(min(min(c.forward_compute_ns, c.backward_compute_ns) for c in profile.costs) > fixed)
-    scaling = BatchScaling(problem, group, BatchProfile(8, doubled(profile, fixed)))
+    scaling = BatchScaling(Inputs(*case.arguments, further={"infer0": BatchProfile(8, doubled(profile, fixed))}), "infer0")
     scaled = scaling.profile_at(batch)
     for before, after in zip(profile.costs, scaled.costs, strict=True):
         assert after.forward_compute_ns == pytest.approx(fixed + (before.forward_compute_ns - fixed) * batch / 4, abs=1)
@@ -98,9 +97,8 @@ def test_two_profiles_give_the_line_through_both(seed: int, batch: int) -> None:
 
 def test_one_profile_scales_compute_and_leaves_dispatch_and_the_optimizer() -> None:
     case = random_case(1, kind=DeviceKind.CPU)
-    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
     profile = case.profiles["infer0"]
-    scaled = BatchScaling(problem, case.cluster.group("infer0"), None).profile_at(8)
+    scaled = BatchScaling(case.inputs, "infer0").profile_at(8)
     for before, after in zip(profile.costs, scaled.costs, strict=True):
         assert after.forward_compute_ns == 2 * before.forward_compute_ns
         assert after.backward_dispatch_ns == before.backward_dispatch_ns
@@ -111,7 +109,7 @@ def test_a_faster_group_gets_more_and_the_job_gets_faster() -> None:
     gains = []
     for seed in range(6):
         case = random_case(seed, kind=DeviceKind.CPU)
-        plan = allocate(*case.arguments, solver="dynamic-batch")
+        plan = allocate(case.inputs, Request("dynamic-batch"))
         gains.append(plan.baselines["full"] - plan.baselines["dynamic-batch"])
     assert min(gains) >= 0
     assert max(gains) > 0
@@ -119,25 +117,25 @@ def test_a_faster_group_gets_more_and_the_job_gets_faster() -> None:
 
 def test_memory_limits_a_local_batch() -> None:
     case = random_case(3, kind=DeviceKind.CPU)
-    free = allocate(*case.arguments, solver="dynamic-batch")
+    free = allocate(case.inputs, Request("dynamic-batch"))
     peak = free.group("infer0").predicted_peak_bytes
-    assert allocate(*case.with_memory(peak).arguments, solver="dynamic-batch").local_batches == free.local_batches
+    assert allocate(case.with_memory(peak).inputs, Request("dynamic-batch")).local_batches == free.local_batches
     with pytest.raises(
         InfeasibleError, match=r"dynamic-batch is not possible: the global batch of \d+ does not fit the groups' memory"
     ):
-        allocate(*case.with_memory(1).arguments, solver="dynamic-batch")
+        allocate(case.with_memory(1).inputs, Request("dynamic-batch"))
 
 
 def test_second_profiles_that_do_not_go_with_the_first_are_refused() -> None:
     case = random_case(0)
     profile = case.profiles["infer0"]
     with pytest.raises(PlanError, match="the second profile of group 'infer0' is at batch size 4, as the first"):
-        allocate(*case.arguments, batch_profiles={"infer0": BatchProfile(4, profile)})
+        allocate(Inputs(*case.arguments, further={"infer0": BatchProfile(4, profile)}))
     fewer = dict(list(profile.cost_index.items())[1:])
     with pytest.raises(PlanError, match=r"the second profile of group 'infer0' \(batch size 8\) has other operators"):
-        allocate(*case.arguments, batch_profiles={"infer0": BatchProfile(8, attrs.evolve(profile, cost_index=fewer))})
+        allocate(Inputs(*case.arguments, further={"infer0": BatchProfile(8, attrs.evolve(profile, cost_index=fewer))}))
     with pytest.raises(PlanError, match="a second profile was given for group 'nobody', but the cluster has train0, infer0"):
-        allocate(*case.arguments, batch_profiles={"nobody": BatchProfile(8, profile)})
+        allocate(Inputs(*case.arguments, further={"nobody": BatchProfile(8, profile)}))
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
@@ -149,14 +147,14 @@ def test_no_split_of_the_batch_is_faster(seed: int, kind: DeviceKind) -> None:
     profiles = {name: with_dispatch(profile, slow[name]) for name, profile in case.profiles.items()}
     counts = {group.name: group.count for group in case.cluster.groups}
     total = 4 * sum(counts.values())
-    replayer = Replayer(case.dag, case.cluster, profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, profiles))
     best = min(
-        replay_batches(replayer, {}, local, {})[1].iteration_ns
+        replay_batches(replayer, {}, local)[1].iteration_ns
         for sizes in itertools.product(range(1, total), repeat=len(counts))
         for local in [dict(zip(counts, sizes, strict=True))]
         if sum(counts[name] * batch for name, batch in local.items()) == total
     )
-    plan = allocate(case.dag, case.cluster, profiles, None, solver="dynamic-batch")
+    plan = allocate(Inputs(case.dag, case.cluster, profiles), Request("dynamic-batch"))
     assert plan.predicted_iteration_ns <= best * 1.001
 
 

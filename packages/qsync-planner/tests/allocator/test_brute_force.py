@@ -38,7 +38,7 @@ from brute_force_instances import handing_on, random_instance
 from nightly import nightly
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.plan import PrecisionPlan, Role
-from qsync_planner.allocator import SOLVERS, allocate
+from qsync_planner.allocator import SOLVERS, Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer
 
 SEED = 4
@@ -72,7 +72,7 @@ def test_the_evaluator_and_the_replayer_agree_to_the_nanosecond_and_the_byte() -
         drawn_instance = random_instance(SEED, number)
         job = Job(measure_whole_steps(handing_on(drawn_instance) if number % 3 == 0 else drawn_instance))
         instance, rng = job.instance, random.Random(number)
-        replayer = Replayer(instance.dag, instance.cluster, instance.profiles)
+        replayer = Replayer(Inputs(instance.dag, instance.cluster, instance.profiles))
         assert tuple(job.collective_ns) == replayer.collective_ns
         started = False
         for _ in range(3):
@@ -178,7 +178,7 @@ def test_at_a_given_pace_no_groups_choice_depends_on_anothers() -> None:
 def test_a_plan_that_says_something_else_than_it_does_is_found_out() -> None:
     job = next(job for job in small_jobs(most_choices=100, at_least_groups=1, count=10) if time_limit_ns(job) is not None)
     instance = job.instance
-    plan = allocate(instance.dag, instance.cluster, instance.profiles, instance.sensitivity, solver="uniform")
+    plan = allocate(Inputs(instance.dag, instance.cluster, instance.profiles, instance.sensitivity), Request("uniform"))
     assert wrong_with(job, plan, "uniform") == []
     groups = (attrs.evolve(plan.groups[0], predicted_peak_bytes=plan.groups[0].predicted_peak_bytes - 1), *plan.groups[1:])
     for change, word in [
@@ -234,7 +234,7 @@ def test_proven_plans_are_optimal_where_operators_hand_on_their_input(solver: st
 
 def test_agreement_counts_and_names_what_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
     def boast(*arguments: Any, **options: Any) -> PrecisionPlan:
-        plan = allocate(*arguments, **options)
+        plan = allocate(Inputs(*arguments), Request(**options))
         return attrs.evolve(plan, objective=plan.objective + 1.0)
 
     assert agreement(8, SEED, "uniform") == (8, 8, [])
@@ -257,7 +257,7 @@ def test_no_proof_is_wrong_where_sensitivities_differ_by_many_orders_of_magnitud
         chosen.uniform(-14, 0)
         omega[op_id] = {variant: 10 ** chosen.uniform(-20, 3) if value else 0.0 for variant, value in by_variant.items()}
     instance = attrs.evolve(job.instance, sensitivity=attrs.evolve(job.instance.sensitivity, omega=omega))
-    plan = allocate(instance.dag, instance.cluster, instance.profiles, instance.sensitivity, solver="exact")
+    plan = allocate(Inputs(instance.dag, instance.cluster, instance.profiles, instance.sensitivity), Request("exact"))
     best = optimum(Job(instance), plan.time_limit_ns)
     assert best is not None
     assert plan.bound is not None

@@ -20,7 +20,7 @@ from qsync_core.ir.profile import OpCost, Profile
 from qsync_core.ir.semantics import chain_result
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact.tradeoff import tradeoff
 from qsync_planner.allocator.problem import build_problem
 from qsync_planner.allocator.verdict import error_notes
@@ -74,8 +74,8 @@ def plan(solver: str = "greedy", *, memory_bytes: int = 0, chains: bool = True, 
     dag = model()
     cluster = single_group(memory_bytes=memory_bytes)
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
-    found = allocate(dag, cluster, {"g": measured(dag)}, rated(dag, chains=chains), solver=solver, **options)  # type: ignore[arg-type]
-    replayed = Replayer(dag, cluster, {"g": measured(dag)}).replay(plan_variants(found, cluster))
+    found = allocate(Inputs(dag, cluster, {"g": measured(dag)}, rated(dag, chains=chains)), Request(solver, **options))  # type: ignore[arg-type]
+    replayed = Replayer(Inputs(dag, cluster, {"g": measured(dag)})).replay(plan_variants(found, cluster))
     assert replayed.iteration_ns == found.predicted_iteration_ns
     assert replayed.groups["g"].peak_bytes == found.groups[0].predicted_peak_bytes
     return found
@@ -112,7 +112,7 @@ def test_time_that_fusing_saves_goes_into_precision() -> None:
     without = attrs.evolve(measured(model()), chains=())
     cluster = single_group()
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
-    unfused = allocate(model(), cluster, {"g": without}, rated(model()), solver="greedy")
+    unfused = allocate(Inputs(model(), cluster, {"g": without}, rated(model())), Request("greedy"))
     assert unfused.groups[0].chains == {}
     assert unfused.time_limit_ns == plan().time_limit_ns
     assert plan().objective < unfused.objective
@@ -124,7 +124,7 @@ def test_noise_of_copies_behind_shortcuts_counts_where_chains_may_be_fused(with_
     dag, cluster = model(), single_group()
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
     sensitivity = attrs.evolve(rated(dag), copies={OpId("b3.conv"): {I8: 3.0}})  # which reads b2's result: it has a residual
-    problem = build_problem(dag, cluster, {"g": measured(dag)}, sensitivity, with_chains=with_chains)
+    problem = build_problem(Inputs(dag, cluster, {"g": measured(dag)}, sensitivity), with_chains=with_chains)
     omega = {unit.name: unit.omega for unit in problem.groups[0].units if not unit.is_chain}
     assert omega.pop("b3.conv") == (7.0 if with_chains else 4.0, 1.0, 0.0)
     assert set(omega.values()) == {(4.0, 1.0, 0.0)}
@@ -135,7 +135,7 @@ def test_a_plan_and_its_note_count_the_noise_of_copies() -> None:
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
     copies, flips = ({o.op_id: {BF16: value} for o in dag.adjustable} for value in (3.0, 0.5))
     sensitivity = attrs.evolve(rated(dag), copies=copies, flips=flips, masks=dict.fromkeys(flips, 1.0))
-    found = allocate(dag, cluster, {"g": measured(dag)}, sensitivity, solver="greedy")
+    found = allocate(Inputs(dag, cluster, {"g": measured(dag)}, sensitivity), Request("greedy"))
     lowered = sum(entry.variant == BF16 for entry in found.groups[0].assignments.values())
     assert lowered > 1
     assert found.objective == pytest.approx(4.0 * lowered)
@@ -165,7 +165,7 @@ def test_with_memory_short_inputs_are_kept_in_8_bit_and_their_noise_counts() -> 
     cluster = single_group(memory_bytes=min(peaks))
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
     with pytest.raises(PlanError, match="no precision plan fits"):
-        allocate(model(), cluster, {"g": attrs.evolve(measured(model()), chains=())}, rated(model()), solver="greedy")
+        allocate(Inputs(model(), cluster, {"g": attrs.evolve(measured(model()), chains=())}, rated(model())), Request("greedy"))
 
 
 def test_an_input_in_8_bit_is_no_choice_where_nothing_rates_it() -> None:
@@ -179,15 +179,15 @@ def test_a_chain_that_was_not_measured_for_all_its_neighbours_is_no_choice() -> 
     rows = tuple(entry for entry in whole.chains if OpId("b0.norm") not in entry.chains or entry.form.float_result)
     cluster = single_group()
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
-    found = allocate(dag, cluster, {"g": attrs.evolve(whole, chains=rows)}, rated(dag), solver="greedy")
+    found = allocate(Inputs(dag, cluster, {"g": attrs.evolve(whole, chains=rows)}, rated(dag)), Request("greedy"))
     assert "b0.norm" in said(found)  # two readers: one of them is the addition, which reads floats
     rows = tuple(entry for entry in whole.chains if OpId("b0.norm") not in entry.chains or not entry.form.float_result)
-    found = allocate(dag, cluster, {"g": attrs.evolve(whole, chains=rows)}, rated(dag), solver="greedy")
+    found = allocate(Inputs(dag, cluster, {"g": attrs.evolve(whole, chains=rows)}, rated(dag)), Request("greedy"))
     assert "b0.norm" not in said(found)
 
 
 def test_solvers_that_do_not_choose_chains() -> None:
-    for solver in ("uniform", "full", "greedy-paper"):
+    for solver in ("uniform", "full"):
         assert said(plan(solver)) == {}
     assert said(plan("greedy", batch="free")) == {}
 
@@ -216,7 +216,7 @@ def test_the_trade_off_curve_is_of_plans_with_chains() -> None:
     cluster = single_group()
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
     curves = [
-        tradeoff(dag, cluster, {"g": profile}, rated(dag), budgets=1, limits=4)
+        tradeoff(Inputs(dag, cluster, {"g": profile}, rated(dag)), budgets=1, limits=4)
         for profile in (measured(dag), attrs.evolve(measured(dag), chains=()))
     ]
     least = [min(point.iteration_ns for point in curve.points) for curve in curves]

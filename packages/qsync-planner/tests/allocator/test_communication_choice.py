@@ -16,7 +16,7 @@ from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, Commu
 from qsync_core.ir.dag import Bucket
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import CollectiveModel, DeviceKind
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.communication import how_to_apply, parse_settings, ways_to_communicate
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.problem import SearchState
@@ -35,7 +35,7 @@ def job(seed: int = 3, **options: object) -> tuple[Case, CollectiveCosts]:
 def period_ns(case: Case, costs: CollectiveCosts, way: CommunicationSettings, plan: PrecisionPlan) -> int:
     """The plan's period under one way, replayed from scratch."""
     variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in plan.groups}
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, settings=way)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs), settings=way)
     return replayer.replay(variants).iteration_ns
 
 
@@ -143,23 +143,23 @@ def _of_another_graph(case: Case, costs: CollectiveCosts) -> CollectiveCosts:
 def test_costs_of_another_job_are_refused(change: object, error: type[QSyncError], words: str) -> None:
     case, costs = job()
     with pytest.raises(error, match=words):
-        allocate(*case.arguments, communication=change(case, costs))  # type: ignore[operator]
+        allocate(Inputs(*case.arguments, communication=change(case, costs)))  # type: ignore[operator]
 
 
 def test_settings_without_costs_are_refused() -> None:
     case, _ = job()
     with pytest.raises(PlanError, match="communication settings need measured costs: run 'qsync communicate'"):
-        allocate(*case.arguments, settings={"max_ctas": 2})
+        allocate(case.inputs, Request(communication={"max_ctas": 2}))
 
 
 @each_once({"solver": ["auto", "greedy", "uniform", "full", "dynamic-batch"], "seed": range(6)})
 def test_plan_limit_and_baselines_are_each_under_their_best_way(solver: str, seed: int) -> None:
     case, costs = job(seed)
     ways = ways_to_communicate(case.dag, costs, {})
-    plan = allocate(*case.arguments, solver=solver, communication=costs)
+    plan = allocate(Inputs(*case.arguments, communication=costs), Request(solver))
     best = {}
     for baseline in ("uniform", "full"):
-        alone = allocate(*case.arguments, solver=baseline, communication=costs)
+        alone = allocate(Inputs(*case.arguments, communication=costs), Request(baseline))
         best[baseline] = min(period_ns(case, costs, way, alone) for way in ways)
         assert plan.baselines[baseline] == best[baseline]
     slowed = any(c for entry in costs.measured for c in entry.slowdown.values())
@@ -174,7 +174,7 @@ def test_plan_limit_and_baselines_are_each_under_their_best_way(solver: str, see
             assert choice.iteration_ns == period_ns(case, costs, choice.settings, plan)
     if solver in ("auto", "greedy"):
         assert plan.predicted_iteration_ns <= plan.time_limit_ns
-        assert plan == allocate(*case.arguments, solver=solver, communication=costs)
+        assert plan == allocate(Inputs(*case.arguments, communication=costs), Request(solver))
     assert plan.input_digests["communication"] == digest(costs)
 
 
@@ -195,7 +195,7 @@ def test_the_reason_has_the_figures() -> None:
         dict.fromkeys(names, 0.0),
         100_000,
     )
-    plan = allocate(*case.arguments, communication=costs)
+    plan = allocate(Inputs(*case.arguments, communication=costs))
     assert plan.communication is not None
     settings = plan.communication.settings
     assert (settings.max_ctas, settings.broadcast_buffers) == (2, False)
@@ -212,12 +212,12 @@ def test_the_reason_has_the_figures() -> None:
         "init_process_group(…, pg_options=qsync_torch.process_group_options(plan))",
     )
     free = attrs.evolve(costs, measured=(attrs.evolve(costs.measured[1], max_ctas=0),), broadcast_ns=0)
-    plan = allocate(*case.arguments, communication=free, settings={"bucket_cap_mb": None})
+    plan = allocate(Inputs(*case.arguments, communication=free), Request(communication={"bucket_cap_mb": None}))
     assert plan.communication is not None
     assert plan.communication.settings == CommunicationSettings(gradient_as_bucket_view=True)
     assert plan.communication.reason.startswith("with bucket as asked for, gradients in the buckets: ")
     assert plan.communication.reason.endswith(", as with PyTorch's defaults, which take more memory")
-    plan = allocate(*case.arguments, communication=free, settings={"gradient_as_bucket_view": False})
+    plan = allocate(Inputs(*case.arguments, communication=free), Request(communication={"gradient_as_bucket_view": False}))
     assert plan.communication is not None
     assert plan.communication.settings == PYTORCH_DEFAULTS
     assert plan.communication.reason.startswith("with view as asked for, PyTorch's defaults: ")
@@ -226,15 +226,15 @@ def test_the_reason_has_the_figures() -> None:
 
 def test_a_budget_that_gradients_fit_once_is_enough() -> None:
     case, costs = job(1)
-    lean = allocate(*case.arguments, solver="exact", objective="memory", communication=costs, tolerance=10)
+    lean = allocate(Inputs(*case.arguments, communication=costs), Request("exact", objective="memory", tolerance=10))
     budget = lean.group("infer0").predicted_peak_bytes
     tight = case.with_memory(budget)
-    plan = allocate(*tight.arguments, solver="exact", communication=costs, tolerance=10)
+    plan = allocate(Inputs(*tight.arguments, communication=costs), Request("exact", tolerance=10))
     assert plan.communication is not None
     assert plan.communication.settings.gradient_as_bucket_view
     assert plan.group("infer0").predicted_peak_bytes <= budget
     with pytest.raises(InfeasibleError, match="no precision plan fits the memory of group 'infer0'"):
-        allocate(*tight.arguments, communication=costs, settings={"gradient_as_bucket_view": False})
+        allocate(Inputs(*tight.arguments, communication=costs), Request(communication={"gradient_as_bucket_view": False}))
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 10.0])
@@ -248,8 +248,8 @@ def test_a_plan_is_looked_for_under_the_ways_that_can_keep_the_limit(tolerance: 
         return solve_greedy(state, starts, limit_ns)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sys.modules[allocate.__module__], "solve_exactly", solve)
-    plan = allocate(*case.arguments, solver="exact", communication=costs, tolerance=tolerance)
-    uniform = allocate(*case.arguments, solver="uniform", communication=costs, tolerance=tolerance)
+    plan = allocate(Inputs(*case.arguments, communication=costs), Request("exact", tolerance=tolerance))
+    uniform = allocate(Inputs(*case.arguments, communication=costs), Request("uniform", tolerance=tolerance))
     assert uniform.communication is not None
     tried = [way for way, _ in searched]
     assert tried[0] == uniform.communication.settings
@@ -265,19 +265,19 @@ def test_a_plan_is_looked_for_under_the_ways_that_can_keep_the_limit(tolerance: 
 def test_what_was_not_measured_is_a_note_on_gpus_alone() -> None:
     for kind, told in ((DeviceKind.CUDA, True), (DeviceKind.CPU, False)):
         case = random_case(5, kind=kind)
-        plan = allocate(*case.arguments)
+        plan = allocate(case.inputs)
         assert plan.communication is None
         notes = [note for note in plan.notes if note.startswith("what all-reduces take from compute was not measured")]
         assert len(notes) == told
         costs = random_costs(case, random.Random(5))
-        assert not any("not measured, so" in note for note in allocate(*case.arguments, communication=costs).notes)
+        assert not any("not measured, so" in note for note in allocate(Inputs(*case.arguments, communication=costs)).notes)
 
 
 def test_costs_that_slow_nothing_down_give_the_plan_that_is_found_without() -> None:
     """All-reduces as the profiles and links have them, no slowdown, no copies, no broadcast: the same problem."""
     case = random_case(7, kind=DeviceKind.CUDA)
-    without = allocate(*case.arguments, solver="exact")
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    without = allocate(case.inputs, Request("exact"))
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     names = [group.name for group in case.cluster.groups]
     sizes = tuple(sorted({bucket.nbytes: ns for bucket, ns in zip(replayer.buckets, replayer.collective_ns, strict=True)}.items()))
     ranks = sum(group.count for group in case.cluster.groups)
@@ -291,7 +291,8 @@ def test_costs_that_slow_nothing_down_give_the_plan_that_is_found_without() -> N
         dict.fromkeys(names, 0.0),
     )
     plan = allocate(
-        *case.arguments, solver="exact", communication=costs, settings={"bucket_cap_mb": None, "gradient_as_bucket_view": False}
+        Inputs(*case.arguments, communication=costs),
+        Request("exact", communication={"bucket_cap_mb": None, "gradient_as_bucket_view": False}),
     )
     assert plan.groups == without.groups
     assert (plan.objective, plan.bound, plan.time_limit_ns) == (without.objective, without.bound, without.time_limit_ns)
@@ -302,12 +303,12 @@ def test_no_plan_is_faster_than_the_fastest_under_contention(seed: int) -> None:
     """One way to communicate, every assignment replayed."""
     case = random_case(seed, kind=DeviceKind.CUDA, blocks=1)
     costs = random_costs(case, random.Random(seed))
-    uniform = allocate(*case.arguments, solver="uniform", communication=costs)
+    uniform = allocate(Inputs(*case.arguments, communication=costs), Request("uniform"))
     assert uniform.communication is not None
     way = uniform.communication.settings
     fixed = {name: value for name, value in attrs.asdict(way).items() if name != "static_graph"}
-    fast = allocate(*case.arguments, solver="exact", objective="time", communication=costs, settings=fixed)
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, settings=way)
+    fast = allocate(Inputs(*case.arguments, communication=costs), Request("exact", objective="time", communication=fixed))
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs), settings=way)
     shortest = min(replayer.replay({"infer0": chosen}).iteration_ns for chosen in case.assignments("infer0"))
     assert fast.predicted_iteration_ns == fast.time_limit_ns == shortest
 
@@ -315,11 +316,11 @@ def test_no_plan_is_faster_than_the_fastest_under_contention(seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 10])
 def test_other_objectives_keep_their_limits_under_contention(seed: int) -> None:
     case, costs = job(seed)
-    best = allocate(*case.arguments, solver="exact", communication=costs)
-    lean = allocate(*case.arguments, solver="exact", objective="memory", communication=costs)
+    best = allocate(Inputs(*case.arguments, communication=costs), Request("exact"))
+    lean = allocate(Inputs(*case.arguments, communication=costs), Request("exact", objective="memory"))
     assert lean.predicted_iteration_ns <= lean.time_limit_ns == best.time_limit_ns
     assert lean.group("infer0").predicted_peak_bytes <= best.group("infer0").predicted_peak_bytes
-    fast = allocate(*case.arguments, solver="exact", objective="time", communication=costs)
+    fast = allocate(Inputs(*case.arguments, communication=costs), Request("exact", objective="time"))
     assert fast.predicted_iteration_ns <= fast.time_limit_ns
     assert fast.communication is not None
     assert fast.predicted_iteration_ns == min(choice.iteration_ns for choice in fast.communication.alternatives)

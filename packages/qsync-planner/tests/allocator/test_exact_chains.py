@@ -25,7 +25,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity
 from qsync_planner.allocator.exact.program import Limits
 from qsync_planner.allocator.problem import GroupProblem, build_problem
@@ -47,10 +47,10 @@ class Job:
     sensitivity: Sensitivity
 
     def group(self) -> GroupProblem:
-        return build_problem(self.dag, self.cluster, self.profiles, self.sensitivity, with_chains=True).groups[0]
+        return build_problem(Inputs(self.dag, self.cluster, self.profiles, self.sensitivity), with_chains=True).groups[0]
 
     def replayer(self) -> Replayer:
-        return Replayer(self.dag, self.cluster, self.profiles)
+        return Replayer(Inputs(self.dag, self.cluster, self.profiles))
 
     def with_memory(self, memory_bytes: int) -> Job:
         group = attrs.evolve(self.cluster.groups[0], memory_bytes=memory_bytes)
@@ -131,15 +131,15 @@ def test_the_best_of_all_plans(job: Job, tolerance: float, share: float) -> None
     peaks = [peak for _, _, peak in plans]
     budget = min(peaks) + int(share * (max(peaks) - min(peaks)))
     tight = job.with_memory(budget)
-    found = allocate(tight.dag, tight.cluster, tight.profiles, tight.sensitivity, solver="exact", tolerance=tolerance)
+    found = allocate(Inputs(tight.dag, tight.cluster, tight.profiles, tight.sensitivity), Request("exact", tolerance=tolerance))
     best = min(omega for omega, period, peak in plans if period <= found.time_limit_ns and peak <= budget)
     assert found.objective == pytest.approx(best)
     assert found.bound is not None
     assert found.bound <= best + 1e-6
-    greedy = allocate(tight.dag, tight.cluster, tight.profiles, tight.sensitivity, solver="greedy", tolerance=tolerance)
+    greedy = allocate(Inputs(tight.dag, tight.cluster, tight.profiles, tight.sensitivity), Request("greedy", tolerance=tolerance))
     assert greedy.time_limit_ns == found.time_limit_ns
     assert greedy.objective >= best - 1e-9
-    fastest = allocate(tight.dag, tight.cluster, tight.profiles, tight.sensitivity, objective="time")
+    fastest = allocate(Inputs(tight.dag, tight.cluster, tight.profiles, tight.sensitivity), Request(objective="time"))
     assert fastest.predicted_iteration_ns == min(period for _, period, peak in plans if peak <= budget)
 
 
@@ -149,9 +149,9 @@ def test_the_least_memory_of_all_plans(job: Job) -> None:
     if math.prod(len(unit.rungs) for unit in job.group().units) > _MOST:
         return
     plans = every_plan(job)
-    found = allocate(job.dag, job.cluster, job.profiles, job.sensitivity, objective="memory", tolerance=0.05)
+    found = allocate(Inputs(job.dag, job.cluster, job.profiles, job.sensitivity), Request(objective="memory", tolerance=0.05))
     assert found.groups[0].predicted_peak_bytes == min(peak for _, period, peak in plans if period <= found.time_limit_ns)
     smallest = min(peak for _, _, peak in plans)
     tight = job.with_memory(smallest - 1)
     with pytest.raises(InfeasibleError, match=rf"smallest feasible budget is .*\({smallest:,} bytes\)"):
-        allocate(tight.dag, tight.cluster, tight.profiles, tight.sensitivity, solver="exact")
+        allocate(Inputs(tight.dag, tight.cluster, tight.profiles, tight.sensitivity), Request("exact"))

@@ -17,7 +17,7 @@ from qsync_core.errors import InfeasibleError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact import group_program, program
 
 pytest.importorskip("highspy")
@@ -74,7 +74,7 @@ def tight(instance: Instance, number: int) -> Instance:
 
 def planned(instance: Instance, **options: object) -> PrecisionPlan:
     arguments = (instance.dag, instance.cluster, instance.profiles, instance.sensitivity)
-    return allocate(*arguments, solver="exact", **options)  # type: ignore[arg-type]
+    return allocate(Inputs(*arguments), Request("exact", **options))  # type: ignore[arg-type]
 
 
 def assert_optimal(instance: Instance) -> None:

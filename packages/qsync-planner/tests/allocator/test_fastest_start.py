@@ -9,17 +9,18 @@ from planning_cases import Case, random_case
 from qsync_planner.allocator.blocks import MAX_COMBINATIONS, find_blocks
 from qsync_planner.allocator.greedy import _walk, move_to_fastest
 from qsync_planner.allocator.problem import SearchState, build_problem
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 
 def start(case: Case) -> SearchState:
-    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
-    return SearchState(problem, Replayer(case.dag, case.cluster, case.profiles))
+    problem = build_problem(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity))
+    return SearchState(problem, Replayer(Inputs(case.dag, case.cluster, case.profiles)))
 
 
 def fastest_by_enumeration(case: Case, group: str = "infer0") -> tuple[int, int]:
     """The best (period the group imposes, busy time) of all assignments, each replayed from scratch."""
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     best = []
     for variants in case.assignments(group):
         predicted = replayer.replay({group: variants}).groups[group]

@@ -17,7 +17,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import BatchProfile, allocate
+from qsync_planner.allocator import BatchProfile, Inputs, Request, allocate
 from qsync_planner.allocator.dynamic_batch import replay_batches
 from qsync_planner.allocator.fastest import WORTH_IT
 from qsync_planner.allocator.free_batch import PREDICTION_ERROR
@@ -38,13 +38,13 @@ def best_by_enumeration(case: Case, limit_ns: int) -> float:
     """The least Σ Ω of any assignment under any split that takes samples from the inference ranks."""
     counts, names = counts_of(case), [group.name for group in case.cluster.groups]
     total = TRACED * sum(counts.values())
-    equal = Replayer(case.dag, case.cluster, case.profiles)
+    equal = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     best = float("inf")
     for sizes in itertools.product(range(1, total), repeat=len(names)):
         local = dict(zip(names, sizes, strict=True))
         if local["infer0"] >= TRACED or sum(counts[name] * local[name] for name in names) != total:
             continue
-        scaled, _ = replay_batches(equal, {name: equal.base_variants(name) for name in names}, local, {})
+        scaled, _ = replay_batches(equal, {name: equal.base_variants(name) for name in names}, local)
         for chosen in case.assignments("infer0"):
             omega = sum(case.sensitivity.omega[op_id][variant] for op_id, variant in chosen.items())
             omega *= counts["infer0"] * local["infer0"] / TRACED
@@ -57,7 +57,7 @@ def best_by_enumeration(case: Case, limit_ns: int) -> float:
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from([*DeviceKind, None]), train=st.integers(1, 2))
 def test_finds_what_enumeration_of_splits_and_assignments_finds(seed: int, kind: DeviceKind | None, train: int) -> None:
     case = random_case(seed, blocks=1, kind=kind, train=train)
-    equal, free = (allocate(*case.arguments, solver="exact", batch=batch) for batch in ("equal", "free"))
+    equal, free = (allocate(case.inputs, Request("exact", batch=batch)) for batch in ("equal", "free"))
     best = best_by_enumeration(case, margin_ns(equal))
     gained = free.objective <= min(best, equal.objective) + PREDICTION_ERROR * max(0.0, equal.objective - best) + 1e-9
     not_worth_it = free.objective == equal.objective and best >= equal.objective * (1 - PREDICTION_ERROR)
@@ -77,11 +77,13 @@ def test_a_free_batch_is_never_worse_and_keeps_every_limit(
 ) -> None:
     case = random_case(seed, blocks=1, infer_groups=infer_groups)
     costs = random_costs(case, random.Random(seed)) if contended else None
-    uniform = allocate(*case.arguments, solver="uniform", communication=costs)
+    uniform = allocate(Inputs(*case.arguments, communication=costs), Request("uniform"))
     for group in uniform.groups:  # training ranks take up to three times their samples
         factor = memory if group.role is Role.INFER else 10 * memory - 9
         case = case.with_memory(int(group.predicted_peak_bytes * factor), group.group)
-    equal, free = (allocate(*case.arguments, solver=solver, batch=batch, communication=costs) for batch in ("equal", "free"))
+    equal, free = (
+        allocate(Inputs(*case.arguments, communication=costs), Request(solver, batch=batch)) for batch in ("equal", "free")
+    )
     counts = counts_of(case)
     assert free.time_limit_ns == equal.time_limit_ns
     assert free.objective <= equal.objective
@@ -98,17 +100,17 @@ def test_a_free_batch_is_never_worse_and_keeps_every_limit(
     assert free.objective < equal.objective * (1 - PREDICTION_ERROR) or (equal.objective == 0 and faster)
     assert free.predicted_iteration_ns <= margin_ns(free)
     settings_of = {} if free.communication is None else {"settings": free.communication.settings}
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, **settings_of)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs), **settings_of)
     variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in free.groups}
-    _, replayed = replay_batches(replayer, variants, free.local_batches, {})
+    _, replayed = replay_batches(replayer, variants, free.local_batches)
     assert replayed.iteration_ns == free.predicted_iteration_ns
     assert all(replayed.groups[g.group].peak_bytes == g.predicted_peak_bytes for g in free.groups)
 
 
 def test_batches_with_which_nothing_need_be_lowered_are_preferred_to_any_other() -> None:
     case = random_case(7, kind=DeviceKind.CPU)
-    equal, plan = (allocate(*case.arguments, batch=batch) for batch in ("equal", "free"))
-    balanced = allocate(*case.arguments, solver="dynamic-batch")
+    equal, plan = (allocate(case.inputs, Request(batch=batch)) for batch in ("equal", "free"))
+    balanced = allocate(case.inputs, Request("dynamic-batch"))
     assert equal.objective > plan.objective == 0
     assert (plan.local_batches, plan.predicted_iteration_ns) == (balanced.local_batches, balanced.predicted_iteration_ns)
     assert balanced.predicted_iteration_ns <= margin_ns(plan)
@@ -123,15 +125,15 @@ def test_the_shortest_time_with_free_batches_keeps_its_limits(
 ) -> None:
     case = random_case(seed, blocks=1, infer_groups=infer_groups, kind=DeviceKind.CUDA if seed % 2 else DeviceKind.CPU)
     if memory:
-        for group in allocate(*case.arguments, solver="uniform").groups:
+        for group in allocate(case.inputs, Request("uniform")).groups:
             case = case.with_memory(int(1.2 * group.predicted_peak_bytes), group.group)
-    fastest = allocate(*case.arguments, objective="time")
+    fastest = allocate(case.inputs, Request(objective="time"))
     limit = None if share is None else share * fastest.objective
     try:
-        equal = allocate(*case.arguments, objective="time", omega_limit=limit)
+        equal = allocate(case.inputs, Request(objective="time", omega_limit=limit))
     except InfeasibleError:
         return
-    free = allocate(*case.arguments, objective="time", omega_limit=limit, batch="free")
+    free = allocate(case.inputs, Request(objective="time", omega_limit=limit, batch="free"))
     assert free.predicted_iteration_ns <= equal.predicted_iteration_ns
     assert limit is None or free.objective <= limit * (1 + 1e-9)
     assert sum(counts_of(case)[name] * batch for name, batch in free.local_batches.items()) == TRACED * sum(
@@ -139,7 +141,7 @@ def test_the_shortest_time_with_free_batches_keeps_its_limits(
     )
     for group in free.groups:
         assert not group.memory_budget_bytes or group.predicted_peak_bytes <= group.memory_budget_bytes
-    balanced = allocate(*case.arguments, solver="full" if memory else "dynamic-batch")
+    balanced = allocate(case.inputs, Request("full" if memory else "dynamic-batch"))
     if not memory:
         assert free.predicted_iteration_ns <= balanced.predicted_iteration_ns * WORTH_IT
 
@@ -153,14 +155,17 @@ def test_a_job_that_lowers_nothing_takes_the_fastest_batches_though_its_base_is_
     case = attrs.evolve(
         case, cluster=attrs.evolve(case.cluster, groups=groups), sensitivity=attrs.evolve(case.sensitivity, omega=rated)
     )
-    free, balanced = allocate(*case.arguments, batch="free"), allocate(*case.arguments, solver="dynamic-batch")
-    assert free.local_batches == balanced.local_batches != allocate(*case.arguments).local_batches
+    free, balanced = (
+        allocate(case.inputs, Request(batch="free")),
+        allocate(case.inputs, Request("dynamic-batch")),
+    )
+    assert free.local_batches == balanced.local_batches != allocate(case.inputs).local_batches
     assert free.predicted_iteration_ns == balanced.predicted_iteration_ns
 
 
 def test_a_plan_says_what_the_split_gives_and_counts_fewer_samples_less() -> None:
     case = random_case(0, kind=DeviceKind.CPU)
-    equal, plan = (allocate(*case.arguments, solver="exact", batch=batch) for batch in ("equal", "free"))
+    equal, plan = (allocate(case.inputs, Request("exact", batch=batch)) for batch in ("equal", "free"))
     assert plan.local_batches["infer0"] < TRACED < plan.local_batches["train0"]
     share = plan.local_batches["infer0"] / TRACED
     chosen = plan.group("infer0").assignments
@@ -184,7 +189,7 @@ def test_a_plan_says_what_the_split_gives_and_counts_fewer_samples_less() -> Non
 )
 def test_equal_batches_are_kept_with_the_reason(seed: int, why: str) -> None:
     case = random_case(seed, kind=DeviceKind.CPU if seed % 2 else None)
-    plan = allocate(*case.arguments, batch="free")
+    plan = allocate(case.inputs, Request(batch="free"))
     assert set(plan.local_batches.values()) == {TRACED}
     assert f"local batches stay equal: {why}" in plan.notes
 
@@ -193,8 +198,8 @@ def test_a_second_profile_shows_what_moving_samples_does_not_save() -> None:
     """Where an inference rank's kernels take as long whatever their batch is, taking its samples away gains nothing in time."""
     case = random_case(7, kind=DeviceKind.CPU)
     same = attrs.evolve(case.profiles["infer0"], dag_digest="another")
-    free = allocate(*case.arguments, solver="exact", batch="free")
-    known = allocate(*case.arguments, solver="exact", batch="free", batch_profiles={"infer0": BatchProfile(8, same)})
+    free = allocate(case.inputs, Request("exact", batch="free"))
+    known = allocate(Inputs(*case.arguments, further={"infer0": BatchProfile(8, same)}), Request("exact", batch="free"))
     assert free.objective < known.objective
     assert "from two profiles" in "\n".join(known.notes) or set(known.local_batches.values()) == {TRACED}
 
@@ -205,10 +210,10 @@ def test_what_does_not_go_with_free_batches_is_refused() -> None:
         ({"batch": "uneven"}, "local batches are equal or free, got 'uneven'"),
         (
             {"solver": "dynamic-batch"},
-            "only the solvers auto, exact, greedy, greedy-paper can choose local batches too, not dynamic",
+            "only the solvers auto, exact, greedy can choose local batches too, not dynamic",
         ),
         ({"objective": "memory"}, "free local batches go with the objectives omega and time"),
         ({"seconds": 5.0}, "free local batches go with no time for solving"),
     ):
         with pytest.raises(PlanError, match=message):
-            allocate(*case.arguments, **{"batch": "free"} | options)
+            allocate(case.inputs, Request(**{"batch": "free"} | options))

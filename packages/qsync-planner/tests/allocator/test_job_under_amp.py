@@ -18,7 +18,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import AlternatingDispatch, DeviceKind, StepMeasurement
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.matching import under_base
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
@@ -44,14 +44,14 @@ def amp_case(seed: int) -> Case:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_plan_is_the_best_of_all(seed: int) -> None:
     case = amp_case(seed)
-    plan = allocate(*case.arguments, solver="exact")
+    plan = allocate(case.inputs, Request("exact"))
     cluster, notes = under_base(case.cluster, case.dag)
     assert len(notes) == 1
     assert set(notes) <= set(plan.notes)
     under = attrs.evolve(case, cluster=cluster)
     best = []
     for variants in under.assignments("infer0"):
-        prediction = Replayer(under.dag, cluster, under.profiles).replay({"infer0": variants})
+        prediction = Replayer(Inputs(under.dag, cluster, under.profiles)).replay({"infer0": variants})
         if prediction.iteration_ns <= plan.time_limit_ns:
             omegas = (case.sensitivity.omega[op_id].get(variant, 0.0) for op_id, variant in variants.items())
             best.append(cluster.group("infer0").count * sum(omegas))
@@ -94,14 +94,14 @@ def slow_int8(seed: int) -> Case:
     return attrs.evolve(case, profiles=profiles)
 
 
-@each_once({"solver": ["auto", "exact", "greedy", "greedy-paper"], "measured": [False, True]})
+@each_once({"solver": ["auto", "exact", "greedy"], "measured": [False, True]})
 def test_where_nothing_pays_all_run_at_the_base(solver: str, measured: bool) -> None:
     """The time limit is that of a step without a plan, which the plan then is; with every way to communicate, and with one."""
     for seed in range(4):
         case = slow_int8(seed)
         costs = random_costs(case, random.Random(seed)) if measured else None
         for arguments in ({}, {"tolerance": 0.1}, {"batch": "free"}):
-            plan = allocate(*case.arguments, solver=solver, communication=costs, **arguments)
+            plan = allocate(Inputs(*case.arguments, communication=costs), Request(solver, **arguments))
             assert {a.variant for group in plan.groups for a in group.assignments.values()} == {BASE}
             assert plan.objective == plan.bound == 0
             assert plan.baselines["full"] == plan.baselines["uniform"] <= plan.time_limit_ns
@@ -122,12 +122,12 @@ def test_there_is_always_a_plan_and_trials_know_a_step_without_one(seed: int, lo
         )
         profiles[name] = attrs.evolve(profile, steps=steps, alternating=AlternatingDispatch(INT8_UNDER, longer_ns, longer_ns))
     case = attrs.evolve(case, profiles=profiles)
-    plan = allocate(*case.arguments, communication=random_costs(case, draw) if measured else None)
+    plan = allocate(Inputs(*case.arguments, communication=random_costs(case, draw) if measured else None))
     assert plan.predicted_iteration_ns <= plan.time_limit_ns
     if measured:
         return
     cluster, _ = under_base(case.cluster, case.dag)
-    replayer, best = Replayer(case.dag, cluster, case.profiles), []
+    replayer, best = Replayer(Inputs(case.dag, cluster, case.profiles)), []
     for variants in attrs.evolve(case, cluster=cluster).assignments("infer0"):
         if replayer.replay({"infer0": variants}).iteration_ns <= plan.time_limit_ns:
             omegas = (case.sensitivity.omega[op_id].get(variant, 0.0) for op_id, variant in variants.items())

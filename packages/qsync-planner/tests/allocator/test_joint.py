@@ -22,6 +22,7 @@ from qsync_planner.allocator.exact.program import Limits, Program
 from qsync_planner.allocator.exact.programs import Programs, least
 from qsync_planner.allocator.exact.solve import EXACT, answer, solve_exactly, solve_jointly
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.contention import PARTS, RankStep, joint_step
 from qsync_planner.replayer.max_plus import kernel
 from qsync_planner.replayer.replay import Replayer
@@ -36,7 +37,7 @@ def contended_job(
     """A drawn job on GPUs with up to a dozen buckets, and its replayer under a drawn way to communicate."""
     rng = random.Random(seed)
     case = random_case(seed, blocks=2 if infer_groups == 1 else 1, infer_groups=infer_groups, kind=DeviceKind.CUDA)
-    case = attrs.evolve(case, dag=attrs.evolve(case.dag, accumulate=accumulate))
+    case = case.of(attrs.evolve(case.dag, accumulate=accumulate))
     groups = tuple(attrs.evolve(group, sync_per_step=synchronises) for group in case.cluster.groups)
     case = attrs.evolve(case, cluster=attrs.evolve(case.cluster, groups=groups))
     if synchronises:
@@ -45,8 +46,8 @@ def contended_job(
     way = CommunicationSettings(
         rng.choice((0.0003, 0.001, 0.002, 0.005)), broadcast_buffers=rng.random() < 0.5, gradient_as_bucket_view=rng.random() < 0.5
     )
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, settings=way)
-    return case, replayer, build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs), settings=way)
+    return case, replayer, build_problem(case.inputs)
 
 
 def slowly_dispatched(profile: Profile) -> Profile:
@@ -173,8 +174,8 @@ def test_rows_and_replayer_agree_on_the_time_of_a_plan(seed: int, accumulate: in
 def test_deadlines_and_replayer_agree_on_the_time_of_a_plan_of_several_micro_batches(synchronises: bool) -> None:
     for seed, count in ((1, 1), (2, 2), (3, 5)):
         case = contended_job(seed, synchronises=synchronises, accumulate=count)[0]
-        replayer = Replayer(case.dag, case.cluster, case.profiles)  # nothing is known of contention
-        group, rng = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity).groups[0], random.Random(seed)
+        replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))  # nothing is known of contention
+        group, rng = build_problem(case.inputs).groups[0], random.Random(seed)
         rungs = [rng.randrange(len(unit.rungs)) for unit in group.units]
         period_ns = replayer.replay({group.name: group.variants(rungs)}).groups[group.name].period_ns
         program = Programs(replayer).of(group)

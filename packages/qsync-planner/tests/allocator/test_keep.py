@@ -9,7 +9,7 @@ from synthetic import GraphBuilder
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Request, allocate
 from qsync_planner.allocator.keep import kept_operators
 
 
@@ -31,8 +31,8 @@ def without_rungs(case: Case, names: set[str]) -> Case:
 def test_a_plan_is_that_of_a_job_in_which_they_cannot_be_lowered(seed: int, solver: str) -> None:
     case = random_case(seed)
     kept = list(dict.fromkeys(operator.op_id.fqn for operator in case.dag.adjustable))[::2]
-    found = allocate(*case.arguments, solver=solver, keep=kept)
-    wanted = allocate(*without_rungs(case, {op.fqn for op in kept_operators(case.dag, kept)}).arguments, solver=solver)
+    found = allocate(case.inputs, Request(solver, keep=kept))
+    wanted = allocate(without_rungs(case, {op.fqn for op in kept_operators(case.dag, kept)}).inputs, Request(solver))
     assert found.objective == wanted.objective
     assert found.bound == wanted.bound
     for mine, other in zip(found.groups, wanted.groups, strict=True):
@@ -71,4 +71,4 @@ def test_a_name_means_a_module_with_all_in_it_and_a_pattern_whole_names() -> Non
 def test_a_name_that_means_nothing_is_refused(name: str, said: str) -> None:
     case = random_case(2)
     with pytest.raises(PlanError, match=said):
-        allocate(*case.arguments, keep=[name])
+        allocate(case.inputs, Request(keep=[name]))

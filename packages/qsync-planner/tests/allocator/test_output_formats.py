@@ -16,6 +16,8 @@ from qsync_core.ir.profile import OpCost
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator.request import Request
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.prediction import GroupPrediction
 from qsync_planner.replayer.replay import Replayer
 
@@ -40,7 +42,7 @@ def case() -> Case:
 
 def predicted(job: Case, first: Variant, second: Variant) -> GroupPrediction:
     plan: dict[OpId, Variant] = {op("first"): first, op("second"): second}
-    return Replayer(job.dag, job.cluster, job.profiles).replay({"g": plan}).groups["g"]
+    return Replayer(Inputs(job.dag, job.cluster, job.profiles)).replay({"g": plan}).groups["g"]
 
 
 def test_16_bit_saves_two_casts_before_a_reader_that_takes_it_and_is_not_delivered_before_one_that_does_not() -> None:
@@ -60,6 +62,6 @@ def test_with_memory_tight_a_plan_delivers_16_bit_where_that_is_kept_and_float32
     mixed = predicted(job, I8_BF16, I8)
     # At the peak, in the ReLU's backward, its result is there, and the gradient of it: each takes two bytes less for each element.
     assert predicted(job, I8, I8).peak_bytes - mixed.peak_bytes == 2 * 2 * MIDDLE
-    plan = allocate(*job.with_memory(mixed.peak_bytes, "g").arguments, solver=solver)
+    plan = allocate(job.with_memory(mixed.peak_bytes, "g").inputs, Request(solver))
     assert {name.fqn: entry.variant for name, entry in plan.group("g").assignments.items()} == {"first": I8_BF16, "second": I8}
     assert plan.objective == OMEGA[I8_BF16] + OMEGA[I8]

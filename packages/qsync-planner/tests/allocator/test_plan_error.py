@@ -18,7 +18,7 @@ from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.verdict import plan_error
 from qsync_planner.indicate import indicate
 
@@ -120,11 +120,11 @@ def test_hutchinson_tells_which_part_is_flips() -> None:
 
 def test_a_plan_says_what_it_does_as_a_whole_where_that_is_not_the_sum() -> None:
     case = random_case(0, blocks=2)
-    plan = allocate(*case.arguments, solver="uniform")
+    plan = allocate(case.inputs, Request("uniform"))
     assert not any("as a whole" in note for note in plan.notes)
     omega = case.sensitivity.omega
     rates = attrs.evolve(case.sensitivity, flips=omega, masks=dict.fromkeys(omega, 1.0))
-    noted = allocate(case.dag, case.cluster, case.profiles, rates, solver="uniform")
+    noted = allocate(Inputs(case.dag, case.cluster, case.profiles, rates), Request("uniform"))
     variants = {op_id: assignment.variant for op_id, assignment in noted.group("infer0").assignments.items()}
     parts = [omega[op_id][variant.known_as(omega[op_id])] for op_id, variant in variants.items()]
     together = math.hypot(*parts)
@@ -141,7 +141,7 @@ def test_a_plan_says_how_sure_its_error_is() -> None:
     errors = {op_id: {v: 0.25 * value for v, value in by_variant.items()} for op_id, by_variant in omega.items()}
     for flips in ({}, omega):
         rated = attrs.evolve(case.sensitivity, errors=errors, flips=flips, masks=dict.fromkeys(flips, 1.0))
-        plan = allocate(case.dag, case.cluster, case.profiles, rated, solver="uniform")
+        plan = allocate(Inputs(case.dag, case.cluster, case.profiles, rated), Request("uniform"))
         together = plan_error(rated, {op_id: a.variant for op_id, a in plan.group("infer0").assignments.items()})
         (note,) = [note for note in plan.notes if "Ω of group infer0 as a whole" in note]
         assert note.startswith(f"Ω of group infer0 as a whole is about {together:.3g} ± {0.25 * together:.1g} a device")

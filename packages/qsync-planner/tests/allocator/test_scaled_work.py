@@ -11,8 +11,9 @@ import pytest
 from brute_force import measure_whole_steps
 from brute_force_instances import handing_on, random_instance
 
-from qsync_planner.allocator.dynamic_batch import BatchScaling
+from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.allocator.problem import build_problem
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
 
@@ -21,14 +22,14 @@ from qsync_planner.replayer.step_timing import Condensed
 def test_work_by_scaled_kernels_is_that_of_a_scaled_profile(number: int) -> None:
     """Of measured steps and casts that several operators share, at a smaller and a larger batch."""
     rng, instance = random.Random(number), measure_whole_steps(random_instance(4, number))
-    problem = build_problem(instance.dag, instance.cluster, instance.profiles, instance.sensitivity)
-    whole = Replayer(instance.dag, instance.cluster, instance.profiles)
+    problem = build_problem(Inputs(instance.dag, instance.cluster, instance.profiles, instance.sensitivity))
+    whole = Replayer(Inputs(instance.dag, instance.cluster, instance.profiles))
     cuts = [rng.randrange(len(instance.dag.operators)) for _ in range(2)]
     for group in problem.groups:
         variants = group.variants([rng.randrange(len(unit.rungs)) for unit in group.units])
         for batch in (1, 3 * instance.dag.batch_size):
-            scaled = BatchScaling(problem, group.group, None).profile_at(batch)
-            other = Replayer(instance.dag, instance.cluster, {**instance.profiles, group.name: scaled})
+            scaled = BatchScaling(problem.inputs, group.name).profile_at(batch)
+            other = Replayer(Inputs(instance.dag, instance.cluster, {**instance.profiles, group.name: scaled}))
             mapper = whole.mapper(group.name, variants)
             found = Condensed.of(mapper, cuts, other.model_of(group.name, variants))
             assert found == Condensed.of(other.mapper(group.name, variants), cuts)
@@ -44,7 +45,7 @@ def test_a_cost_with_other_compute_times_is_otherwise_the_same() -> None:
 @pytest.mark.parametrize("number", range(6))
 def test_memory_at_a_batch_is_the_highest_moment_by_fractions(number: int) -> None:
     instance = handing_on(random_instance(4, number))
-    replayer, rng = Replayer(instance.dag, instance.cluster, instance.profiles), random.Random(number)
+    replayer, rng = Replayer(Inputs(instance.dag, instance.cluster, instance.profiles)), random.Random(number)
     for group in instance.cluster.groups:
         estimate = replayer.memory(group.name, replayer.base_variants(group.name))
         for larger in (1, 2**40):  # beyond what 64 bits hold

@@ -26,7 +26,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact import stages
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.programs import least
@@ -96,8 +96,8 @@ def assert_best(drawn: Drawn, rng: random.Random) -> None:
 
 
 def groups_of(case: Case, replayer: Replayer | None = None, *, with_chains: bool = False) -> Iterator[Drawn]:
-    replayer = replayer or Replayer(case.dag, case.cluster, case.profiles)
-    for group in build_problem(*case.arguments, with_chains=with_chains).groups:
+    replayer = replayer or Replayer(Inputs(case.dag, case.cluster, case.profiles))
+    for group in build_problem(case.inputs, with_chains=with_chains).groups:
         drawn = Drawn.of(group, replayer)
         if drawn is not None:
             yield drawn
@@ -145,7 +145,7 @@ def test_deadlines_under_contention_bound_what_the_joint_step_takes(seed: int) -
     """The group's own deadlines, with the least that open collectives delay it: the program's limits, which stages keep exactly."""
     rng, case = random.Random(seed), random_case(seed, blocks=2, kind=DeviceKind.CUDA)
     way = CommunicationSettings(0.001, broadcast_buffers=seed % 2 == 0)
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=random_costs(case, rng), settings=way)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=random_costs(case, rng)), settings=way)
     for drawn in groups_of(case, replayer):
         assert_best(drawn, rng)
         for plan in drawn.plans[:: len(drawn.plans) // 8]:
@@ -218,19 +218,19 @@ def test_a_plan_of_many_layers_is_proven_without_branch_and_bound(monkeypatch: p
     case = random_case(3, blocks=24, ladder=LADDERS[2])
     without_highs(monkeypatch)
     for tolerance in (0.0, 0.05, 0.3):
-        plan = allocate(*case.arguments, solver="exact", tolerance=tolerance)
+        plan = allocate(case.inputs, Request("exact", tolerance=tolerance))
         assert plan.notes[0] == "proven optimal"
         assert plan.predicted_iteration_ns <= plan.time_limit_ns
 
 
 def test_units_that_hang_together_too_much_are_planned_by_branch_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(5, blocks=2)
-    expected = allocate(*case.arguments, solver="exact", tolerance=0.1)
+    expected = allocate(case.inputs, Request("exact", tolerance=0.1))
     monkeypatch.setattr(stages, "MAX_ARCS", 1)
     program = drawn_group(5).program
     with pytest.raises(stages.NoStages):
         program.stages()
-    plan = allocate(*case.arguments, solver="exact", tolerance=0.1)
+    plan = allocate(case.inputs, Request("exact", tolerance=0.1))
     assert plan.objective == pytest.approx(expected.objective, rel=1e-6)
     assert plan.notes[0] == expected.notes[0] == "proven optimal"
 
@@ -239,8 +239,8 @@ def test_units_that_hang_together_too_much_are_planned_by_branch_and_bound(monke
 def test_every_objective_keeps_its_limits_when_its_time_is_up(objective: str, omega_limit: float | None) -> None:
     case = random_case(2, infer_groups=2)
     options = {} if omega_limit is None else {"omega_limit": omega_limit}
-    plan = allocate(*case.arguments, solver="exact", objective=objective, seconds=1e-6, **options)
+    plan = allocate(case.inputs, Request("exact", objective=objective, seconds=1e-6, **options))
     assert case.replay(plan).iteration_ns == plan.predicted_iteration_ns <= plan.time_limit_ns
-    roomy = allocate(*case.arguments, solver="exact", objective=objective, seconds=600.0, **options)
-    best = allocate(*case.arguments, solver="exact", objective=objective, **options)
+    roomy = allocate(case.inputs, Request("exact", objective=objective, seconds=600.0, **options))
+    best = allocate(case.inputs, Request("exact", objective=objective, **options))
     assert attrs.evolve(roomy, notes=()) == attrs.evolve(best, notes=())

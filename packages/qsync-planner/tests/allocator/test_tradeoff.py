@@ -27,7 +27,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import OpCost
 from qsync_core.ir.variant import Variant
 from qsync_core.units import parse_bytes
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact import program
 from qsync_planner.allocator.exact.solve import RELAXED
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint, tradeoff
@@ -44,7 +44,7 @@ needs_highs = pytest.mark.skipif(
 
 def replayed(case: Case, variants: dict[str, dict[OpId, Variant]]) -> tuple[float, int, dict[str, int]]:
     """Σ Ω, step time and peaks of a plan, from scratch."""
-    prediction = Replayer(case.dag, case.cluster, case.profiles).replay(variants)
+    prediction = Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(variants)
     omega = sum(
         case.cluster.group(name).count * sum(case.sensitivity.omega[op_id][variant] for op_id, variant in chosen.items())
         for name, chosen in variants.items()
@@ -64,7 +64,7 @@ def every_plan(seed: int) -> list[tuple[float, int, int]]:
 
 def tight_budget(case: Case) -> int:
     """Halfway between the least memory of a single rung and what full precision takes."""
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     peaks = [
         replayer.replay({"infer0": dict.fromkeys((o.op_id for o in case.dag.adjustable), rung)}).groups["infer0"].peak_bytes
         for rung in case.cluster.group("infer0").ladder
@@ -81,7 +81,7 @@ def test_no_plan_at_all_is_better_than_a_point(seed: int, budget: bool) -> None:
         case = case.with_memory(tight_budget(case))
     allowed = case.cluster.group("infer0").memory_bytes or 2**62
     plans = [plan for plan in every_plan(seed) if plan[2] <= allowed]
-    found = tradeoff(*case.arguments)
+    found = tradeoff(case.inputs)
     for point in found.points:
         time, peak = point.iteration_ns, point.peak_bytes["infer0"]
         least = min(omega for omega, *rest in plans if rest[0] <= time and rest[1] <= peak)
@@ -101,7 +101,7 @@ def test_no_plan_at_all_is_better_than_a_point(seed: int, budget: bool) -> None:
 @given(seed=st.integers(0, 10_000), groups=st.integers(1, 3), train=st.integers(0, 1))
 def test_points_are_what_they_say(seed: int, groups: int, train: int) -> None:
     case = random_case(seed, blocks=1, infer_groups=groups, train=train)
-    found = tradeoff(*case.arguments, budgets=3, limits=5)
+    found = tradeoff(case.inputs, budgets=3, limits=5)
     for point in found.points:
         variants = {name: dict(chosen) for name, chosen in point.variants.items()}
         omega, period, peaks = replayed(case, variants)
@@ -130,7 +130,7 @@ def test_bounds_hold_where_the_search_was_too_short(seed: int) -> None:
     case = random_case(seed, blocks=2)
     case = case.with_memory(tight_budget(case))
     plans = every_plan(seed)
-    points = tradeoff(*case.arguments, effort=RELAXED).points
+    points = tradeoff(case.inputs, effort=RELAXED).points
     for point in points:
         within = [omega for omega, *rest in plans if rest[0] <= point.iteration_ns and rest[1] <= point.peak_bytes["infer0"]]
         assert point.bound <= min(within) * (1 + 1e-9)
@@ -141,18 +141,18 @@ def test_bounds_hold_where_the_search_was_too_short(seed: int) -> None:
 @needs_highs
 def test_full_precision_is_the_slow_end_where_it_is_allowed() -> None:
     case = random_case(7, blocks=2)
-    full = Replayer(case.dag, case.cluster, case.profiles).replay({})
-    slow = tradeoff(*case.arguments).points[-1]
+    full = Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay({})
+    slow = tradeoff(case.inputs).points[-1]
     assert slow.omega == 0.0
     assert slow.iteration_ns <= full.iteration_ns
-    without = tradeoff(*case.with_memory(full.groups["infer0"].peak_bytes - 1).arguments)
+    without = tradeoff(case.with_memory(full.groups["infer0"].peak_bytes - 1).inputs)
     assert all(point.peak_bytes["infer0"] < full.groups["infer0"].peak_bytes for point in without.points)
 
 
 @needs_highs
 def test_where_nothing_can_be_lowered_full_precision_is_the_only_point() -> None:
     case = random_case(5, blocks=1, ladder=(FULL,))
-    (point,) = tradeoff(*case.arguments).points
+    (point,) = tradeoff(case.inputs).points
     assert (point.omega, point.gap) == (0.0, 0.0)
     assert point.counts == {"infer0": {"float32": len(case.dag.adjustable)}}
     assert point.arguments == ("--tolerance", "0")
@@ -176,7 +176,7 @@ def test_profiles_without_time_are_refused() -> None:
     links = tuple(attrs.evolve(link, alpha_ns=0.0, beta_ns_per_byte=0.0) for link in case.cluster.links)
     cluster = attrs.evolve(case.cluster, links=links)
     with pytest.raises(PlanError, match=r"by these profiles a step takes no time.*; measure them again"):
-        tradeoff(case.dag, cluster, timeless, case.sensitivity)
+        tradeoff(Inputs(case.dag, cluster, timeless, case.sensitivity))
 
 
 @needs_highs
@@ -184,7 +184,7 @@ def test_profiles_without_time_are_refused() -> None:
 def test_arguments_give_the_plan_or_one_as_good(seed: int, groups: int) -> None:
     case = random_case(seed, blocks=2, infer_groups=groups)
     seen = set()
-    for point in tradeoff(*case.arguments, budgets=3, limits=6).points:
+    for point in tradeoff(case.inputs, budgets=3, limits=6).points:
         plan = planned(case, point)
         seen.add(point.arguments[0])
         if point.arguments[0] == "--tolerance":
@@ -208,13 +208,13 @@ def planned(case: Case, point: TradeoffPoint) -> PrecisionPlan:
         case = case.with_memory(parse_bytes(size), name)
     options = dict(zip(point.arguments[::2], point.arguments[1::2], strict=True))
     if "--tolerance" in options:
-        return allocate(*case.arguments, tolerance=float(options["--tolerance"]))
-    return allocate(*case.arguments, objective=options["--minimise"], omega_limit=float(options["--omega-limit"]))
+        return allocate(case.inputs, Request(tolerance=float(options["--tolerance"])))
+    return allocate(case.inputs, Request(objective=options["--minimise"], omega_limit=float(options["--omega-limit"])))
 
 
 @needs_highs
 def test_the_same_inputs_give_the_same_curve() -> None:
-    first, second = (json.dumps(tradeoff(*random_case(2, infer_groups=2).arguments).as_dict()) for _ in range(2))
+    first, second = (json.dumps(tradeoff(random_case(2, infer_groups=2).inputs).as_dict()) for _ in range(2))
     assert first == second
 
 
@@ -224,7 +224,7 @@ def test_the_same_inputs_give_the_same_curve() -> None:
 def test_without_a_sensitivity() -> None:
     case = random_case(0, blocks=1)
     with pytest.raises(PlanError, match=r"needs a sensitivity; make one with 'qsync indicate'"):
-        tradeoff(case.dag, case.cluster, case.profiles, None)
+        tradeoff(Inputs(case.dag, case.cluster, case.profiles))
 
 
 def test_without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,23 +232,23 @@ def test_without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         PlanError, match=r"^the trade-off curve needs HiGHS; install it with: pip install 'qsync-planner\[exact\]'$"
     ):
-        tradeoff(*random_case(0, blocks=1).arguments)
+        tradeoff(random_case(0, blocks=1).inputs)
 
 
 @needs_highs
 def test_too_little_memory_names_the_group_and_what_would_do() -> None:
     case = random_case(0, blocks=1)
     with pytest.raises(InfeasibleError, match=r"memory of group 'infer0'.*smallest feasible budget"):
-        tradeoff(*case.with_memory(10).arguments)
+        tradeoff(case.with_memory(10).inputs)
     with pytest.raises(InfeasibleError, match=r"base precision of a training group does not fit the memory of group 'train0'"):
-        tradeoff(*case.with_memory(10, "train0").arguments)
+        tradeoff(case.with_memory(10, "train0").inputs)
 
 
 @needs_highs
 @pytest.mark.parametrize("numbers", [{"budgets": 0}, {"limits": 2}])
 def test_too_few_points(numbers: dict[str, int]) -> None:
     with pytest.raises(PlanError, match=r"at least 1 memory budget and 3 time limits"):
-        tradeoff(*random_case(0, blocks=1).arguments, **numbers)
+        tradeoff(random_case(0, blocks=1).inputs, **numbers)
 
 
 # One point against another
@@ -331,7 +331,7 @@ def shown(case: Case, output: Path | None, json_flag: bool) -> str:
 
     @click.command()
     def command() -> None:
-        show_tradeoff(*case.arguments, output, json_flag)
+        show_tradeoff(case.inputs, output, json_flag)
 
     result = CliRunner().invoke(command)
     if result.exception is not None:
@@ -342,7 +342,7 @@ def shown(case: Case, output: Path | None, json_flag: bool) -> str:
 @needs_highs
 def test_command_prints_and_writes_the_page(tmp_path: Path) -> None:
     case = random_case(0, blocks=1)
-    found = tradeoff(*case.arguments)
+    found = tradeoff(case.inputs)
     page = tmp_path / "curve.html"
     text = shown(case, page, json_flag=False)
     assert page.read_text(encoding="utf-8") == render_page(found)
@@ -388,7 +388,8 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     data = json.loads(result.stdout)
     cluster = read_cluster(tmp_path / "cluster.toml")
     assert (
-        data["points"] == json.loads(json.dumps(tradeoff(case.dag, cluster, case.profiles, case.sensitivity).as_dict()))["points"]
+        data["points"]
+        == json.loads(json.dumps(tradeoff(Inputs(case.dag, cluster, case.profiles, case.sensitivity)).as_dict()))["points"]
     )
     result = CliRunner().invoke(group, [str(argument) for argument in [*arguments, "--solver", "greedy"]])
     assert "--pareto goes through all limits" in result.stderr

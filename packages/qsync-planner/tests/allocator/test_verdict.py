@@ -17,7 +17,7 @@ from qsync_core.ir.plan import Role, Verdict
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType, Profile
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.communication import ways_to_communicate
 from qsync_planner.allocator.dynamic_batch import replay_batches
 from qsync_planner.allocator.fastest import WORTH_IT
@@ -64,8 +64,8 @@ def brute_force_best(case: Case) -> float:
                 local = dict(zip(chosen, batches, strict=True))
                 links = tuple(link for link in case.cluster.links if set(link.between) <= set(chosen))
                 cluster = attrs.evolve(case.cluster, groups=tuple(groups), links=links)
-                replayer = Replayer(case.dag, cluster, {name: case.profiles[name] for name in chosen})
-                at, _ = replay_batches(replayer, {}, local, {})
+                replayer = Replayer(Inputs(case.dag, cluster, {name: case.profiles[name] for name in chosen}))
+                at, _ = replay_batches(replayer, {}, local)
                 own = [
                     min(
                         at.alone(g.name, v).period_ns
@@ -85,7 +85,7 @@ def brute_force_best(case: Case) -> float:
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from([*DeviceKind, None]), train=st.integers(1, 2))
 def test_no_way_is_better_than_the_recommended_one_by_a_percent(seed: int, kind: DeviceKind | None, train: int) -> None:
     case = random_case(seed, blocks=1, kind=kind, train=train, infer_groups=2 - train + (seed % 2))
-    way = allocate(*case.arguments).recommended_way
+    way = allocate(case.inputs).recommended_way
     if way is not None:
         assert way.samples_per_second >= 0.99 * brute_force_best(case)
 
@@ -93,10 +93,10 @@ def test_no_way_is_better_than_the_recommended_one_by_a_percent(seed: int, kind:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_command_that_is_named_makes_what_is_promised(seed: int) -> None:
     case = random_case(seed, kind=DeviceKind.CPU)
-    way = allocate(*case.arguments).recommended_way
+    way = allocate(case.inputs).recommended_way
     assert way is not None
     if way.options and len(way.groups) == 2:
-        plan = allocate(*case.arguments, **ASKED[way.options])
+        plan = allocate(case.inputs, Request(**ASKED[way.options]))
         samples = sum(case.cluster.group(name).count * batch for name, batch in plan.local_batches.items())
         assert samples * 1e9 / plan.predicted_iteration_ns >= way.samples_per_second * (1 - 1e-9)
         assert plan.recommended_way is not None
@@ -106,7 +106,7 @@ def test_the_command_that_is_named_makes_what_is_promised(seed: int) -> None:
 def test_a_faster_way_without_lower_precision_is_not_withheld() -> None:
     """Equal batches make the slow group a brake, lowered or not; with uneven ones it helps."""
     case = with_slow(random_case(0, kind=DeviceKind.CPU, ladder=(FULL,)), {"infer0": 2})
-    plan, balanced = (allocate(*case.arguments, solver=solver) for solver in ("auto", "dynamic-batch"))
+    plan, balanced = (allocate(case.inputs, Request(solver)) for solver in ("auto", "dynamic-batch"))
     assert plan.verdict is not None
     assert plan.recommended_way is not None
     assert plan.verdict.speedup < 1
@@ -126,7 +126,7 @@ def test_where_nothing_pays_the_verdict_says_to_train_without_qsync() -> None:
     case = random_case(1, kind=DeviceKind.CPU, ladder=(FULL,))
     case = attrs.evolve(case, profiles=dict.fromkeys(case.profiles, case.profiles["train0"]))
     groups = tuple(attrs.evolve(group, device="device-train0") for group in case.cluster.groups)
-    plan = allocate(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles, case.sensitivity)
+    plan = allocate(Inputs(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles, case.sensitivity))
     assert plan.verdict is not None
     assert plan.recommended_way is not None
     assert plan.verdict.sentence.endswith("; nothing to gain from lower precision: train without QSync")
@@ -141,11 +141,11 @@ def with_slow(case: Case, factors: dict[str, int]) -> Case:
 def alone_ns(case: Case, name: str) -> int:
     """The period of one group by itself, in full precision whatever its role is."""
     cluster = attrs.evolve(case.cluster, groups=(case.cluster.group(name),), links=())
-    return Replayer(case.dag, cluster, {name: case.profiles[name]}).replay({}).iteration_ns
+    return Replayer(Inputs(case.dag, cluster, {name: case.profiles[name]})).replay({}).iteration_ns
 
 
 def verdict_of(case: Case) -> Verdict:
-    verdict = allocate(*case.arguments).verdict
+    verdict = allocate(case.inputs).verdict
     assert verdict is not None
     return verdict
 
@@ -156,7 +156,7 @@ def test_condensed_operators_give_the_same_period(seed: int, kind: DeviceKind) -
     case = random_case(seed, kind=kind, infer_groups=2)
     for synchronises in (False, True):
         groups = tuple(attrs.evolve(group, sync_per_step=synchronises) for group in case.cluster.groups)
-        replayer = Replayer(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles)
+        replayer = Replayer(Inputs(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles))
         draw = random.Random(seed)
         variants = {group.name: {operator.op_id: draw.choice(group.ladder) for operator in case.dag.adjustable} for group in groups}
         work = {name: Condensed.of(replayer.mapper(name, chosen), replayer.shape(name).cuts) for name, chosen in variants.items()}
@@ -166,7 +166,7 @@ def test_condensed_operators_give_the_same_period(seed: int, kind: DeviceKind) -
 @pytest.mark.parametrize("seed", range(6))
 def test_throughputs_are_samples_over_periods(seed: int) -> None:
     case = random_case(seed)
-    plan = allocate(*case.arguments)
+    plan = allocate(case.inputs)
     assert plan.verdict is not None
     periods = {name: alone_ns(case, name) for name in ("train0", "infer0")}
     rates = {name: case.cluster.group(name).count / period for name, period in periods.items()}
@@ -184,14 +184,12 @@ def test_throughputs_are_samples_over_periods(seed: int) -> None:
 def test_the_training_groups_alone_have_their_own_best_way_to_communicate(seed: int) -> None:
     case = random_case(seed, kind=DeviceKind.CUDA, train=2)
     costs = random_costs(case, random.Random(seed))
-    plan = allocate(*case.arguments, communication=costs)
+    plan = allocate(Inputs(*case.arguments, communication=costs))
     assert plan.verdict is not None
     names = ("train0", "train1")
-    alone = attrs.evolve(case.cluster, groups=tuple(case.cluster.group(name) for name in names), links=())
-    profiles = {name: case.profiles[name] for name in names}
-    whole = Replayer(case.dag, case.cluster, case.profiles, communication=costs)
+    whole = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs))
     assert plan.verdict.training_only_ns == min(
-        Replayer(case.dag, alone, profiles, communication=costs, settings=way, like=whole).replay({}).iteration_ns
+        Replayer(whole.inputs.part(names), settings=way, like=whole).replay({}).iteration_ns
         for way in ways_to_communicate(case.dag, costs, {})
     )
 
@@ -212,7 +210,7 @@ def test_a_group_that_helps_is_used() -> None:
 
 def test_a_training_group_that_slows_the_job_down_is_left_out() -> None:
     case = with_slow(random_case(1, kind=DeviceKind.CPU), {"train0": 50})
-    plan = allocate(*case.arguments)
+    plan = allocate(case.inputs)
     assert plan.verdict is not None
     assert plan.verdict.sentence.startswith("leave train0 out: ")
     assert plan.recommended_groups == ("infer0",)
@@ -224,11 +222,11 @@ def test_a_training_group_that_slows_the_job_down_is_left_out() -> None:
 def test_a_group_without_the_memory_for_full_precision_is_alone_as_planned() -> None:
     case = with_slow(random_case(1, kind=DeviceKind.CPU), {"train0": 50})
     case = case.with_memory(leanest(case))
-    plan = allocate(*case.arguments)
+    plan = allocate(case.inputs)
     assert plan.verdict is not None
     variants = {op_id: entry.variant for op_id, entry in plan.group("infer0").assignments.items()}
     cluster = attrs.evolve(case.cluster, groups=(case.cluster.group("infer0"),), links=())
-    period = Replayer(case.dag, cluster, {"infer0": case.profiles["infer0"]}).replay({"infer0": variants}).iteration_ns
+    period = Replayer(Inputs(case.dag, cluster, {"infer0": case.profiles["infer0"]})).replay({"infer0": variants}).iteration_ns
     assert period != alone_ns(case, "infer0")
     ranks = sum(group.count for group in case.cluster.groups)
     assert plan.verdict.speedup == pytest.approx(ranks / plan.predicted_iteration_ns * period / case.cluster.group("infer0").count)
@@ -238,7 +236,7 @@ def test_a_group_without_the_memory_for_full_precision_is_alone_as_planned() -> 
 def test_only_the_group_that_hurts_is_left_out(groups: int) -> None:
     case = random_case(2, kind=DeviceKind.CPU, infer_groups=groups)
     case = with_slow(case, {"train0": 20, "infer0": 10, "infer1": 500, "infer2": 10, "infer3": 10, "infer4": 10})
-    plan = allocate(*case.arguments)
+    plan = allocate(case.inputs)
     assert plan.verdict is not None
     assert plan.verdict.sentence.startswith("leave infer1 out")
     assert plan.recommended_way is not None
@@ -247,11 +245,11 @@ def test_only_the_group_that_hurts_is_left_out(groups: int) -> None:
 
 
 def test_there_is_none_without_a_training_group_or_another_one() -> None:
-    assert allocate(*random_case(0, train=0).arguments).verdict is None
+    assert allocate(random_case(0, train=0).inputs).verdict is None
     case = random_case(0)
     train = case.cluster.group("train0")
     cluster = attrs.evolve(case.cluster, groups=(train,), links=())
-    plan = allocate(case.dag, cluster, {"train0": case.profiles["train0"]}, case.sensitivity)
+    plan = allocate(Inputs(case.dag, cluster, {"train0": case.profiles["train0"]}, case.sensitivity))
     assert (plan.verdict, plan.recommended_groups) == (None, ())
     assert plan.objective == 0
 
@@ -263,10 +261,10 @@ def test_groups_without_a_link_of_their_own_communicate_as_with_those_left_out()
     slow = Link((train.name, infer.name), alpha_ns=5e6, beta_ns_per_byte=1.0)
     profiles = {name: attrs.evolve(profile, collective=None) for name, profile in case.profiles.items()}
     cluster = attrs.evolve(case.cluster, groups=groups, links=(slow,))
-    verdict = allocate(case.dag, cluster, profiles, case.arguments[3], solver="full").verdict
+    verdict = allocate(Inputs(case.dag, cluster, profiles, case.arguments[3]), Request("full")).verdict
     assert verdict is not None
     among_themselves = attrs.evolve(cluster, groups=groups[:1], links=(attrs.evolve(slow, between=(train.name, train.name)),))
-    period = Replayer(case.dag, among_themselves, {train.name: profiles[train.name]}).replay({}).iteration_ns
+    period = Replayer(Inputs(case.dag, among_themselves, {train.name: profiles[train.name]})).replay({}).iteration_ns
     assert verdict.training_only_ns == period
 
 
@@ -288,8 +286,8 @@ def test_a_baseline_that_is_slower_than_what_people_train_with_is_told(
     groups = tuple(attrs.evolve(group, base=base, ladder=(rung,), device=device) for group in case.cluster.groups)
     kind = DeviceType(device, DeviceKind.CUDA)
     profiles = {name: attrs.evolve(profile, software=software, device=kind) for name, profile in case.profiles.items()}
-    notes = allocate(case.dag, attrs.evolve(case.cluster, groups=groups), profiles, case.sensitivity).notes
+    notes = allocate(Inputs(case.dag, attrs.evolve(case.cluster, groups=groups), profiles, case.sensitivity)).notes
     told = [note for note in notes if note.startswith("the baseline is slower than what people train with")]
     assert len(told) == bool(said)
     assert all(said in note for note in told)
-    assert not any("slower than what people" in note for note in allocate(*random_case(0, kind=DeviceKind.CPU).arguments).notes)
+    assert not any("slower than what people" in note for note in allocate(random_case(0, kind=DeviceKind.CPU).inputs).notes)

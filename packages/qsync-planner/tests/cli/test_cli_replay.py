@@ -14,6 +14,7 @@ from qsync_core.artifacts.files import digest, load, save
 from qsync_core.cli.root import cli
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan
 from qsync_core.ir.timeline import Timeline
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
 TOML = """
@@ -44,7 +45,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("job")
     dag, cluster = transformer(layers=1, batch=2, tokens=32), hybrid_cluster()
     profiles = {name: attrs.evolve(p, dag_digest=digest(dag)) for name, p in hybrid_profiles(dag).items()}
-    replayer = Replayer(dag, cluster, profiles)
+    replayer = Replayer(Inputs(dag, cluster, profiles))
     variants = {"train": replayer.base_variants("train"), "infer": dict.fromkeys((o.op_id for o in dag.adjustable), FLOAT16_RUNG)}
     groups = tuple(
         GroupPlan(

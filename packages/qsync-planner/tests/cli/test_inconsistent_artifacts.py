@@ -20,7 +20,7 @@ from nightly import nightly
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import QSyncError
 from qsync_core.ir.observations import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD, Y_VAR_GRAD, Observations, Series
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.plugin import qsync_register_commands
 from qsync_planner.replayer.replay import Replayer, plan_variants
 
@@ -55,8 +55,8 @@ bandwidth_gbps = 16
 def set_of_files() -> dict[str, bytes]:
     """One job's artifacts, and a second graph and profile at twice its batch."""
     dag, cluster, profiles, sensitivity = CASE.arguments
-    plan = allocate(*CASE.arguments, solver="greedy")
-    replayer = Replayer(dag, cluster, profiles)
+    plan = allocate(CASE.inputs, Request("greedy"))
+    replayer = Replayer(Inputs(dag, cluster, profiles))
     series = tuple(
         Series(operator.op_id, variant, LOSSVAR, term, (1.0 + i, 2.0))
         for i, operator in enumerate(dag.adjustable)
@@ -74,7 +74,7 @@ def set_of_files() -> dict[str, bytes]:
         "sensitivity": sensitivity,
         "observations": Observations(dag.model, digest(dag), (10, 11), 2, "budget", series),
         "plan": plan,
-        "other": allocate(*CASE.arguments, solver="full"),
+        "other": allocate(CASE.inputs, Request("full")),
         "timeline": timeline,
         "measured": attrs.evolve(timeline, source="measured"),
         "costs": random_costs(CASE, random.Random(1)),
@@ -92,7 +92,6 @@ def commands(at: Path) -> list[list[object]]:
     return [
         plan,
         [*plan, "--solver", "greedy"],
-        [*plan, "--solver", "greedy-paper"],
         [*plan, "--solver", "dynamic-batch", *batch],
         [*plan, "--minimise", "memory"],
         [*plan, "--communication", at / "costs"],
@@ -154,7 +153,7 @@ def test_every_command_works_on_the_files_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", [0, *nightly(*range(1, 6))])
 def test_inconsistent_content_is_a_sentence_or_a_result(part: int, tmp_path: Path) -> None:
     rng, files, wrong = random.Random(f"{SEED} {part}"), set_of_files(), []
-    peaks = Replayer(*CASE.arguments[:3]).replay({}).groups["infer0"].peak_bytes
+    peaks = Replayer(Inputs(*CASE.arguments[:3])).replay({}).groups["infer0"].peak_bytes
     for number in range(TRIALS // 6):
         changed, what = inconsistent.mutate(rng, files)
         write(tmp_path, changed, rng.choice((0, 0, peaks, peaks * 9 // 10)))

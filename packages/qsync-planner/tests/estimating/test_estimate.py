@@ -20,7 +20,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceMemory, DeviceType, Profile, RungMemory, StepMeasurement
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact.tradeoff import tradeoff
 from qsync_planner.estimating import estimate
 from qsync_planner.estimating.work import work_of
@@ -291,14 +291,16 @@ def test_a_trade_off_says_which_of_its_groups_are_estimated() -> None:
     profiles = {"train": estimate(dag, measured, "V100").profile, "infer": estimate(dag, measured, "T4").profile}
     omega = {operator.op_id: {rung: 1.0 / rung.compute.nbytes for rung in LADDER[:2]} for operator in dag.adjustable}
     sensitivity = Sensitivity(dag.model, digest(dag), "", "drawn", omega)
-    found = tradeoff(dag, hybrid_cluster(), profiles, sensitivity, budgets=1, limits=3)
+    found = tradeoff(Inputs(dag, hybrid_cluster(), profiles, sensitivity), budgets=1, limits=3)
     assert found.as_dict()["estimated"] == {"train": "H200", "infer": "H200"}
     assert "The costs of group infer are estimated from H200, not measured." in render_page(found)
 
 
 def test_a_plan_from_measured_profiles_says_nothing_of_estimates(resnet: tuple[PrecisionDag, Profile, Profile]) -> None:
     dag, whole, half = resnet
-    found = allocate(dag, read_cluster(H200 / "resnet50" / "cluster.toml"), {"train": whole, "infer": half}, None, solver="uniform")
+    found = allocate(
+        Inputs(dag, read_cluster(H200 / "resnet50" / "cluster.toml"), {"train": whole, "infer": half}), Request("uniform")
+    )
     assert found.estimated == {}
     assert found.verdict is not None
     assert "estimated" not in " ".join((found.verdict.sentence, *found.notes))
@@ -346,7 +348,7 @@ def test_1024_ranks_part_by_part(resnet: tuple[PrecisionDag, Profile, Profile], 
     (tmp_path / "cluster.toml").write_text(THOUSAND)
     cluster = read_cluster(tmp_path / "cluster.toml")
     profiles = {"train": estimate(dag, whole, "V100").profile, "infer": estimate(dag, whole, "T4").profile}
-    replayer = Replayer(dag, cluster, profiles)
+    replayer = Replayer(Inputs(dag, cluster, profiles))
     per_byte = 8 / 100  # ns, at 100 Gbit/s
     for bucket, duration in zip(dag.buckets, replayer.collective_ns, strict=True):
         ring = 2 * 1023 * (20_000 + per_byte * bucket.nbytes / 1024)
@@ -375,7 +377,7 @@ def test_1024_ranks_are_planned(resnet: tuple[PrecisionDag, Profile, Profile], t
     rungs = {Variant.of(BFLOAT16): FLOAT16_RUNG, Variant.of(INT8, output=Precision.FLOAT32): INT8_RUNG}
     omega = {op_id: {rungs.get(v, v): value for v, value in by.items()} for op_id, by in observed.omega.items()}
     sensitivity = attrs.evolve(observed, omega=omega, flips={})
-    plan = allocate(dag, read_cluster(tmp_path / "cluster.toml"), profiles, sensitivity)
+    plan = allocate(Inputs(dag, read_cluster(tmp_path / "cluster.toml"), profiles, sensitivity))
     assert plan.estimated == {"train": "NVIDIA H200", "infer": "NVIDIA H200"}
     assert plan.predicted_iteration_ns <= plan.time_limit_ns
     assert plan.verdict is not None

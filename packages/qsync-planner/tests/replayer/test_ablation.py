@@ -16,6 +16,7 @@ from qsync_core.ir.communication import CollectiveCosts, MeasuredCollectives
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.profile import CollectiveModel, StepMeasurement
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.replay import Replayer
 
@@ -65,14 +66,14 @@ def test_less_to_do_never_takes_longer(job: tuple[Case, CollectiveCosts | None],
         without = NOTHING
         for part in parts:
             without |= part
-        return Replayer(case.dag, case.cluster, case.profiles, communication=costs, without=without)
+        return Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs), without=without)
 
     fewer, most = replayer(one).replay(variants), replayer(one | more).replay(variants)
     assert most.iteration_ns <= fewer.iteration_ns
     for name, group in fewer.groups.items():
         assert most.groups[name].period_ns <= group.period_ns
         assert most.groups[name].peak_bytes == group.peak_bytes
-    whole = Replayer(case.dag, case.cluster, case.profiles, communication=costs)
+    whole = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs))
     assert replayer(set()).replay(variants) == whole.replay(variants)
 
 
@@ -82,7 +83,7 @@ def test_what_is_left_out_is_gone(job: tuple[Case, CollectiveCosts | None], data
     case, costs = job
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
     every = Ablation.CASTS | Ablation.DISPATCH | Ablation.CONTENTION | Ablation.FORMATS
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, without=every)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs), without=every)
     for group in case.cluster.groups:
         assert replayer.slowdown(group.name) == 0
         mapper, base = (
@@ -100,7 +101,7 @@ def test_what_is_left_out_is_gone(job: tuple[Case, CollectiveCosts | None], data
 @tries(20)
 @given(cases(most_operators=6, most_groups=2), st.sampled_from(RUNGS), st.sampled_from(Ablation))
 def test_trials_equal_a_replay_from_scratch(case: Case, rung: Variant, without: Ablation) -> None:
-    replayer = Replayer(case.dag, case.cluster, case.profiles, without=without)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles), without=without)
     name = case.cluster.groups[0].name
     replayer.start({})
     changed = {operator.op_id: rung for operator in case.dag.adjustable[::2]}

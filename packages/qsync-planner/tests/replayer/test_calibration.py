@@ -12,6 +12,7 @@ from synthetic import GraphBuilder
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import AlternatingDispatch, DeviceKind, OpCost, Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.calibration import spread_integer
 from qsync_planner.replayer.cost_model import Scale
 from qsync_planner.replayer.replay import Replayer
@@ -75,7 +76,7 @@ def uniform(dag: PrecisionDag, variant: Variant) -> dict[str, dict[object, Varia
 @pytest.mark.parametrize("measurement", STEPS, ids=["base", "bfloat16", "int8"])
 def test_uniform_steps_come_out_as_measured(measurement: StepMeasurement) -> None:
     dag, found = measured(*STEPS)
-    prediction = Replayer(dag, single_group(), {"g": found}).replay(uniform(dag, measurement.variant))  # type: ignore[arg-type]
+    prediction = Replayer(Inputs(dag, single_group(), {"g": found})).replay(uniform(dag, measurement.variant))  # type: ignore[arg-type]
     group = prediction.groups["g"]
     # The base is scaled operator by operator, each rounded to a nanosecond.
     rounding = len(dag.operators)
@@ -92,7 +93,7 @@ def test_a_peak_that_rungs_share_is_a_floor_that_moves_no_other_plan() -> None:
     floor, top = 350_000, 500_000
     rungs = (step(FP32, 40_000, 70_000, 1_200, peak_bytes=top), *(attrs.evolve(s, peak_bytes=floor) for s in STEPS[1:]))
     dag, found = measured(*rungs)
-    replayer = Replayer(dag, single_group(), {"g": found})
+    replayer = Replayer(Inputs(dag, single_group(), {"g": found}))
     peaks = {
         rung: replayer.replay(uniform(dag, rung)).groups["g"].peak_bytes  # type: ignore[arg-type]
         for rung in (FP32, BF16, I8)
@@ -101,12 +102,12 @@ def test_a_peak_that_rungs_share_is_a_floor_that_moves_no_other_plan() -> None:
     # Everywhere the same peak: it is a floor far above what the operators need, and stays one.
     dag, found = measured(*(attrs.evolve(s, peak_bytes=floor) for s in STEPS))
     mixed = {"g": {op("small"): I8, op("large"): FP32}}
-    assert Replayer(dag, single_group(), {"g": found}).replay(mixed).groups["g"].peak_bytes == floor
+    assert Replayer(Inputs(dag, single_group(), {"g": found})).replay(mixed).groups["g"].peak_bytes == floor
 
 
 def test_a_mixed_plan_lies_between_its_uniform_neighbours() -> None:
     dag, found = measured(*STEPS)
-    replayer = Replayer(dag, single_group(), {"g": found})
+    replayer = Replayer(Inputs(dag, single_group(), {"g": found}))
     times = [
         replayer.replay({"g": {op("small"): small, op("large"): large}}).iteration_ns
         for small, large in ((BF16, BF16), (FP32, BF16), (FP32, FP32))
@@ -116,7 +117,7 @@ def test_a_mixed_plan_lies_between_its_uniform_neighbours() -> None:
 
 def test_without_whole_steps_the_parts_are_simply_added() -> None:
     dag, found = measured()
-    group = Replayer(dag, single_group(), {"g": found}).replay({}).groups["g"]
+    group = Replayer(Inputs(dag, single_group(), {"g": found})).replay({}).groups["g"]
     assert group.forward_ns == 4 * 50 + 5_000 + 20_000 + 1_500 + 700
     assert group.backward_ns == 4 * 100 + 2 * (5_000 + 20_000 + 1_500 + 700)
     assert group.optimizer_ns == 900
@@ -125,7 +126,7 @@ def test_without_whole_steps_the_parts_are_simply_added() -> None:
 def test_dispatch_and_compute_are_calibrated_apart_where_they_run_apart() -> None:
     base = StepMeasurement(FP32, 100_000, 300, 60_000, 500, 90_000, 70, 2_000, 0)
     dag, found = measured(base, kind=DeviceKind.CUDA)
-    group = Replayer(dag, single_group(), {"g": found}).replay({}).groups["g"]
+    group = Replayer(Inputs(dag, single_group(), {"g": found})).replay({}).groups["g"]
     assert abs(group.forward_ns - 60_000) <= 4
     assert abs(group.backward_ns - 90_000) <= 4
     assert abs(group.dispatch_ns - (300 + 500 + 70)) <= 8
@@ -137,13 +138,13 @@ def test_time_that_nothing_explains_is_spread_over_the_operators() -> None:
     silent = {name: OpCost(0, 1_000, 0, 1_000) for name in ("small", "relu", "large", "loss")}
     base = StepMeasurement(FP32, 9_000, 402, 4_000, 801, 4_000, 0, 1_000, 0)
     found = profile(dag, silent, kind=DeviceKind.CUDA, steps=(base,))
-    assert Replayer(dag, single_group(), {"g": found}).replay({}).groups["g"].dispatch_ns == 402 + 801
+    assert Replayer(Inputs(dag, single_group(), {"g": found})).replay({}).groups["g"].dispatch_ns == 402 + 801
 
 
 def test_what_a_rung_lacks_goes_to_its_operators_in_proportion_to_their_time() -> None:
     dag, found = measured(STEPS[0], step(I8, 40_000, 70_000, 1_200))
-    replayer = Replayer(dag, single_group(), {"g": found})
-    alone = Replayer(dag, single_group(), {"g": attrs.evolve(found, steps=STEPS[:1])})
+    replayer = Replayer(Inputs(dag, single_group(), {"g": found}))
+    alone = Replayer(Inputs(dag, single_group(), {"g": attrs.evolve(found, steps=STEPS[:1])}))
     gained = []
     for one in (replayer, alone):
         nodes = one.global_dfg(uniform(dag, I8)).groups[0].nodes  # type: ignore[arg-type]
@@ -156,7 +157,7 @@ def test_what_a_rung_lacks_goes_to_its_operators_in_proportion_to_their_time() -
 
 def test_no_operator_becomes_negative_however_fast_the_measured_step() -> None:
     dag, found = measured(STEPS[0], step(I8, 10, 10, 1_200))
-    replayer = Replayer(dag, single_group(), {"g": found})
+    replayer = Replayer(Inputs(dag, single_group(), {"g": found}))
     dfg = replayer.global_dfg(uniform(dag, I8))  # type: ignore[arg-type]
     kernels = [node for node in dfg.groups[0].nodes if node.op_id and node.op_id.fqn in ("small", "large")]
     assert sum(node.duration_ns for node in kernels if not node.name.startswith("cast")) == 0
@@ -167,8 +168,8 @@ def test_a_rung_that_was_not_measured_everywhere_is_left_uncorrected() -> None:
     index = {op_id: dict(by_variant) for op_id, by_variant in found.cost_index.items()}
     del index[op("small")][BF16]
     partial = attrs.evolve(found, cost_index=index)
-    replayer = Replayer(dag, single_group(), {"g": partial})
-    alone = Replayer(dag, single_group(), {"g": attrs.evolve(partial, steps=STEPS[:1])})
+    replayer = Replayer(Inputs(dag, single_group(), {"g": partial}))
+    alone = Replayer(Inputs(dag, single_group(), {"g": attrs.evolve(partial, steps=STEPS[:1])}))
     variants = {"g": {op("small"): FP32, op("large"): BF16}}
     assert replayer.replay(variants).iteration_ns == alone.replay(variants).iteration_ns
 
@@ -182,7 +183,7 @@ def test_operators_that_stay_beside_lowered_ones_take_the_cpu_longer() -> None:
     told = attrs.evolve(found, alternating=AlternatingDispatch(BF16, 5_000, 1_000))
 
     def dispatch(from_: Profile, small: Variant, large: Variant) -> int:
-        replayer = Replayer(dag, single_group(), {"g": from_})
+        replayer = Replayer(Inputs(dag, single_group(), {"g": from_}))
         return replayer.replay({"g": {op("small"): small, op("large"): large}}).groups["g"].dispatch_ns
 
     uniform_ns = [(30_000 + 50_000 + 7_000), (44_000 + 66_000 + 7_000)]
@@ -199,7 +200,7 @@ def test_a_rung_whose_optimizer_was_another_fills_its_period(dispatch_ns: int, c
     """The optimizer is the same under every plan; by how much it was measured longer or shorter, backward is."""
     rung = attrs.evolve(LOWERED_DISPATCH, optimizer_dispatch_ns=dispatch_ns, optimizer_compute_ns=compute_ns)
     dag, found = measured(BASE_DISPATCH, rung, kind=DeviceKind.CUDA)
-    group = Replayer(dag, single_group(), {"g": found}).replay(uniform(dag, BF16)).groups["g"]  # type: ignore[arg-type]
+    group = Replayer(Inputs(dag, single_group(), {"g": found})).replay(uniform(dag, BF16)).groups["g"]  # type: ignore[arg-type]
     assert group.optimizer_ns == 2_000
     assert abs(group.dispatch_ns - (44_000 + 66_000 + dispatch_ns)) <= 8
     assert abs(group.forward_ns + group.backward_ns - (3_000 + 4_000 + compute_ns - 2_000)) <= 16
@@ -208,7 +209,7 @@ def test_a_rung_whose_optimizer_was_another_fills_its_period(dispatch_ns: int, c
 def test_trials_go_on_with_the_costs_of_a_plan_and_end_at_the_replay_of_it() -> None:
     dag, found = measured(BASE_DISPATCH, LOWERED_DISPATCH, kind=DeviceKind.CUDA)
     told = attrs.evolve(found, alternating=AlternatingDispatch(BF16, 5_000, 1_000))
-    replayer = Replayer(dag, single_group(), {"g": told})
+    replayer = Replayer(Inputs(dag, single_group(), {"g": told}))
     replayer.start({})
     trial = replayer.trial("g", {op("small"): BF16})
     replayer.commit()
@@ -216,13 +217,16 @@ def test_trials_go_on_with_the_costs_of_a_plan_and_end_at_the_replay_of_it() -> 
     assert trial.groups["g"].dispatch_ns == replayer.replay(mixed).groups["g"].dispatch_ns
     # A group that nothing can be lowered in trains without a plan.
     alone = attrs.evolve(single_group(), groups=(attrs.evolve(single_group().groups[0], ladder=(FP32,)),))
-    assert Replayer(dag, alone, {"g": told}).start({}).iteration_ns == Replayer(dag, alone, {"g": found}).start({}).iteration_ns
+    assert (
+        Replayer(Inputs(dag, alone, {"g": told})).start({}).iteration_ns
+        == Replayer(Inputs(dag, alone, {"g": found})).start({}).iteration_ns
+    )
 
 
 def test_a_cpu_computes_that_time() -> None:
     dag, found = measured(*STEPS)
     told = attrs.evolve(found, alternating=AlternatingDispatch(BF16, 2_000, 500))
     mixed = {"g": {op("small"): FP32, op("large"): BF16}}
-    plain, longer = (Replayer(dag, single_group(), {"g": each}).replay(mixed).iteration_ns for each in (found, told))
+    plain, longer = (Replayer(Inputs(dag, single_group(), {"g": each})).replay(mixed).iteration_ns for each in (found, told))
     assert longer > plain
     assert longer <= max(STEPS[0].iteration_ns, STEPS[1].iteration_ns) + 2_500

@@ -21,6 +21,7 @@ from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import CollectiveModel, DeviceKind, DeviceType, OpCost
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.contention import PARTS
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import simulate
@@ -89,14 +90,14 @@ def running_free(case: Case) -> Case:
 @given(cases(), ways(), st.data())
 def test_trials_equal_replays_from_scratch_in_every_number(case: Case, way: CommunicationSettings, data: st.DataObject) -> None:
     measured = known_to_communicate(case, data.draw(costs(case)))
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=measured).under(way)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=measured)).under(way)
     names = [group.name for group in case.cluster.groups]
     now = {name: data.draw(assignments(case.dag)) for name in names}
     assert replayer.start(now) == replayer.replay(now)
     steps = st.tuples(st.sampled_from(names), changes(case.dag), st.booleans())
     for name, change, keep in data.draw(st.lists(steps, max_size=4)):
         after = {**now, name: {**now[name], **change}}
-        fresh = Replayer(case.dag, case.cluster, case.profiles, communication=measured, settings=way)
+        fresh = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=measured), settings=way)
         assert replayer.trial(name, change) == fresh.replay(after)
         condensed = {group: Condensed.of(fresh.mapper(group, after[group]), fresh.shape(group).cuts) for group in names}
         assert fresh.period_ns(condensed) == replayer.current().iteration_ns
@@ -112,7 +113,7 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, way: Comm
 @given(cases(), ways(), st.data())
 def test_the_graph_of_stretched_nodes_has_the_predicted_period(case: Case, way: CommunicationSettings, data: st.DataObject) -> None:
     measured = known_to_communicate(case, data.draw(costs(case)))
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=measured, settings=way)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=measured), settings=way)
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
     predicted, period = replayer.replay(variants).iteration_ns, simulate(replayer.global_dfg(variants))
     assert period <= predicted
@@ -124,7 +125,7 @@ def test_the_graph_of_stretched_nodes_has_the_predicted_period(case: Case, way: 
 @given(cases(most_operators=6).map(running_free), st.data())
 def test_free_running_jobs_agree_with_a_fluid_simulation(case: Case, data: st.DataObject) -> None:
     measured = known_to_communicate(case, data.draw(costs(case)))
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=measured)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=measured))
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
     prediction = replayer.replay(variants)
     several = replayer.ranks > 1
@@ -166,26 +167,29 @@ def test_costs_without_contention_change_no_number(case: Case, alpha: int, data:
     profiles = {name: attrs.evolve(found, collective=model) for name, found in case.profiles.items()}
     measured = costs_of(case.dag, case.cluster, model, dict.fromkeys(profiles, 0.0), copies=9.0)
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
-    before = Replayer(case.dag, case.cluster, profiles).replay(variants)
-    assert Replayer(case.dag, case.cluster, profiles, communication=measured).replay(variants) == before
+    before = Replayer(Inputs(case.dag, case.cluster, profiles)).replay(variants)
+    assert Replayer(Inputs(case.dag, case.cluster, profiles, communication=measured)).replay(variants) == before
 
 
 def hand_job(
-    way: CommunicationSettings = PYTORCH_DEFAULTS, transfer_share: dict[str, float] | None = None, **changed: object
+    way: CommunicationSettings = PYTORCH_DEFAULTS,
+    transfer_share: dict[str, float] | None = None,
+    count: int = 1,
+    **changed: object,
 ) -> Replayer:
     """Two GPUs: forward 40; backward of `last` 60 and 100, of `first` 60; buckets (last), (first) of 36 bytes, 20 ns each."""
     g = GraphBuilder("m")
     g.loss(g.linear("last", g.linear("first", g.input("x", (2, 3)), 3, bias=False), 3, bias=False))
     dag = attrs.evolve(g.build(), buckets=(Bucket(("last.weight",), 36), Bucket(("first.weight",), 36)))
-    cluster = Cluster("two", tuple(DeviceGroup(name, "hand", 1, Role.INFER, FLOAT32, LADDER) for name in ("strong", "weak")))
+    cluster = Cluster("two", tuple(DeviceGroup(name, "hand", count, Role.INFER, FLOAT32, LADDER) for name in ("strong", "weak")))
     times = {"strong": 60, "weak": 100}
     profiles = {
         name: profile(dag, {"first": OpCost(0, 10, 0, 60), "last": OpCost(0, 30, 0, ns)}, kind=DeviceKind.CUDA, optimizer_ns=10)
         for name, ns in times.items()
     }
-    model = CollectiveModel(2, "nccl", 20.0, 0.0)
+    model = CollectiveModel(2 * count, "nccl", 20.0, 0.0)
     found = costs_of(dag, cluster, model, {"strong": 0.25, "weak": 0.5}, transfer_share=transfer_share)
-    return Replayer(dag, cluster, profiles, communication=attrs.evolve(found, **changed), settings=way)
+    return Replayer(Inputs(dag, cluster, profiles, communication=attrs.evolve(found, **changed)), settings=way)
 
 
 def test_two_groups_and_two_buckets_by_hand() -> None:
@@ -233,7 +237,7 @@ def test_copies_in_a_profile_of_several_ranks_are_not_charged_twice() -> None:
     inside = {
         name: attrs.evolve(found, collective=CollectiveModel(2, "nccl", 1.0, 0.0)) for name, found in replayer.profiles.items()
     }
-    again = Replayer(replayer.dag, replayer.cluster, inside, communication=replayer.communication)
+    again = Replayer(Inputs(replayer.dag, replayer.cluster, inside, communication=replayer.communication))
     assert again.replay({}) == hand_job().replay({})
     assert replayer.replay({}).iteration_ns > 240
 
@@ -247,20 +251,22 @@ def test_other_buckets_are_other_collectives() -> None:
     assert hand_job().under(CommunicationSettings(bucket_cap_mb=1000)).replay({}) == replayer.replay({})
 
 
-def test_more_ranks_than_measured_take_the_forms_of_a_ring() -> None:
-    replayer = hand_job()
-    cluster = attrs.evolve(replayer.cluster, groups=tuple(attrs.evolve(group, count=2) for group in replayer.cluster.groups))
-    more = Replayer(replayer.dag, cluster, replayer.profiles, communication=replayer.communication)
-    assert more.collective_ns == (40, 40)  # two ranks: 2 rounds of 10; four: a tree of depth 2, up and down
+def test_fewer_ranks_than_measured_take_the_forms_of_a_ring() -> None:
+    whole = hand_job(count=2)
+    assert whole.collective_ns == (20, 20)  # of four ranks, as measured: a tree of depth 2, up and down
+    part = Replayer(whole.inputs.part(["strong"]), like=whole)
+    assert part.collective_ns == (10, 10)  # two ranks: 2 rounds
+    more = attrs.evolve(whole.cluster, groups=tuple(attrs.evolve(group, count=3) for group in whole.cluster.groups))
+    with pytest.raises(ClusterError, match="measured with 2 ranks of group 'strong', but cluster 'two' has 3; run 'qsync com"):
+        Inputs(whole.dag, more, whole.profiles, communication=whole.communication)
 
 
 def test_a_part_of_the_job_keeps_the_costs() -> None:
     whole = hand_job(broadcast_ns=5)
-    smaller = attrs.evolve(whole.cluster, groups=whole.cluster.groups[:1])
-    part = Replayer(whole.dag, smaller, whole.profiles, communication=whole.communication, like=whole)
+    part = Replayer(whole.inputs.part(["strong"]), like=whole)
     assert part.replay({}).iteration_ns == 40 + 120 + 10  # one rank talks to nobody
     with pytest.raises(ClusterError, match="the collective costs are of groups strong, weak, but cluster 'two' has strong; run"):
-        Replayer(whole.dag, smaller, whole.profiles, communication=whole.communication)
+        Inputs(whole.dag, part.cluster, part.profiles, communication=whole.communication)
 
 
 def test_costs_of_another_job_are_refused() -> None:
@@ -276,5 +282,6 @@ def test_costs_of_another_job_are_refused() -> None:
         hand_job(CommunicationSettings(max_ctas=4))
     dag = hand_job().dag
     frozen = attrs.evolve(dag, buckets=dag.buckets[:1])
+    profiles = {name: attrs.evolve(found, dag_digest=digest(frozen)) for name, found in hand_job().profiles.items()}
     with pytest.raises(PlanError, match=r"m cannot have buckets of 25 MiB: .* leave bucket_cap_mb out"):
-        Replayer(frozen, hand_job().cluster, hand_job().profiles, settings=CommunicationSettings(bucket_cap_mb=25))
+        Replayer(Inputs(frozen, hand_job().cluster, profiles), settings=CommunicationSettings(bucket_cap_mb=25))

@@ -25,6 +25,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, OpCost, Profile
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.chains import Chosen
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
@@ -178,7 +179,11 @@ def test_time_and_memory_equal_those_of_a_second_implementation(plan: tuple[Prec
     ledger = MemoryLedger(built)
     assert (ledger.static_bytes, ledger.moments_bytes()) == levels_bytes(walker, walked, several_ranks=True)
     replayer = Replayer(
-        dag, attrs.evolve(single_group(), groups=(attrs.evolve(single_group().groups[0], device=made.device.name),)), {"g": made}
+        Inputs(
+            dag,
+            attrs.evolve(single_group(), groups=(attrs.evolve(single_group().groups[0], device=made.device.name),)),
+            {"g": made},
+        )
     )
     program = write_program(walker, walked, learn(walker, FP32), [0] * len(dag.buckets), 0.0, synchronises=False)
     assert replayer.replay({"g": variants}).iteration_ns == fastest_pace([program], [0] * len(dag.buckets))

@@ -16,7 +16,7 @@ from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceMemory, Profile, RungMemory
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.process_memory import MARGIN, ProcessMemory
 from qsync_planner.replayer.replay import Replayer, plan_variants
 
@@ -75,19 +75,19 @@ def limited(memory_bytes: int) -> Cluster:
 
 
 def test_a_plan_keeps_to_its_budget_with_everything_that_a_process_takes() -> None:
-    free = Replayer(DAG, CLUSTER, PROFILES).memory("infer", FULL)
+    free = Replayer(Inputs(DAG, CLUSTER, PROFILES)).memory("infer", FULL)
     budget = free.process_bytes - 1
     for profiles, fits in ((PLAIN, True), (PROFILES, False)):
-        plan = allocate(DAG, limited(budget), profiles, None, solver="uniform")
+        plan = allocate(Inputs(DAG, limited(budget), profiles), Request("uniform"))
         assert plan.group("infer").memory_budget_bytes == budget
-        estimate = Replayer(DAG, CLUSTER, profiles).memory("infer", FULL)
+        estimate = Replayer(Inputs(DAG, CLUSTER, profiles)).memory("infer", FULL)
         assert (estimate.process_bytes <= budget) is fits
-        chosen = Replayer(DAG, CLUSTER, profiles).memory("infer", plan_variants(plan, CLUSTER)["infer"])
+        chosen = Replayer(Inputs(DAG, CLUSTER, profiles)).memory("infer", plan_variants(plan, CLUSTER)["infer"])
         assert chosen.process_bytes <= budget
 
 
 def test_a_plan_names_the_parts_and_they_add_up() -> None:
-    plan = allocate(DAG, CLUSTER, PROFILES, None, solver="uniform")
+    plan = allocate(Inputs(DAG, CLUSTER, PROFILES), Request("uniform"))
     for name, parts in plan.memory.items():
         peak = plan.group(name).predicted_peak_bytes
         beside = parts["outside PyTorch's allocator"] + parts["allocator's reserve"] + parts["margin"]
@@ -101,13 +101,13 @@ def test_a_plan_names_the_parts_and_they_add_up() -> None:
 
 def test_a_budget_that_is_too_small_is_named_with_what_is_beside_tensors() -> None:
     with pytest.raises(InfeasibleError, match="beside tensors") as caught:
-        allocate(DAG, limited(800 << 20), PROFILES, None, solver="uniform")
+        allocate(Inputs(DAG, limited(800 << 20), PROFILES), Request("uniform"))
     smallest = caught.value.smallest_bytes
     assert f"({smallest:,} bytes)" in str(caught.value)
-    plan = allocate(DAG, limited(smallest), PROFILES, None, solver="uniform")
+    plan = allocate(Inputs(DAG, limited(smallest), PROFILES), Request("uniform"))
     assert sum(plan.memory["infer"].values()) <= smallest
     with pytest.raises(InfeasibleError):
-        allocate(DAG, limited(smallest - 1), PROFILES, None, solver="uniform")
+        allocate(Inputs(DAG, limited(smallest - 1), PROFILES), Request("uniform"))
 
 
 def on_gpus(memory: DeviceMemory | None, software: dict[str, str]) -> dict[str, Profile]:
@@ -122,7 +122,7 @@ def on_gpus(memory: DeviceMemory | None, software: dict[str, str]) -> dict[str, 
     ],
 )
 def test_a_plan_says_what_its_budget_may_not_hold(memory: DeviceMemory | None, software: dict[str, str], said: str) -> None:
-    plan = allocate(DAG, limited(1 << 40), on_gpus(memory, software), None, solver="uniform")
+    plan = allocate(Inputs(DAG, limited(1 << 40), on_gpus(memory, software)), Request("uniform"))
     notes = [note for note in plan.notes if note.startswith("group infer: its profile")]
     assert len(notes) == bool(said)
     assert all(said in note for note in notes)
@@ -130,9 +130,9 @@ def test_a_plan_says_what_its_budget_may_not_hold(memory: DeviceMemory | None, s
 
 def test_fixed_segments_are_a_remark_where_the_budget_has_little_left() -> None:
     profiles = on_gpus(MEMORY, {"expandable_segments": "False"})
-    plan = allocate(DAG, limited(1 << 40), profiles, None, solver="uniform")
+    plan = allocate(Inputs(DAG, limited(1 << 40), profiles), Request("uniform"))
     taken = sum(plan.memory["infer"].values())
     assert not any("expandable segments" in note for note in plan.notes)
-    plan = allocate(DAG, limited(taken * 5 // 4), profiles, None, solver="uniform")
+    plan = allocate(Inputs(DAG, limited(taken * 5 // 4), profiles), Request("uniform"))
     assert sum(plan.memory["infer"].values()) == taken
     assert any("group infer" in note and "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in note for note in plan.notes)

@@ -19,6 +19,7 @@ from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_core.ir.dfg import Resource
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import CollectiveModel, DeviceKind, OpCost, Profile
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import simulate
 
@@ -26,7 +27,7 @@ from qsync_planner.replayer.simulator import simulate
 @tries(45)
 @given(cases(), st.data())
 def test_the_closed_form_equals_the_simulator_on_the_graph_of_nodes(case: Case, data: st.DataObject) -> None:
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
     assert replayer.replay(variants).iteration_ns == simulate(replayer.global_dfg(variants))
 
@@ -34,7 +35,7 @@ def test_the_closed_form_equals_the_simulator_on_the_graph_of_nodes(case: Case, 
 @tries(25)
 @given(cases(most_operators=4, most_groups=4), st.data())
 def test_the_closed_form_equals_the_event_driven_reference(case: Case, data: st.DataObject) -> None:
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
     assert replayer.replay(variants).iteration_ns == reference_period(replayer.global_dfg(variants))
 
@@ -42,14 +43,14 @@ def test_the_closed_form_equals_the_event_driven_reference(case: Case, data: st.
 @tries(45)
 @given(cases(), st.data())
 def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.DataObject) -> None:
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     names = [group.name for group in case.cluster.groups]
     now = {name: data.draw(assignments(case.dag)) for name in names}
     assert replayer.start(now) == replayer.replay(now)
     steps = st.tuples(st.sampled_from(names), changes(case.dag), st.booleans())
     for name, change, keep in data.draw(st.lists(steps, max_size=6)):
         after = {**now, name: {**now[name], **change}}
-        assert replayer.trial(name, change) == Replayer(case.dag, case.cluster, case.profiles).replay(after)
+        assert replayer.trial(name, change) == Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(after)
         if keep:
             replayer.commit()
             now = after
@@ -66,8 +67,8 @@ def test_groups_that_were_measured_to_synchronise_are_taken_as_such(case: Case, 
         attrs.evolve(group, sync_per_step=group.sync_per_step or measured[group.name].synchronises) for group in case.cluster.groups
     )
     variants = {group.name: data.draw(assignments(case.dag)) for group in groups}
-    said = Replayer(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles).replay(variants)
-    assert Replayer(case.dag, case.cluster, measured).replay(variants) == said
+    said = Replayer(Inputs(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles)).replay(variants)
+    assert Replayer(Inputs(case.dag, case.cluster, measured)).replay(variants) == said
 
 
 LONG_MODELS = {
@@ -83,7 +84,9 @@ LONG_LADDER = (*CHIP_LADDER[:1], INT8_TO_FLOAT16_RUNG, *CHIP_LADDER[1:])
 @given(st.data())
 def test_trials_of_long_models_equal_replays_and_old_predictions_stay(model: str, sync_per_step: bool, data: st.DataObject) -> None:
     dag = attrs.evolve(LONG_MODELS[model], buckets=_many_buckets(LONG_MODELS[model]))
-    replayer = Replayer(dag, hybrid_cluster(ladder=LONG_LADDER, sync_per_step=sync_per_step), hybrid_profiles(dag, LONG_LADDER))
+    replayer = Replayer(
+        Inputs(dag, hybrid_cluster(ladder=LONG_LADDER, sync_per_step=sync_per_step), hybrid_profiles(dag, LONG_LADDER))
+    )
     ids, rungs = [operator.op_id for operator in dag.adjustable], st.sampled_from(LONG_LADDER)
     now = {op_id: data.draw(rungs) for op_id in ids} if data.draw(st.booleans()) else dict.fromkeys(ids, data.draw(rungs))
     seen = [(replayer.start({"infer": now}), now)]
@@ -112,14 +115,14 @@ def _many_buckets(dag: PrecisionDag) -> tuple[Bucket, ...]:
 @given(cases(), st.data())
 def test_a_slower_operator_never_shortens_the_iteration(case: Case, data: st.DataObject) -> None:
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
-    before = Replayer(case.dag, case.cluster, case.profiles).replay(variants)
+    before = Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(variants)
     name = data.draw(st.sampled_from(sorted(case.profiles)))
     costs = list(case.profiles[name].costs)
     i = data.draw(st.integers(0, len(costs) - 1))
     field = data.draw(st.sampled_from([f.name for f in attrs.fields(OpCost)][:4]))
     costs[i] = attrs.evolve(costs[i], **{field: getattr(costs[i], field) + data.draw(st.integers(1, 50))})
     slower = {**case.profiles, name: attrs.evolve(case.profiles[name], costs=tuple(costs))}
-    assert Replayer(case.dag, case.cluster, slower).replay(variants).iteration_ns >= before.iteration_ns
+    assert Replayer(Inputs(case.dag, case.cluster, slower)).replay(variants).iteration_ns >= before.iteration_ns
 
 
 @tries(20)
@@ -127,8 +130,8 @@ def test_a_slower_operator_never_shortens_the_iteration(case: Case, data: st.Dat
 def test_more_ranks_of_a_group_change_nothing_but_communication(case: Case, data: st.DataObject) -> None:
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
     more = attrs.evolve(case.cluster, groups=tuple(attrs.evolve(group, count=group.count + 1000) for group in case.cluster.groups))
-    before = Replayer(case.dag, case.cluster, case.profiles).replay(variants)
-    after = Replayer(case.dag, more, case.profiles).replay(variants)
+    before = Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(variants)
+    after = Replayer(Inputs(case.dag, more, case.profiles)).replay(variants)
     for name, group in before.groups.items():
         assert (after.groups[name].forward_ns, after.groups[name].dispatch_ns) == (group.forward_ns, group.dispatch_ns)
 
@@ -154,7 +157,7 @@ def hand_job(share: float = 0.0) -> tuple[Replayer, Cluster]:
         "slow": profile(dag, slow, optimizer_ns=5, collective=collective),
     }
     cluster = Cluster("two", groups)
-    return Replayer(dag, cluster, profiles), cluster
+    return Replayer(Inputs(dag, cluster, profiles)), cluster
 
 
 def test_a_hybrid_step_by_hand() -> None:
@@ -200,7 +203,7 @@ def test_an_unknown_group_is_named() -> None:
 @pytest.mark.parametrize("sync_per_step", [False, True])
 def test_models_of_real_shape_agree_with_the_simulator(dag: object, sync_per_step: bool) -> None:
     cluster = hybrid_cluster(sync_per_step=sync_per_step)
-    replayer = Replayer(dag, cluster, hybrid_profiles(dag))  # type: ignore[arg-type]
+    replayer = Replayer(Inputs(dag, cluster, hybrid_profiles(dag)))  # type: ignore[arg-type]
     for rung in CHIP_LADDER:
         variants = {"infer": dict.fromkeys((o.op_id for o in replayer.dag.adjustable), rung)}
         assert replayer.replay(variants).iteration_ns == simulate(replayer.global_dfg(variants))
@@ -208,7 +211,7 @@ def test_models_of_real_shape_agree_with_the_simulator(dag: object, sync_per_ste
 
 def test_low_precision_pays_on_the_weak_group_of_a_roofline_cluster() -> None:
     dag, cluster = transformer(), hybrid_cluster()
-    replayer = Replayer(dag, cluster, hybrid_profiles(dag))
+    replayer = Replayer(Inputs(dag, cluster, hybrid_profiles(dag)))
     times = [
         replayer.replay({"infer": dict.fromkeys((o.op_id for o in dag.adjustable), rung)}).groups["infer"].busy_ns
         for rung in CHIP_LADDER
@@ -223,7 +226,7 @@ def test_dispatch_nodes_exist_only_where_the_device_runs_apart() -> None:
     dag = g.build()
     for kind, expected in ((DeviceKind.CPU, False), (DeviceKind.CUDA, True)):
         measured: Profile = profile(dag, {"first": OpCost(5, 10, 5, 20)}, kind=kind)
-        local = Replayer(dag, single_group(), {"g": measured}).global_dfg({}).groups[0]
+        local = Replayer(Inputs(dag, single_group(), {"g": measured})).global_dfg({}).groups[0]
         assert any(node.resource is Resource.DISPATCH for node in local.nodes) is expected
         total = sum(node.duration_ns for node in local.nodes)
         assert total == 40  # nothing is lost by merging

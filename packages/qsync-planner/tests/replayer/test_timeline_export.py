@@ -20,6 +20,7 @@ from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.profile import OpCost
 from qsync_core.ir.timeline import Timeline
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import predicted_timeline
 from qsync_planner.step_parts import group_parts, transfers
@@ -80,7 +81,7 @@ def check_serial(timeline: Timeline, groups: tuple[LocalDfg, ...]) -> None:
 @tries(50)
 @given(cases(), st.data())
 def test_nothing_is_lost_nothing_overlaps_and_the_file_reads_back(case: Case, data: st.DataObject) -> None:
-    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
     timeline, dfg = replayer.timeline(variants), replayer.global_dfg(variants)
     totals: dict[tuple[int, Phase, Resource], int] = defaultdict(int)
@@ -95,7 +96,7 @@ def test_nothing_is_lost_nothing_overlaps_and_the_file_reads_back(case: Case, da
 
 def test_a_real_model_settles_into_its_period() -> None:
     dag, cluster = transformer(layers=2, batch=4, tokens=64), hybrid_cluster()
-    timeline = Replayer(dag, cluster, hybrid_profiles(dag)).timeline({})
+    timeline = Replayer(Inputs(dag, cluster, hybrid_profiles(dag))).timeline({})
     device = [i for i in timeline.intervals if i.resource is not Resource.DISPATCH]
     assert max(i.end_ns for i in device) - min(i.start_ns for i in device) >= timeline.iteration_ns
 
@@ -107,7 +108,7 @@ def test_every_step_is_all_there_and_who_comes_last_does_not_wait(
 ) -> None:
     case, costs = job
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
-    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs)
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs))
     timeline = replayer.timeline(variants)
     for group in case.cluster.groups:
         parts = group_parts(timeline, group.name)
@@ -129,6 +130,6 @@ def test_a_step_of_no_time_is_shown_as_one() -> None:
         )
         for name, profile in hybrid_profiles(dag).items()
     }
-    timeline = Replayer(dag, hybrid_cluster(), profiles).timeline({})
+    timeline = Replayer(Inputs(dag, hybrid_cluster(), profiles)).timeline({})
     assert {i.duration_ns for i in timeline.intervals if i.resource is Resource.COMPUTE} <= {0}
     assert next(i.start_ns for i in timeline.intervals if i.rank == 0 and i.resource is Resource.COMMUNICATION) == 0

@@ -16,7 +16,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_core.run_folder import RunFolder
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, allocate
 from qsync_planner.reporting.ways_to_run import Job, predicted_timeline
 
 DATA = Path(__file__).resolve().parents[4] / "tests" / "data"
@@ -24,7 +24,7 @@ EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.ha
 
 
 def job_of(case: Case) -> Job:
-    return Job(*case.arguments, allocate(*case.arguments))
+    return Job(case.inputs, allocate(case.inputs))
 
 
 def measured_like(timeline: Timeline, factor: float = 1.03) -> Timeline:
@@ -62,8 +62,9 @@ def evil_job() -> Job:
     }
     omega = {names[op_id]: by for op_id, by in case.sensitivity.omega.items()}
     sensitivity = attrs.evolve(case.sensitivity, model=EVIL, dag_digest=digest(dag), omega=omega, indicator=EVIL)
-    plan = allocate(dag, cluster, profiles, sensitivity)
-    return Job(dag, cluster, profiles, sensitivity, attrs.evolve(plan, notes=(*plan.notes, EVIL)))
+    inputs = Inputs(dag, cluster, profiles, sensitivity)
+    plan = allocate(inputs)
+    return Job(inputs, attrs.evolve(plan, notes=(*plan.notes, EVIL)))
 
 
 def stored_run(path: Path, name: str = "h200/resnet50") -> RunFolder:
@@ -79,11 +80,12 @@ def stored_run(path: Path, name: str = "h200/resnet50") -> RunFolder:
     for group in names:
         shutil.copy(source / f"profile.{group}.qsync", run.profile(group))
     profiles = {group: load(run.profile(group), Profile) for group in names}
-    plan = allocate(dag, cluster, profiles, sensitivity)
+    inputs = Inputs(dag, cluster, profiles, sensitivity)
+    plan = allocate(inputs)
     save(plan, run.plan(names))
     alone = attrs.evolve(cluster, groups=cluster.groups[:1], links=(attrs.evolve(cluster.links[0], between=("train", "train")),))
-    save(allocate(dag, alone, {"train": profiles["train"]}, sensitivity), run.plan(["train"]))
-    predicted = predicted_timeline(Job(dag, cluster, profiles, sensitivity, plan))
+    save(allocate(Inputs(dag, alone, {"train": profiles["train"]}, sensitivity)), run.plan(["train"]))
+    predicted = predicted_timeline(Job(inputs, plan))
     assert predicted is not None
     save(measured_like(predicted), run.timeline("measured", names))
     return run

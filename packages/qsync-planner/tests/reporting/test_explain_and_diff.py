@@ -8,7 +8,7 @@ from planning_cases import LADDERS, random_case
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Request, allocate
 from qsync_planner.matching import check_plan
 from qsync_planner.reporting.explain import diff_plans, explain, select_operators
 
@@ -24,12 +24,12 @@ from qsync_planner.reporting.explain import diff_plans, explain, select_operator
     ],
 )
 def test_selects_operators_and_modules(fqn: str | None, names: list[str]) -> None:
-    plan = allocate(*random_case(0).arguments)
+    plan = allocate(random_case(0).inputs)
     assert [str(op_id) for op_id in select_operators(plan, fqn)] == names
 
 
 def test_unknown_names_get_suggestions() -> None:
-    plan = allocate(*random_case(0).arguments)
+    plan = allocate(random_case(0).inputs)
     with pytest.raises(
         PlanError, match=r"the plan for 'small' has no adjustable operator or module 'block\.0\.upp'; did you mean block"
     ):
@@ -41,7 +41,7 @@ def test_unknown_names_get_suggestions() -> None:
 
 
 def test_every_operator_of_every_group_has_variant_and_reason() -> None:
-    plan = allocate(*random_case(0, infer_groups=2).arguments)
+    plan = allocate(random_case(0, infer_groups=2).inputs)
     data = explain(plan)
     assert [group["group"] for group in data["groups"]] == ["train0", "infer0", "infer1"]
     for group in data["groups"]:
@@ -56,7 +56,10 @@ def test_every_operator_of_every_group_has_variant_and_reason() -> None:
 
 def test_diff_lists_exactly_what_changed() -> None:
     case = random_case(4, ladder=LADDERS[0])
-    full, uniform = allocate(*case.arguments, solver="full"), allocate(*case.arguments, solver="uniform")
+    full, uniform = (
+        allocate(case.inputs, Request("full")),
+        allocate(case.inputs, Request("uniform")),
+    )
     data = diff_plans(full, uniform)
     infer = next(group for group in data["groups"] if group["group"] == "infer0")
     train = next(group for group in data["groups"] if group["group"] == "train0")
@@ -74,9 +77,9 @@ def test_diff_lists_exactly_what_changed() -> None:
 
 
 def test_diff_names_changed_inputs_and_groups() -> None:
-    one = allocate(*random_case(3, infer_groups=1).arguments)
+    one = allocate(random_case(3, infer_groups=1).inputs)
     case = random_case(3, infer_groups=1)
-    other = allocate(*case.with_memory(10**9).arguments)
+    other = allocate(case.with_memory(10**9).inputs)
     assert diff_plans(one, other)["inputs_changed"] == ["cluster"]
     train = one.groups[0].group
     kept = {name: {train: getattr(one, name)[train]} for name in ("local_batches", "software", "memory")}
@@ -87,7 +90,7 @@ def test_diff_names_changed_inputs_and_groups() -> None:
 
 def test_plans_for_other_models_are_named_by_their_first_differences() -> None:
     two, three = random_case(0, blocks=2), random_case(0, blocks=3)
-    plan, other = allocate(*two.arguments), allocate(*three.arguments)
+    plan, other = allocate(two.inputs), allocate(three.inputs)
     with pytest.raises(
         PlanError, match=r"the plans are for different graphs .*it has block\.2\.up#0, block\.2\.down#0, which this model lacks"
     ):

@@ -1,6 +1,7 @@
 """Trace, profile, observe and run QSync precision plans in PyTorch."""
 
 from importlib.metadata import version as _version
+from typing import Any as _Any
 
 from qsync_core.plugins.compat import check_installed as _check_installed
 
@@ -27,7 +28,7 @@ _PUBLIC = {
 """Names that are imported on first use: importing this package (which plugin discovery does) must not import torch."""
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> _Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

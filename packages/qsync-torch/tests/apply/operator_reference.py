@@ -19,14 +19,14 @@ def dequantized(x, variant, granularity, symmetric=True):
     return x.detach().to(dtype).double()
 
 
-def quantized_gradient(grad, w_scale, variant):
+def quantized_gradient(grad, w_scale, variant, of_images):
     """What an int8 backward product sees of the incoming gradient, in float64.
 
     The gradient is quantized after multiplication by the scales of the weight's channels if it is multiplied with the weight.
     """
     factor = torch.ones((), device=grad.device)
     if variant.grad_input is Precision.INT8 and w_scale.numel() > 1:
-        factor = w_scale.view(-1, *(1,) * (grad.ndim - 2)) if grad.ndim == 4 else w_scale
+        factor = w_scale.view(-1, *(1,) * (grad.ndim - 2)) if of_images else w_scale
     q, scale = quantize(grad.float() * factor, Precision.INT8, rounding=variant.rounding)
     return q.double() * scale / factor.double()
 
@@ -42,7 +42,7 @@ def reference(function, x, weight, bias, grad, variant):
         seen[precision] = grad.double()
         if precision is Precision.INT8:
             w_scale = quantize(weight.detach(), variant.compute, variant.w_granularity, variant.rounding)[1]
-            seen[precision] = quantized_gradient(grad, w_scale, variant)
+            seen[precision] = quantized_gradient(grad, w_scale, variant, weight.ndim > 2)
     (grad_x,) = torch.autograd.grad(y, x64, seen[variant.grad_input], retain_graph=True)
     (grad_w,) = torch.autograd.grad(y, w64, seen[variant.grad_weight], retain_graph=True)
     grad_b = None if bias is None else torch.autograd.grad(y, b64, grad.double())[0]

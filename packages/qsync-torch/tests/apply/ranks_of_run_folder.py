@@ -31,7 +31,7 @@ def applied(run: RunFolder, *groups: str) -> list[object]:
     """The group of this rank, what it runs in, and the groups of the plan: of an applied folder, by its path."""
     os.environ["QSYNC_GROUP"] = groups[dist.get_rank()]
     found = apply_(model(), str(run.path) + "/")
-    plan = found._planned.plan
+    plan = found.plan
     return [found.group, next(iter(found.variants.values())).label, [entry.group for entry in plan.groups]]
 
 

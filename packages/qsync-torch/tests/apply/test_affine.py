@@ -13,8 +13,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.quantize import affine_parts, dequantize, scale_view
-from qsync_torch.operators.conv2d import conv2d
-from qsync_torch.operators.linear import linear
+from qsync_torch.operators import conv2d, linear
 from qsync_torch.quantize import quantize
 
 from .operator_reference import check_operator

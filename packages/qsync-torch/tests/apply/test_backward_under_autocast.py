@@ -48,6 +48,6 @@ def test_gradients_are_those_without_autocast(operator, variant):
 def test_so_are_they_through_the_dispatcher():
     grad, q, scale = torch.randn(64, 8), torch.randint(-127, 128, (64, 300), dtype=torch.int8), torch.ones(1)
     key = operator_binding(ALL["int8 float32 backward"], ATEN).key
-    right = torch.ops.qsync.linear_grad_weight(grad, q, scale, key)
+    right = torch.ops.qsync.linear_grad_weight(grad, q, scale, None, key)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(torch.ops.qsync.linear_grad_weight(grad, q, scale, key), right)
+        assert torch.equal(torch.ops.qsync.linear_grad_weight(grad, q, scale, None, key), right)

@@ -188,11 +188,11 @@ def test_operators_have_sound_schemas_and_fakes():
     calls = [
         (ops.quantize, (torch.randn(4, 6), linear.x.key, 1, 2)),
         (ops.linear_output, (x, one, w, scale, None, linear.key)),
-        (ops.linear_grad_input, (torch.randn(4, 3).bfloat16(), w, scale, linear.key)),
-        (ops.linear_grad_weight, (torch.randn(4, 3).bfloat16(), x, one, linear.key)),
-        (ops.conv2d_output, (image, one, kernel, scale, torch.randn(3), conv.key)),
-        (ops.conv2d_grad_input, (torch.randn(2, 3, 5, 5).bfloat16(), kernel, scale, (2, 4, 5, 5), conv.key)),
-        (ops.conv2d_grad_weight, (torch.randn(2, 3, 5, 5).bfloat16(), image, one, kernel, conv.key)),
+        (ops.linear_grad_input, (torch.randn(4, 3).bfloat16(), w, scale, tuple(x.shape), linear.key)),
+        (ops.linear_grad_weight, (torch.randn(4, 3).bfloat16(), x, one, None, linear.key)),
+        (ops.convolution_output, (image, one, kernel, scale, torch.randn(3), conv.key)),
+        (ops.convolution_grad_input, (torch.randn(2, 3, 5, 5).bfloat16(), kernel, scale, (2, 4, 5, 5), conv.key)),
+        (ops.convolution_grad_weight, (torch.randn(2, 3, 5, 5).bfloat16(), image, one, kernel, conv.key)),
     ]
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments, test_utils=tests)

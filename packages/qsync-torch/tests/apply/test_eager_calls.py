@@ -86,5 +86,5 @@ def test_a_dispatch_mode_sees_every_operator_of_a_step_and_changes_no_bit():
     with Seen() as seen:
         found = step()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    of_each = {f"{kind}_{part}" for kind in ("conv2d", "linear") for part in ("output", "grad_input", "grad_weight")}
+    of_each = {f"{kind}_{part}" for kind in ("convolution", "linear") for part in ("output", "grad_input", "grad_weight")}
     assert seen.names == {"quantize", *of_each}

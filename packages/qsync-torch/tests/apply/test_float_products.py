@@ -10,8 +10,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten import float_products, int8
-from qsync_torch.operators.conv2d import conv2d
-from qsync_torch.operators.linear import linear
+from qsync_torch.operators import conv2d, linear
 
 DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Unit roundoff: half the distance of neighbours, relative."""
@@ -41,7 +40,7 @@ def assert_rounded_once(got, exact, dtype):
 @pytest.mark.parametrize("leading", [(7,), (2, 3)])
 def test_linear_and_its_gradients_are_rounded_once(dtype, leading):
     x, w, b = rounded(*leading, 300, dtype=dtype), rounded(5, 300, dtype=dtype), rounded(5, dtype=dtype)
-    y = float_products.linear(x, w, b)
+    y = float_products.product(x, w, b, None)
     grad = torch.randn(y.shape).to(dtype)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     exact = F.linear(*wide)
@@ -54,7 +53,7 @@ def test_linear_and_its_gradients_are_rounded_once(dtype, leading):
 def test_convolution_and_its_gradients_are_rounded_once(dtype, geometry):
     x, w = rounded(3, 4, 9, 8, dtype=dtype), rounded(8, 4 // geometry.groups, 3, 3, dtype=dtype)
     b = rounded(8, dtype=dtype)
-    y = float_products.conv2d(x, w, b, geometry)
+    y = float_products.product(x, w, b, geometry)
     grad = torch.randn(y.shape).to(dtype)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     exact = F.conv2d(*wide, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
@@ -85,7 +84,7 @@ def test_what_an_operator_keeps_is_as_narrow_as_on_other_machines(dtype, precisi
 
 def test_second_derivatives(dtype):
     x, w = rounded(3, 4, dtype=dtype), rounded(2, 4, dtype=dtype)
-    (grad_x,) = torch.autograd.grad(float_products.linear(x, w, None).float().square().sum(), x, create_graph=True)
+    (grad_x,) = torch.autograd.grad(float_products.product(x, w, None, None).float().square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(grad_x.float().sum(), w)
     assert second.shape == w.shape
     assert torch.isfinite(second).all()

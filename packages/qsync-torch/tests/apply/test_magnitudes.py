@@ -19,9 +19,9 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.aten.int8 import int8_product
 from qsync_torch.aten.quantize import dequantize, scale_view
 from qsync_torch.kernels.binding import operator_binding
-from qsync_torch.kernels.library_ops import conv2d_grad_input, conv2d_grad_weight
+from qsync_torch.kernels.library_ops import convolution_grad_input, convolution_grad_weight
 from qsync_torch.observing.rounding_noise import cast_scale, element_variance
-from qsync_torch.operators.conv2d import conv2d
+from qsync_torch.operators import conv2d
 from qsync_torch.quantize import quantize
 
 INT8, FLOAT8 = Precision.INT8, Precision.FLOAT8_E4M3FN
@@ -135,15 +135,15 @@ def test_gradients_of_no_convolution_are_refused(groups, variant):
     wrong, small = torch.ones(2, 4, 2, 2).bfloat16(), torch.ones(2, 4, 2, 2, dtype=torch.int8)
     scale = torch.ones(1)
     for run in (
-        lambda: conv2d_grad_input(wrong, w, scale, x.shape, binding),
-        lambda: conv2d_grad_weight(wrong, x, scale, w, binding),
-        lambda: torch.ops.qsync.conv2d_grad_input(wrong, w, scale, list(x.shape), binding.key),
+        lambda: convolution_grad_input(wrong, w, scale, x.shape, binding),
+        lambda: convolution_grad_weight(wrong, x, scale, w, binding),
+        lambda: torch.ops.qsync.convolution_grad_input(wrong, w, scale, list(x.shape), binding.key),
     ):
         with pytest.raises(RuntimeError, match=r"gives \[2, 4, 3, 3\], and its gradient has the shape \[2, 4, 2, 2\]"):
             run()
     for run in (
-        lambda: conv2d_grad_input(wrong, w, scale, small.shape, binding),
-        lambda: conv2d_grad_weight(wrong, small, scale, w, binding),
+        lambda: convolution_grad_input(wrong, w, scale, small.shape, binding),
+        lambda: convolution_grad_weight(wrong, small, scale, w, binding),
     ):
         with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
             run()

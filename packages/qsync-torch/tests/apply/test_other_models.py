@@ -137,8 +137,9 @@ def test_an_unknown_weight_is_no_operator():
         apply_(nn.ModuleDict({"emb": nn.Embedding(4, 4)}), {OpId("emb"): INT8})
 
 
-def test_padding_that_is_circular_since_the_plan_was_applied():
-    model, x = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1)), torch.randn(1, 2, 5, 5)
+@pytest.mark.parametrize("padding", [1, (2, 0), "same"])
+def test_padding_that_is_circular_since_the_plan_was_applied(padding):
+    model, x = nn.Sequential(nn.Conv2d(2, 3, 3, padding=padding)), torch.randn(1, 2, 5, 5)
     applied = apply_(model, {OpId("0"): INT8})
     model[0].padding_mode = "circular"
     y = model(x)

@@ -97,7 +97,7 @@ def test_outside_a_process_group_it_is_the_plan_of_the_own_group(tmp_path, monke
     folder = make_run_folder(tmp_path / "run")
     monkeypatch.setenv("QSYNC_GROUP", "infer")
     applied = apply_(model(), folder)
-    assert [entry.group for entry in applied._planned.plan.groups] == ["infer"]
+    assert [entry.group for entry in applied.plan.groups] == ["infer"]
     assert apply_(model(), folder.path, group="spare").group == "spare"
 
 

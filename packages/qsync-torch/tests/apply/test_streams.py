@@ -12,9 +12,7 @@ from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 from qsync_torch.aten.random_bits import checksum, stream_of
-from qsync_torch.operators import casts
-from qsync_torch.operators.conv2d import conv2d
-from qsync_torch.operators.linear import linear
+from qsync_torch.operators import casts, conv2d, linear
 
 INT8 = Variant.parse("int8>float32")
 IN_8_BIT = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)

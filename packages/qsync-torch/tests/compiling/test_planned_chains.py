@@ -157,7 +157,7 @@ def test_a_plan_that_unfuses_all_fuses_none(fused):
     step(compiled(model, plan), model, x)
     assert fused() == []
     applied = qsync.applied_to(model)
-    assert applied.chains == {}
+    assert applied.in_model.planned.chains == {}
     applied.remove()
     assert qsync.applied_to(model) is None
 
@@ -331,4 +331,4 @@ def test_arguments():
         qsync.compile(model, group="infer")
     with pytest.raises(PlanError, match=r"call qsync.compile\(model, plan\) in its place"):
         qsync.apply_(model, plan)
-    assert qsync.applied_to(compiled(model, plan)).chains.keys() == {OpId("layers.1")}
+    assert qsync.applied_to(compiled(model, plan)).in_model.planned.chains.keys() == {OpId("layers.1")}

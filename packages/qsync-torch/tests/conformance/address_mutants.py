@@ -4,16 +4,13 @@ import torch
 
 from qsync_core.kernels.backend import Op
 
-from .mutants import Affine, Mutant
+from .mutants import Affine, Mutant, is_plain_int8
 from .producer_mutants import ProducerMutant
-
-IN_PLACE, EDGES = ("test_changed_in_place",), ("test_edges",)
 
 
 class KeepsByAddress(Mutant):
     """Prepares an operand once for each address, though its numbers may have changed there."""
 
-    files = IN_PLACE
     position = 2
     keyword = ""
     """Name of the argument where it is a named one."""
@@ -88,7 +85,7 @@ class KeepsMultipliers(KeepsByAddress):
 class KeepsOffsets(KeepsByAddress):
     """In tensors, whose numbers the next step changes."""
 
-    op, position, files = Op.QUANTIZE, 5, ("test_quantize",)
+    op, position = Op.QUANTIZE, 5
 
 
 class KeepsParametersOfABatchNorm(KeepsByAddress):
@@ -102,7 +99,6 @@ class KeepsParametersOfALayerNorm(KeepsByAddress):
 class KeepsSumsOverWeights(Affine):
     """Which correct for a zero point."""
 
-    files = IN_PLACE
     wrap = KeepsByAddress.wrap
     position, keyword = 2, ""
 
@@ -110,7 +106,7 @@ class KeepsSumsOverWeights(Affine):
 class KeepsScalesOfTensors(Mutant):
     """Finds the largest magnitude once for each address."""
 
-    op, files = Op.QUANTIZE, IN_PLACE
+    op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
         kept = {}
@@ -124,8 +120,6 @@ class KeepsScalesOfTensors(Mutant):
 
 class WritesAnOutputOnce(Mutant):
     """Takes an output at a known address for one that it has written."""
-
-    files = IN_PLACE
 
     def wrap(self, kernel, request):
         written = {}
@@ -142,13 +136,13 @@ class WritesAnOutputOnce(Mutant):
 class Overlooks(Mutant):
     """Scales tensors by the largest magnitude of a part of them."""
 
-    op, files = Op.QUANTIZE, EDGES
+    op = Op.QUANTIZE
 
     def part(self, x):
         return x[..., :-1]
 
     def wrap(self, kernel, request):
-        if not request.variant.symmetric or request.multiplied:
+        if not is_plain_int8(request) or request.multiplied or str(request.variant.rounding) != "nearest":
             return kernel
 
         def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
@@ -200,7 +194,7 @@ class OverlooksWhatIsNotRowMajor(Overlooks):
 class OverlooksTheLastColumnOfRows(Mutant):
     """Where each row has a scale."""
 
-    op, files = Op.QUANTIZE, EDGES
+    op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
         if str(request.variant.x_granularity) != "row" or not request.variant.symmetric:
@@ -215,21 +209,19 @@ class OverlooksTheLastColumnOfRows(Mutant):
 
 
 class OverlooksTheLastColumnOfARange(Affine):
-    op, files = Op.QUANTIZE, EDGES
+    op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
         def quantize(x, q, scale, *others, **named):
             kernel(x, q, scale, *others, **named)
             if scale.numel() == 2 and x.shape[-1] > 1:
-                kernel(x.clamp(x[..., :-1].min(), x[..., :-1].max()), q, scale, *others, **named)
+                kernel(x.clamp(x[..., :-1].min(), x[..., :-1].max()), q, scale, None, *others[1:], **named)
 
         return quantize
 
 
 class OverlooksTheLastChannelOfABatchNorm(ProducerMutant):
     """In the largest magnitude of the result."""
-
-    files = EDGES
 
     def after(self, a, request):
         if a["absmax_out"] is not None and a["out"].shape[1] > 1:
@@ -239,7 +231,7 @@ class OverlooksTheLastChannelOfABatchNorm(ProducerMutant):
 class OverlooksTheFirstColumnOfALayerNorm(ProducerMutant):
     """In the scale of the copy."""
 
-    op, files = Op.LAYER_NORM_OUTPUT, EDGES
+    op = Op.LAYER_NORM_OUTPUT
 
     def after(self, a, request):
         if a["scale_out"] is not None and a["scale_out"].numel() == 1 and a["out"] is not None and a["out"].shape[1] > 1:

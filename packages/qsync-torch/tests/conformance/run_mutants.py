@@ -1,4 +1,4 @@
-"""Puts mutants, by their names, to the conformance suite in one process; prints ``name exit-code what-was-wrong`` as JSON."""
+"""Puts mutants, all or by name, to the conformance suite in one process; prints ``name exit-code what-was-wrong`` as JSON."""
 
 import contextlib
 import io
@@ -10,15 +10,6 @@ import pytest
 from . import address_mutants, mutants, producer_mutants
 
 SUITE = "qsync_torch.conformance"
-FILES = {
-    "quantize": ("test_quantize",),
-    "linear": ("test_linear",),
-    "conv2d": ("test_conv2d",),
-    "batch_norm": ("test_producers", "test_producer_gradients"),
-    "layer_norm": ("test_producers", "test_producer_gradients"),
-    "activation": ("test_producers", "test_producer_gradients"),
-}
-"""Where an operator's mistakes are most likely found: these run first, all others only where they find nothing."""
 
 
 class Failures:
@@ -37,10 +28,10 @@ class Failures:
             self.texts.append(f"collection: {report.longreprtext}")
 
 
-def put_to(files, mutant):
-    """Exit code, failures and output of those files of the suite."""
+def put_to(mutant, *selected):
+    """Exit code, failures and output of the suite, or of what is selected of it."""
     failures = Failures()
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", f"{SUITE}.plugin", "--pyargs", *files]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", f"{SUITE}.plugin", "--pyargs", SUITE, *selected]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = pytest.main([*arguments, "--backend", f"{mutant.__module__}:{mutant.__name__}"], plugins=[failures])
     return [int(code), "\n".join(failures.texts), output.getvalue()[-2000:]]
@@ -48,10 +39,8 @@ def put_to(files, mutant):
 
 found = {}
 for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL):
-    if mutant.__name__ not in sys.argv[1:]:
+    if sys.argv[1:] and mutant.__name__ not in sys.argv[1:]:
         continue
-    likely = getattr(mutant, "files", FILES[mutant.op.partition(".")[0]])
-    first = [f"{SUITE}.{name}" for name in ("test_interface", *likely)]
-    verdict = put_to(first, mutant)
-    found[mutant.__name__] = verdict if verdict[0] else put_to([SUITE], mutant)
+    verdict = put_to(mutant, "-k", f"test_interface or {mutant.op}")  # where its mistake is most likely found
+    found[mutant.__name__] = verdict if verdict[0] else put_to(mutant)
 print(json.dumps(found))

@@ -1,6 +1,5 @@
 """The pages on backends: what the tutorial shows, put together as it says, passes the suite that it names."""
 
-import json
 import re
 import subprocess
 import sys
@@ -8,6 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from qsync_core.tuning.store import read_store
 
 from .test_suite import ENVIRONMENT, run, run_suite
 
@@ -42,7 +43,7 @@ def installed(tmp_path, monkeypatch):
     entries = [line for group, names in project["entry-points"].items() for line in (f"[{group}]", *map(" = ".join, names.items()))]
     (about / "entry_points.txt").write_text("\n".join(entries) + "\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}")
-    monkeypatch.setitem(ENVIRONMENT, "QSYNC_TUNING", str(tmp_path / "tuning.jsonl"))
+    monkeypatch.setitem(ENVIRONMENT, "QSYNC_TUNING", str(tmp_path / "tuning.sqlite"))
     return tmp_path
 
 
@@ -93,9 +94,9 @@ def test_the_commands_of_the_pages_run(installed):
         ["bash", "-c", with_module], cwd=installed, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    records = [json.loads(line) for line in (installed / "tuning.jsonl").read_text().splitlines()]
-    assert {record["op"] for record in records if record.get("backend") == "mine"} == {"linear.output"}
-    assert any("gw=int8" in record["formats"] for record in records if record.get("op") == "linear.grad_weight")
+    keys = [key for key, _, _ in read_store(installed / "tuning.sqlite")[0]]
+    assert {key.op for key in keys if key.backend == "mine"} == {"linear.output"}
+    assert any("gw=int8" in key.formats for key in keys if key.op == "linear.grad_weight")
 
 
 def test_the_reference_names_every_operator():

@@ -7,8 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from nightly import nightly_but
+from qsync_core.kernels.backend import Op
+from qsync_core.kinds import Kind
+from qsync_torch.conformance import products
+from qsync_torch.conformance.calls import Written
+from qsync_torch.conformance.table import TABLE
+from qsync_torch.kinds.convolution import convolution
 
 from . import address_mutants, mutants, producer_mutants
 
@@ -57,6 +66,29 @@ def test_a_broken_backend_fails(verdicts, name):
     code, failures, output = verdicts[name]
     assert code == 1, f"{name} passed:\n{output}"
     assert failures.startswith("call") or "elements outside its output" in failures, failures
+
+
+def test_the_table_has_every_operator():
+    assert set(TABLE) == set(Op.ALL)
+
+
+@pytest.mark.parametrize("row, function, module", [
+    (Kind("conv3d", dimensions=3), F.conv3d, nn.Conv3d),
+    (Kind("conv_transpose2d", dimensions=2, transposed=True), F.conv_transpose2d, nn.ConvTranspose2d),
+], ids=["conv3d", "conv_transpose2d"])  # fmt: skip
+def test_the_entries_of_a_new_kind_follow_from_its_row(row, function, module):
+    kind = products.of_images(convolution(row, function, module))
+    for part in products.SIGNATURES:
+        for case in products.entry_of(kind, part).typical:
+            call = case.draw(torch.device("cpu"))
+            right = call.product(*call.dequantized())
+            if call.bias is not None:
+                right = right + call.bias.double().view(-1, *(1,) * row.dimensions)
+            call.check(Written(out=right.float()))
+            wrong = right.clone()
+            wrong[(-1,) * wrong.dim()] += 1 + wrong.abs().max()
+            with pytest.raises(AssertionError, match=r"1 of .* differ|errors up to"):
+                call.check(Written(out=wrong.float()))
 
 
 def test_a_wrong_command_line_is_one_sentence(tmp_path):

@@ -8,8 +8,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
-from qsync_torch.demo.training import gradient_errors
-from qsync_torch.job import Batch
+from qsync_torch.demo.measuring import gradient_errors
 
 
 class Scaled(nn.Linear):
@@ -24,13 +23,13 @@ def gradient_error(model, reference, data, loss):
     return gradient_errors({"it": model}, reference, data, loss)["it"]
 
 
-def square(output, batch):
+def square(output, targets):
     return output.square().mean()
 
 
 def batches():
     torch.manual_seed(1)
-    return [Batch((torch.randn(8, 6),)) for _ in range(3)]
+    return [(torch.randn(8, 6), torch.zeros(8)) for _ in range(3)]
 
 
 def test_a_gradient_that_is_a_quarter_too_large_is_off_by_a_quarter():

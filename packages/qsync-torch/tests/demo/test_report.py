@@ -8,8 +8,8 @@ import attrs
 import pytest
 from rich.console import Console
 
-from qsync_torch.demo.outcome import Outcome, Row, conclusions, print_outcome, room, summarize
-from qsync_torch.demo.report import methods_section, stored_section
+from qsync_torch.demo.outcome import Outcome, Row, room
+from qsync_torch.demo.report import methods_section, print_outcome, stored_section
 from qsync_torch.demo.stored_profiles import Stored, StoredRow
 from qsync_torch.demo.workloads import Evaluation
 
@@ -48,7 +48,7 @@ def test_table_and_json_say_the_same(outcome):
     assert "2 bfloat16, 7 float32" in shown
     assert "97.0%" in shown
     assert shown.count("over budget") == 1
-    assert conclusions(outcome) == [
+    assert outcome.conclusions == [
         "The weak worker may use 1 MiB: QSync's plan fits that with a measured peak of 2 MiB, full precision exceeds it with "
         "2 MiB.",
         "QSync's step takes 0.52 of full precision's and 1.04 of uniform low precision's, with 47% of uniform's "
@@ -58,7 +58,7 @@ def test_table_and_json_say_the_same(outcome):
         "Other processes were running: the strong worker got only 90% of its core, so expect these figures to scatter; "
         "run the demo again when the machine is idle.",
     ]
-    data = summarize(outcome)
+    data = outcome.summary
     assert data["qsync_over_full"] == pytest.approx(0.52)
     assert data["prediction_errors"] == pytest.approx({"full": 0.05, "random 11": 0.2})
     assert [method["measured_ns"] for method in data["methods"]] == [200_000_000, 100_000_000, 150_000_000, 104_000_000]
@@ -87,8 +87,8 @@ def test_the_report_has_a_row_for_every_method(outcome):
     assert shown["iteration, measured"] == "104 ms ± 5"
     assert shown["gradient error"] == "0.75%"
     assert "over budget" in table.rows[0][table.header.index("weak worker's peak")]
-    assert section.sentences == conclusions(outcome)
-    assert "its float32 step takes 1.56 times the strong one's; its memory budget is 1 MiB." in table.note
+    assert section.sentences == outcome.conclusions
+    assert "its float32 step takes 1.56 times the strong one's, memory budget 1 MiB." in table.note
     assert "fewer samples" in methods_section(attrs.evolve(outcome, notes=("fewer samples",))).parts[0].note
 
 

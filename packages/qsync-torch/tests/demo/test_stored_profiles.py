@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
-
-from qsync_torch.demo.outcome import _print_stored, stored_conclusions
+from qsync_torch.demo.report import stored_conclusion, stored_section
 from qsync_torch.demo.stored_profiles import replay_stored
 
 
@@ -19,7 +15,7 @@ def test_plans_are_made_for_gpus_that_are_not_here():
     assert uniform.predicted_ns < full.predicted_ns
     assert qsync.predicted_ns <= uniform.predicted_ns
     assert qsync.operators["float32"] > 0
-    out = io.StringIO()
-    _print_stored(Console(file=out, width=200), stored)
-    assert "replayed, not measured here" in out.getvalue()
-    assert stored_conclusions(stored)[0] in out.getvalue().replace("\n", " ").replace("  ", " ")
+    section = stored_section(stored)
+    assert "replayed, not measured here" in section.title
+    assert stored_conclusion(stored) in section.sentences
+    assert len(section.parts[0].rows) == 3

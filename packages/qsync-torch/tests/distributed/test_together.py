@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from qsync_core.errors import RankError
 from qsync_torch.distributed import exchange
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.ranks import together
 
 
@@ -29,7 +29,7 @@ def test_no_sentence_ends_with_a_colon(error, heard):
 
     def run(rank: int) -> BaseException | None:
         try:
-            with together("preparing", group=Members(rank, range(2), store, 10.0), timeout_s=10.0):
+            with together("preparing", group=Mailbox(rank, range(2), store, 10.0), timeout_s=10.0):
                 if rank:
                     raise error
         except BaseException as raised:
@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_in_a_block_that_the_others_have_left_ends_with_the_se
 
     def run(rank: int) -> None:
         with together(
-            "the line of train.py", group=Members(rank, range(2), store, 10.0), timeout_s=0.2 if rank == 0 else 30.0, may_hang=True
+            "the line of train.py", group=Mailbox(rank, range(2), store, 10.0), timeout_s=0.2 if rank == 0 else 30.0, may_hang=True
         ):
             if rank:
                 assert ended.wait(30)  # as in a collective
@@ -84,7 +84,7 @@ def test_who_is_interrupted_while_it_waits_says_so_to_the_one_that_it_waits_for(
     monkeypatch.setattr(exchange.Exchange, "hear", interrupted)
 
     def run(rank: int) -> None:
-        with together("preparing", group=Members(rank, range(2), store, 60.0), timeout_s=60.0, slow=True):
+        with together("preparing", group=Mailbox(rank, range(2), store, 60.0), timeout_s=60.0, slow=True):
             if rank == 0:
                 assert waits.wait(30)
 
@@ -99,8 +99,8 @@ def test_who_is_interrupted_while_it_waits_says_so_to_the_one_that_it_waits_for(
 def test_who_ends_after_its_report_is_named_by_those_that_wait_for_it_to_hear_theirs(monkeypatch):
     monkeypatch.setattr(exchange, "_GRACE_S", 0.0)
     store = dist.HashStore()
-    exchange.Exchange(Members(1, range(2), store, 10.0), "preparing", 10.0).say(exchange.Report("preparing"))
+    exchange.Exchange(Mailbox(1, range(2), store, 10.0), "preparing", 10.0).say(exchange.Report("preparing"))
     said = r"^rank 1 gave no sign of life for 0\.2 s while rank 0 waited for it in preparing: its process has ended"
-    members = Members(0, range(2), store, 10.0)
+    members = Mailbox(0, range(2), store, 10.0)
     with pytest.raises(RankError, match=said), together("preparing", group=members, timeout_s=0.2):
         pass

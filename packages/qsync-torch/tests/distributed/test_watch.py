@@ -19,7 +19,7 @@ import torch.distributed as dist
 from qsync_core.errors import RankError
 from qsync_torch.distributed import bounded_store, exchange
 from qsync_torch.distributed.bounded_store import BoundedStore, StoreSilent
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.meeting import Place
 from qsync_torch.distributed.ranks import told_by_all
 from qsync_torch.distributed.watch import _Watch, watched
@@ -64,16 +64,16 @@ def test_a_rank_that_hangs_ends_where_another_is_missing_frozen_or_has_failed(st
     store = dist.HashStore()
     if state is not None:
         store.set("qsync/watch1/1", state)
-    with redirect_stderr(io.StringIO()), watched("qsync prepare", Members(0, range(2), store, 10.0)):
+    with redirect_stderr(io.StringIO()), watched("qsync prepare", Mailbox(0, range(2), store, 10.0)):
         assert ended.wait(30)  # as in a collective
     assert re.search(f"^error: {said}", capfd.readouterr().err, re.MULTILINE)  # where PyTorch may write too
 
 
 def test_a_rank_that_is_done_is_not_waited_for():
     store = dist.HashStore()
-    with watched("qsync prepare", Members(1, range(2), store, 10.0)):
+    with watched("qsync prepare", Mailbox(1, range(2), store, 10.0)):
         store.set("qsync/watch1/0", json.dumps({"left": ""}))
-    watch = _Watch("qsync prepare", Members(0, range(2), store, 10.0))
+    watch = _Watch("qsync prepare", Mailbox(0, range(2), store, 10.0))
     long_ago = {1: float("-inf")}
     assert watch._failed({1: b""}, long_ago) == ""
     assert long_ago == {}
@@ -92,7 +92,7 @@ def stopped_holder():
 def test_calls_of_a_store_whose_process_is_stopped_end_with_who_it_is(stopped_holder, monkeypatch):
     port, stop = stopped_holder
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    members = Members(0, range(2), store, 10.0)
+    members = Mailbox(0, range(2), store, 10.0)
     stop()
     monkeypatch.setenv("QSYNC_RANK_TIMEOUT_S", "1")
     said = "the process that holds the process group's store is silent while this rank is in apply_ .no answer for 1 s.: it is rank"

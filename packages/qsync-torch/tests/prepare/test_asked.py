@@ -16,7 +16,7 @@ from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_torch.prepare import planning
 from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
@@ -46,7 +46,7 @@ def test_samples_move_only_where_that_is_asked_for(measured, monkeypatch):
 
     def uniform(*arguments: Any, batch: str = "equal", **options: Any) -> PrecisionPlan:
         """Quick, and with the batches of a plan that was free to choose them."""
-        plan = allocate(*arguments, solver="uniform", **options)
+        plan = allocate(Inputs(*arguments), Request("uniform", **options))
         moved = batch == "free" and len(plan.groups) == 2
         return attrs.evolve(plan, local_batches={"train": 160, "infer": 96}) if moved else plan
 

@@ -1,36 +1,14 @@
 """What every rank says of how far it is, and how long each stage took."""
 
-from types import SimpleNamespace
-
 import pytest
+import torch.distributed as dist
 
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.prepare.board import Board, _Reader
 
 
-class Store:
-    """The part of a store that boards use."""
-
-    def __init__(self):
-        self.held = {}
-
-    def under(self, prefix):
-        return self
-
-    def set(self, name, value):
-        self.held[name] = value.encode()
-
-    def get(self, name):
-        return self.held[name]
-
-    def check(self, names):
-        return all(name in self.held for name in names)
-
-    def delete_key(self, name):
-        del self.held[name]
-
-
 def of_rank(rank, store, now, shown):
-    members = SimpleNamespace(rank=rank, ranks=[0, 1], store=store)
+    members = None if store is None else Mailbox(rank, [0, 1], store, 10.0)
     return Board(members, clock=lambda: now[0], show=lambda *state: shown.append(state))
 
 
@@ -65,14 +43,15 @@ def test_a_stage_says_how_long_it_and_its_parts_took(ends):
 
 
 def test_rank_0_shows_how_long_the_stages_of_the_others_took_and_nothing_older_after_it():
-    now, shown, store = [0.0], [], Store()
+    now, shown, store = [0.0], [], dist.HashStore()
     other = of_rank(1, store, now, [])
     other.label = "b, "
     pass_through(other, now, "profiling", PROFILE, 4)
     other.stage("profiling")(4, 4, "")
-    reader = _Reader(of_rank(0, store, now, shown), [1])
-    reader._look(store, 1)
+    first = of_rank(0, store, now, shown)
+    reader, box = _Reader(first, [1]), first.members.part("qsync/prepare/board")
+    reader._look(box, 1)
     assert shown == [(1, 1, 1, f"b, {TOLD}")]
     other.stage("observing")(0, 2, "warm-up")
-    reader._look(store, 1)
+    reader._look(box, 1)
     assert shown[1:] == [(1, 0, 2, "b, observing: warm-up")]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from qsync_core.errors import ArtifactError, QSyncError
 from qsync_core.run_folder import RunFolder
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.prepare.folder import Folder, Made, merge_disks, open_folder
 from qsync_torch.prepare.ledger import Part, sha256_of, write_parts
 
@@ -26,7 +26,7 @@ def on_ranks(paths: list[Path], work: Callable[[Folder], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        members = Members(rank, range(len(paths)), dist.PrefixStore("job", store), 60.0) if len(paths) > 1 else None
+        members = Mailbox(rank, range(len(paths)), dist.PrefixStore("job", store), 60.0) if len(paths) > 1 else None
         try:
             with open_folder(paths[rank], members) as folder:
                 merge_disks(folder)
@@ -119,7 +119,7 @@ def test_a_disk_that_has_no_room_for_the_lock_is_said_with_what_to_do_and_lets_i
         raise OSError(28, "No space left on device")
 
     run = tmp_path / "run"
-    monkeypatch.setattr("qsync_torch.prepare.folder.os.write", write)
+    monkeypatch.setattr(Path, "write_text", write)
     said = "No space left on device; make room or name another folder with -o, and start 'qsync prepare' again: it continues"
     for error in on_ranks([run] * ranks, publish):
         assert isinstance(error, ArtifactError)
@@ -211,9 +211,9 @@ def test_a_rank_that_says_what_is_no_part_ends_all_with_a_sentence_that_names_it
 def test_bytes_that_are_not_those_of_the_digest_are_not_written(tmp_path, monkeypatch):
     honest = Folder._put
 
-    def put(folder: Folder, prefix: str, made: dict[str, Made]) -> dict[str, int]:
+    def put(folder: Folder, made: dict[str, Made]) -> dict[str, int]:
         swapped = {name: Made(one.inputs, b"another") for name, one in made.items()}
-        return honest(folder, prefix, swapped if folder.rank == 1 else made)
+        return honest(folder, swapped if folder.rank == 1 else made)
 
     monkeypatch.setattr(Folder, "_put", put)
     for error in on_ranks([tmp_path / "a", tmp_path / "b"], publish):

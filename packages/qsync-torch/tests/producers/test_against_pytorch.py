@@ -14,7 +14,7 @@ from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.quantize import build_copy
 from qsync_torch.conformance.operands import Outputs, floats
 from qsync_torch.conformance.producers import ACTIVATION, BATCH_NORM, EPS, FORMS, LAYER_NORM, Producer, variant_of
-from qsync_torch.conformance.test_quantize import LARGEST
+from qsync_torch.conformance.quantization import LARGEST
 from qsync_torch.dtypes import TORCH_DTYPE
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def in_pytorch(problem, grad, dtype):
     weight, bias = (None if t is None else t.detach().clone().to(wide).requires_grad_() for t in (problem.weight, problem.bias))
     if problem.name == BATCH_NORM:
         parameters = (weight, bias) if dtype is not torch.float16 else (weight.half(), bias.half())
-        z = functional.batch_norm(problem.image(x), None, None, *parameters, training=True, eps=EPS)
+        z = functional.batch_norm(problem.argument(x), None, None, *parameters, training=True, eps=EPS)
         z = z.permute(0, 2, 3, 1).reshape(problem.x.shape)
         z = z if residual is None else z + residual
     elif problem.name == LAYER_NORM:

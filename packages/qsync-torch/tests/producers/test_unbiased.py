@@ -39,7 +39,7 @@ def samples(problem, grad, kept_in_float):
     forward, backward = kernel_of(problem, "output"), kernel_of(problem, "grad_input")
     rows = []
     for seed in range(SEEDS):
-        written = problem.run(forward, outputs, 2 * seed, 2 * seed + 1, 7)
+        written = problem.run(forward, outputs, seed=2 * seed, x_seed=2 * seed + 1, offset=7)
         found = problem.run_backward(
             backward, outputs, grad, written.x_q, written.x_scale, written.mean, written.spread, written.bits
         )

@@ -8,13 +8,21 @@ from collections.abc import Callable, Iterator
 
 import attrs
 import pytest
+from torch.utils.data import DataLoader
 
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.demo.workloads import load_workload
+from qsync_torch.capturing.capture import capture
+from qsync_torch.demo.workloads import load_workload, loss
 from qsync_torch.profiling import paying
 from qsync_torch.profiling.paying import MOST_REPEATS, REPEATS, Uncertain, compared_rungs, repeated
 from qsync_torch.tracing.trace import trace
+
+
+def tiny_job():
+    workload = load_workload("resnet", tiny=True)
+    return capture(workload.model, workload.optimizer, loss, DataLoader(workload.training, workload.batch_size))
+
 
 INT8, BFLOAT16, FLOAT32 = (Variant.of(precision) for precision in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 
@@ -71,7 +79,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, times: dict[Variant, Callable[[], flo
 
 
 def test_a_rung_that_may_be_on_either_side_of_float32_is_measured_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    dag = trace(load_workload("resnet", tiny=True).job())
+    dag = trace(tiny_job())
     noisy = itertools.cycle([0.103, 0.11, 0.12, 0.098, 0.13])
     counted = timed(monkeypatch, {INT8: lambda: 0.05, BFLOAT16: lambda: next(noisy), FLOAT32: lambda: 0.1})
     found = compared_rungs(dag, {})
@@ -81,14 +89,14 @@ def test_a_rung_that_may_be_on_either_side_of_float32_is_measured_longer(monkeyp
 
 
 def test_rungs_that_are_clearly_faster_or_slower_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    dag = trace(load_workload("resnet", tiny=True).job())
+    dag = trace(tiny_job())
     counted = timed(monkeypatch, {INT8: lambda: 0.05, BFLOAT16: lambda: 0.2, FLOAT32: lambda: 0.1})
     assert compared_rungs(dag, {}) == {INT8: Uncertain(0.5), BFLOAT16: Uncertain(2.0)}
     assert set(counted.values()) == {REPEATS + 1}
 
 
 def test_a_first_run_that_took_long_says_nothing_of_a_rung(monkeypatch: pytest.MonkeyPatch) -> None:
-    dag = trace(load_workload("resnet", tiny=True).job())
+    dag = trace(tiny_job())
     loading = itertools.chain([1.0], itertools.repeat(0.05))
     counted = timed(monkeypatch, {INT8: lambda: next(loading), BFLOAT16: lambda: 0.9, FLOAT32: lambda: 0.1})
     assert compared_rungs(dag, {}) == {INT8: Uncertain(0.5), BFLOAT16: Uncertain(9.0)}
@@ -96,7 +104,7 @@ def test_a_first_run_that_took_long_says_nothing_of_a_rung(monkeypatch: pytest.M
 
 
 def test_under_autocast_the_rungs_below_its_format_are_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    dag = attrs.evolve(trace(load_workload("resnet", tiny=True).job()), base=Precision.BFLOAT16)
+    dag = attrs.evolve(trace(tiny_job()), base=Precision.BFLOAT16)
     base = Variant.plain(Precision.BFLOAT16)
     under = INT8.under(Precision.BFLOAT16)
     counted = timed(monkeypatch, {under: lambda: 0.1, base: lambda: 0.2})

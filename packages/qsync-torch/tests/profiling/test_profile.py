@@ -10,6 +10,7 @@ from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.cast_cost import possible_casts
@@ -349,3 +350,25 @@ def test_fourier_transforms_are_measured_in_float32():
 def test_a_model_whose_forward_leaves_tensors_in_it_is_copied():
     _, profiled = profile_of(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)))
     assert {step.variant for step in profiled.steps} == set(LADDER)
+
+
+def test_kinds_without_8_bit_kernels_are_measured_in_float_formats_alone(monkeypatch) -> None:
+    sequences = attrs.evolve(KINDS["conv1d"], in_8_bit=False)
+    monkeypatch.setitem(KINDS, "conv1d", sequences)
+    model = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    job = Job(
+        "kinds",
+        model,
+        lambda step, size: Batch((torch.randn(size, 3, 6),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        batch_size=2,
+    )
+    notes: list[str] = []
+    ladder = (Variant.of(Precision.INT8), Variant.plain(Precision.FLOAT32))
+    measured = profile(
+        job, trace(job), ladder=ladder, note=notes.append, operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK
+    )
+    found = {op_id.fqn: set(costs) for op_id, costs in measured.cost_index.items()}
+    assert (found["0"], found["2"]) == ({ladder[1]}, set(ladder))
+    assert any("1 operators (0#0 and so on) have no kernels in 8 bit" in note for note in notes)

@@ -14,13 +14,14 @@ from torch import nn
 from nightly import each_once
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.formats import OutputFormats
-from qsync_core.ir.functions import FUNCTIONS, UnderAutocast
+from qsync_core.ir.functions import FUNCTIONS, UnderAutocast, function_of
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.semantics import Autocast, output_precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
@@ -182,7 +183,7 @@ def test_autocast_lists_are_those_of_pytorch() -> None:
     }
     private = {"scaled_dot_product_flash_attention", "thnn_fused_gru_cell", "thnn_fused_lstm_cell"}
     recurrent = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-    ours = {how: {kind for kind, row in FUNCTIONS.items() if row.autocast is how} for how in UnderAutocast}
+    ours = {how: {name for name in (*FUNCTIONS, *KINDS) if function_of(name).autocast is how} for how in UnderAutocast}
     assert listed["LOWER_PRECISION_FP"] - private == ours[UnderAutocast.BASE] - recurrent
     float32 = (listed["FP32"] | listed["FP32_SET_OPT_DTYPE"]) - {kind for kind, row in FUNCTIONS.items() if row.loss}
     assert float32 - ours[UnderAutocast.FLOAT32_ON_CUDA] == set()

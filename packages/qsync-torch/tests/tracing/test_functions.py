@@ -15,8 +15,9 @@ from qsync_core.ir.functions import FUNCTIONS, Takes
 ATEN = torch.ops.aten
 PYTHON_ONLY = {
     "hinge_embedding_loss", "soft_margin_loss", "rnn_tanh", "rnn_relu", "nuclear_norm", "frobenius_norm", "cross_entropy_loss",
+    "grouped_mm_fallback",
 }  # fmt: skip
-"""Composites, some of which a build of PyTorch may lack as operators."""
+"""Composites, some of which a build of PyTorch may lack as operators, and one of transformers' own."""
 
 _LINALG = (
     *("cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv", "inv_ex"),

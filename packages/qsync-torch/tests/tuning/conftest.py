@@ -18,7 +18,7 @@ def seeded():
 @pytest.fixture(autouse=True)
 def own_store(tmp_path, monkeypatch):
     """Every test has a tuning file of its own."""
-    path = tmp_path / "tuning.jsonl"
+    path = tmp_path / "tuning.sqlite"
     monkeypatch.setenv("QSYNC_TUNING", str(path))
     return path
 

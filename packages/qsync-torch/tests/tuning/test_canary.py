@@ -147,15 +147,15 @@ def test_where_no_backend_is_right_the_operator_is_not_measured_so(install):
 @pytest.fixture
 def wrong_bfloat16(monkeypatch):
     """PyTorch's own product in bfloat16 has one wrong element where it is 64 wide, as its library's had under a share."""
-    right = float_products.linear
+    right = float_products.product
 
-    def linear(x, weight, bias):
-        y = right(x, weight, bias)
+    def product(x, weight, bias, geometry):
+        y = right(x, weight, bias, geometry)
         if x.dtype is torch.bfloat16 and y.shape[-1] == 64:
             y = y + torch.zeros_like(y).index_fill_(0, torch.tensor([len(y) - 1]), 1e18)
         return y
 
-    monkeypatch.setattr(float_products, "linear", linear)
+    monkeypatch.setattr(float_products, "product", product)
 
 
 def test_a_wrong_rung_is_left_out_for_its_operators_alone(wrong_bfloat16):

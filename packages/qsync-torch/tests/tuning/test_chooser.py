@@ -97,7 +97,7 @@ def test_a_fused_chain_takes_the_backend_that_quantizes_fastest(install, tmp_pat
     assert dict(chosen.pins) == {op: OpChoice("two", "a") for op in (Op.ACTIVATION_OUTPUT, Op.ACTIVATION_GRAD_INPUT)}
     store.add(TuningRecord(store.key("one", producers()[1]), "b", 7))
     assert dict(KernelChooser(CPU, "auto", store).for_chain(producers()).pins)[Op.ACTIVATION_GRAD_INPUT] == OpChoice("one", "b")
-    untuned = KernelChooser(CPU, "auto", open_store(CPU, tmp_path / "none.jsonl"))
+    untuned = KernelChooser(CPU, "auto", open_store(CPU, tmp_path / "none.sqlite"))
     assert untuned.for_chain(producers()) == KernelChoice.parse()
     assert {request.op for request in untuned.untuned} == {Op.QUANTIZE}
 

@@ -10,6 +10,7 @@ from qsync_core.cli.root import cli
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.profile import Profile
 from qsync_core.kernels.choice import KernelChoice
+from qsync_core.tuning.store import read_store
 from qsync_torch.profiling import profile as profiling
 from qsync_torch.timing import Effort
 
@@ -112,7 +113,7 @@ def test_options_narrow_it_down(qsync, install):
             "--budget",
             1,
             "-o",
-            "own.jsonl",
+            "own.sqlite",
             "--rungs",
             "int8",
             "--json",
@@ -138,13 +139,13 @@ def test_files_are_joined(qsync, install):
     for name, backend in (("a", "one"), ("b", "aten")):
         result_of(
             qsync(
-                "tune", "job.py:tiny", "--device", "cpu", "--backend", backend, "-o", f"{name}.jsonl", "--rungs", "int8", "--json"
+                "tune", "job.py:tiny", "--device", "cpu", "--backend", backend, "-o", f"{name}.sqlite", "--rungs", "int8", "--json"
             )
         )
-    joined = result_of(qsync("tune", "--merge", "a.jsonl", "--merge", "b.jsonl", "-o", "c.jsonl", "--json"))
-    again = result_of(qsync("tune", "--merge", "a.jsonl", "b.jsonl", "-o", "d.jsonl", "--json"))
+    joined = result_of(qsync("tune", "--merge", "a.sqlite", "--merge", "b.sqlite", "-o", "c.sqlite", "--json"))
+    again = result_of(qsync("tune", "--merge", "a.sqlite", "b.sqlite", "-o", "d.sqlite", "--json"))
     assert joined["records"] == again["records"]
-    tuned = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "-o", "c.jsonl", "--rungs", "int8", "--json"))
+    tuned = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "-o", "c.sqlite", "--rungs", "int8", "--json"))
     assert tuned["reused"] == joined["records"] == 2 * len(tuned["kernels"])
 
 
@@ -206,12 +207,13 @@ def test_only_what_was_added_is_said_to_be_written(qsync, install, own_store):
 
 def test_joining_into_a_link_writes_the_file_behind_it(qsync, install, tmp_path):
     install(NamedBackend("one"))
-    result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "-o", "a.jsonl", "--rungs", "int8", "--json"))
+    result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "-o", "a.sqlite", "--rungs", "int8", "--json"))
     (tmp_path / "shared").mkdir()
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "shared" / "all.jsonl")
-    joined = result_of(qsync("tune", "--merge", "a.jsonl", "-o", "link.jsonl", "--json"))
-    assert (tmp_path / "link.jsonl").is_symlink()
-    assert len((tmp_path / "shared" / "all.jsonl").read_text().splitlines()) > joined["records"] > 0
+    (tmp_path / "link.sqlite").symlink_to(tmp_path / "shared" / "all.sqlite")
+    joined = result_of(qsync("tune", "--merge", "a.sqlite", "-o", "link.sqlite", "--json"))
+    assert (tmp_path / "link.sqlite").is_symlink()
+    measured, found = read_store(tmp_path / "shared" / "all.sqlite")
+    assert len(measured) >= len(found) == joined["records"] > 0
 
 
 @pytest.mark.parametrize(
@@ -233,8 +235,8 @@ def test_joining_into_a_link_writes_the_file_behind_it(qsync, install, tmp_path)
             "--rungs and --cluster both give",
         ),
         (
-            ["tune", "--merge", "nowhere.jsonl", "-o", "x.jsonl"],
-            "cannot read tuning records from nowhere.jsonl: there is no such file",
+            ["tune", "--merge", "nowhere.sqlite", "-o", "x.sqlite"],
+            "cannot read tuning records from nowhere.sqlite: there is no such file",
         ),
         (["tune", "no-such-model", "--device", "cpu"], ""),
         (["tune", "dag.qsync", "--device", "cpu", "--batch-size", 2], "dag.qsync is a graph, whose batch size is fixed"),

@@ -92,7 +92,9 @@ def launch(
     qsync launch run/ --master-addr node0 -- train.py --epochs 3
     qsync launch run/ --jobset --image registry.example.com/train:1.0 -- train.py | kubectl apply -f -
     """
-    from qsync_core.launching.jobset import PodSettings, jobset, to_yaml
+    import yaml
+
+    from qsync_core.launching.jobset import PodSettings, jobset
     from qsync_core.launching.machines import planned_job
     from qsync_core.launching.torchrun import Meeting, machine_commands
     from qsync_core.run_folder import RunFolder
@@ -125,11 +127,10 @@ def launch(
         return labels
 
     settings = PodSettings(image, namespace, by_group(selectors), dict(resources), shared_memory, dict(claims))
-    manifest = jobset(job, name or _default_name(run), settings, script, meeting)
-    text = to_yaml(manifest)
+    text = jobset(job, name or _default_name(run), settings, script, meeting)
     if output is not None:
         write_atomically(output, text.encode())
-    facts = {"manifest": manifest} | ({"output": str(output)} if output else {})
+    facts = {"manifest": yaml.safe_load(text)} | ({"output": str(output)} if output else {})
     emit(json_flag, facts, lambda console: _render_manifest(console, text, output))
 
 

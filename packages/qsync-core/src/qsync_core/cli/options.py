@@ -68,7 +68,7 @@ def artifact_argument(name: str) -> Callable[[Command], Command]:
 
 
 def plan_options(command: Command) -> Command:
-    """What a person asks of a plan, as :func:`qsync_planner.allocator.allocate` takes it.
+    """What a person asks of a plan, as :class:`qsync_planner.allocator.Request` has it.
 
     The command's parameters are ``solver: str, objective: str, omega_limit: float | None, tolerance: float, batch: str,
     keep: tuple[str, ...]``.
@@ -101,7 +101,7 @@ def plan_options(command: Command) -> Command:
             "--solver",
             default="auto",
             show_default=True,
-            help="auto, exact, greedy, greedy-paper, or a baseline: uniform, full, dynamic-batch.",
+            help="auto, exact, greedy, or a baseline: uniform, full, dynamic-batch.",
         ),
     ):
         command = option(command)

@@ -214,7 +214,8 @@ class _Finder:
         """A chain with its readers."""
         dag, last = self._dag, members[-1]
         readers = [dag.operators[position] for position in dict.fromkeys(dag.consumers[dag.index[last.op_id]])]
-        served = (o.op_id for o in readers if o.is_adjustable and o.input_shapes[0] == last.output_shape)
+        whole = (o for o in readers if o.is_adjustable and o.input_shapes[0] == last.output_shape)
+        served = (o.op_id for o in whole if o.row.of_rows or len(last.output_shape) == 4)  # copies are of rows, or of 2-d images
         names = tuple(member.op_id for member in members)
         return Chain(producer, names, x, residual, activation, tuple(o.op_id for o in readers), tuple(served))
 

@@ -18,23 +18,20 @@ from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS, Kind
 
 
 class OpClass(enum.StrEnum):
     """What a plan may do with an operator (docs/design/precision-semantics.md#operator-classes)."""
 
     ADJUSTABLE = "adjustable"
-    """Linear and convolution: the plan picks a variant."""
+    """A kind of :data:`~qsync_core.kinds.KINDS`: the plan picks a variant."""
     DEPENDENT = "dependent"
     """Add, relu, pooling, attention products: runs in the widest format of its inputs."""
     GUARDED = "guarded"
     """Softmax, normalisation: takes and returns the widest format of its inputs, computes inside in float32."""
     FIXED = "fixed"
     """Graph inputs, embeddings, the loss, integer work: never touched; floating-point results are float32."""
-
-
-ADJUSTABLE_KINDS = ("linear", "conv2d")
-"""Kinds of operators whose precision a plan can pick."""
 
 
 @attrs.frozen
@@ -118,8 +115,8 @@ class Operator:
     also_read_by: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        if self.is_adjustable and self.kind not in ADJUSTABLE_KINDS:
-            raise ValueError(f"{self.op_id}: {' and '.join(ADJUSTABLE_KINDS)} operators are adjustable, not {self.kind[:40]!r}")
+        if self.is_adjustable and self.kind not in KINDS:
+            raise ValueError(f"{self.op_id}: {' and '.join(KINDS)} operators are adjustable, not {self.kind[:40]!r}")
         if len(self.inputs) != len(self.input_shapes):
             raise ValueError(f"{self.op_id}: {len(self.inputs)} inputs but {len(self.input_shapes)} input shapes")
         if any(type(index) is not int or not 0 <= index < len(self.inputs) for index in self.no_grad_inputs):
@@ -139,6 +136,20 @@ class Operator:
     def geometry(self) -> Geometry:
         """The geometry of a convolution; neutral for other operators."""
         return Geometry.of(self.attributes)
+
+    @property
+    def row(self) -> Kind:
+        """What the table of kinds says of it.
+
+        Raises:
+            KeyError: when it is of none of these kinds.
+        """
+        return KINDS[self.kind]
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it is a convolution of those kinds."""
+        return self.kind in KINDS and not KINDS[self.kind].of_rows
 
     @property
     def output_numel(self) -> int:
@@ -172,7 +183,9 @@ class Operator:
     @property
     def parameter_shape(self) -> tuple[int, ...]:
         """Shape of the weight as the model stores it."""
-        return self.weight_shape[::-1] if self.is_transposed else self.weight_shape
+        if self.is_transposed:
+            return self.weight_shape[::-1]
+        return self.row.parameter_shape(self.weight_shape, self.geometry.groups) if self.is_convolution else self.weight_shape
 
     @property
     def is_adjustable(self) -> bool:

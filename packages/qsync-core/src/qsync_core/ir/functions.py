@@ -1,8 +1,8 @@
-"""The table of all functions that are no linear or convolution: which formats each takes, and in which it runs.
+"""The table of all functions that are none of :data:`qsync_core.kinds.KINDS`: which formats each takes, and what it costs.
 
-One row per kind of operator (ATen's plain name).  Tracing reads an operator's class from it, prices follow that and what autocast
-does, and :mod:`qsync_core.ir.formats` decides by it which operators of a plan may deliver 16 bits.  A kind that no row names is
-dependent, and taken to want float32.
+One row per function (ATen's plain name).  Tracing reads an operator's class from it and counts its operations, prices follow that
+and what autocast does, and :mod:`qsync_core.ir.formats` decides by it which operators of a plan may deliver 16 bits.  One that no
+row names is dependent, and taken to want float32.
 
 Sources, in PyTorch 2.13: the header of autocast (ATen's autocast_mode.h); what TensorIterator promotes; kernels of norms, of which
 CUDA's layer norm refuses float32 weights beside 16-bit activations, its group norm keeps statistics in the activation's format, and
@@ -12,11 +12,13 @@ batch norm takes float32 weights and statistics on CPUs, CUDA and in cuDNN.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
 from qsync_core.ir.dag import OpClass
+from qsync_core.kinds import KINDS
 
 
 class Takes(enum.StrEnum):
@@ -43,6 +45,10 @@ class UnderAutocast(enum.StrEnum):
     """Float32 on CUDA, that of its inputs on a CPU."""
 
 
+Shapes = Sequence[Sequence[int]]
+"""Shapes of the floating-point tensors that a call reads, in the order of its arguments."""
+
+
 @attrs.frozen
 class Function:
     """One row of the table.
@@ -53,6 +59,10 @@ class Function:
         autocast: what autocast makes of it.
         loss: the loss kind that a graph stores; empty where it is no loss.
         fixed_for_plans_alone: autocast runs it in the format that arrives although it is fixed.
+        is_product: it multiplies tensors, and the peaks of products bound its operations.
+        flops: its operations, from the shapes that it reads and that of its output; None: PyTorch's own count, or one an element.
+        is_recurrent: a layer whose products are inside one function.
+        refused: why no plan lowers a call with a parameter; empty where it is nothing that a plan could lower.
     """
 
     op_class: OpClass = OpClass.DEPENDENT
@@ -60,6 +70,10 @@ class Function:
     autocast: UnderAutocast = UnderAutocast.OF_INPUTS
     loss: str = ""
     fixed_for_plans_alone: bool = False
+    is_product: bool = False
+    flops: Callable[[Shapes, Sequence[int]], int] | None = None
+    is_recurrent: bool = False
+    refused: str = ""
 
 
 UNKNOWN = Function()
@@ -67,6 +81,41 @@ UNKNOWN = Function()
 
 _BASE, _WIDE = UnderAutocast.BASE, UnderAutocast.FLOAT32_ON_CUDA
 _ONE, _MIXED = Takes.ONE_FORMAT, Takes.MIXED
+
+
+_SUPPORTED = f"a plan lowers {', '.join(KINDS)}"
+_OTHER_CONVOLUTIONS = {
+    "conv3d": "three-dimensional convolution",
+    "conv_transpose1d": "transposed convolution",
+    "conv_transpose3d": "transposed convolution",
+    "conv_tbc": "time-first convolution",
+    "convolution": "convolution called as torch.convolution",
+}
+"""Convolutions of which no kind is."""
+
+
+def _out_of_reach(called: str) -> str:
+    return f"{called} with a parameter is out of reach; use torch.nn.functional.linear"
+
+
+def _attention_flops(shapes: Shapes, output: Sequence[int]) -> int:
+    """Query (…, L, E) by key (…, S, E), and the scores (…, L, S) by value (…, S, V)."""
+    if len(shapes) < 3:
+        return math.prod(output)
+    query, key, value = shapes[:3]
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _vector_flops(shapes: Shapes, output: Sequence[int]) -> int:
+    return 2 * max(map(math.prod, shapes), default=0)
+
+
+def _grouped_flops(shapes: Shapes, output: Sequence[int]) -> int:
+    return 2 * math.prod(output) * shapes[0][-1]
+
+
+def _bilinear_flops(shapes: Shapes, output: Sequence[int]) -> int:
+    return 2 * math.prod(shapes[0][:-1]) * math.prod(shapes[2])
 
 
 def _rows() -> Iterator[tuple[str, Function]]:
@@ -92,15 +141,26 @@ def _rows() -> Iterator[tuple[str, Function]]:
         Function(takes=_MIXED),
     )
     # Products of activations, which refuse mixed formats.
-    yield from row("matmul mm bmm baddbmm addmm addbmm scaled_dot_product_attention", Function(takes=_ONE, autocast=_BASE))
-    yield from row("linalg_matmul", Function(takes=_ONE))
+    for name in ["matmul", "mm", "bmm", "baddbmm", "addmm", "addbmm"]:
+        yield name, Function(takes=_ONE, autocast=_BASE, is_product=True, refused=_out_of_reach(f"torch.{name}"))
+    yield "scaled_dot_product_attention", Function(takes=_ONE, autocast=_BASE, is_product=True, flops=_attention_flops)
+    yield "linalg_matmul", Function(takes=_ONE, is_product=True, refused=_out_of_reach("torch.linalg.matmul"))
+    yield "einsum", Function(autocast=_BASE, is_product=True, refused=_out_of_reach("torch.einsum"))
+    for name in ("mv", "addmv"):
+        yield name, Function(autocast=_BASE, flops=_vector_flops, refused=_out_of_reach(f"torch.{name}"))
+    yield "dot", Function(flops=_vector_flops, refused=_out_of_reach("torch.dot"))
+    yield "vdot", Function(flops=_vector_flops)
+    yield "tensordot", Function(refused=_out_of_reach("torch.tensordot"))
+    yield "bilinear", Function(flops=_bilinear_flops, refused=_out_of_reach("torch.nn.functional.bilinear"))
+    grouped = _out_of_reach("torch.nn.functional.grouped_mm")
+    yield from row("grouped_mm grouped_mm_fallback", Function(flops=_grouped_flops, refused=grouped))
+    for name, what in _OTHER_CONVOLUTIONS.items():
+        yield name, Function(autocast=_BASE, is_product=True, refused=f"{what} is not supported; {_SUPPORTED}")
+    yield from row("addr chain_matmul linalg_multi_dot linalg_vecdot prelu", Function(autocast=_BASE))
+    recurrent = "recurrent layers are not supported: their products are inside one operator"
     yield from row(
-        "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution mv addmv addr "
-        "chain_matmul linalg_multi_dot linalg_vecdot einsum prelu",
-        Function(autocast=_BASE),
-    )
-    yield from row(
-        "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", Function(OpClass.FIXED, autocast=_BASE)
+        "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+        Function(OpClass.FIXED, autocast=_BASE, is_recurrent=True, refused=recurrent),
     )
     # Guarded: 16 bits in and out, float32 inside.
     yield from row("softmax log_softmax", Function(OpClass.GUARDED, _ONE, _WIDE))
@@ -164,10 +224,12 @@ _LOSSES = {
     "poisson_nll_loss": "poisson_nll",
 }
 
-FUNCTIONS: dict[str, Function] = dict(_rows())
-"""Every row, by the kind of an operator."""
+FUNCTIONS: dict[str, Function] = {name: function for name, function in _rows() if name not in KINDS}
+"""Every row, by the plain name of a function."""
+_OF_KINDS = dict.fromkeys(KINDS, Function(autocast=UnderAutocast.BASE, is_product=True))
+"""What functions of adjustable kinds are where a plan cannot pick their precision."""
 
 
-def function_of(kind: str) -> Function:
-    """The row of a kind, :data:`UNKNOWN` where the table does not name it."""
-    return FUNCTIONS.get(kind, UNKNOWN)
+def function_of(name: str) -> Function:
+    """The row of a function, :data:`UNKNOWN` where the table does not name it."""
+    return FUNCTIONS.get(name) or _OF_KINDS.get(name, UNKNOWN)

@@ -10,6 +10,7 @@ import attrs
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.chain import ALONE, ChainForm
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS
 from qsync_core.progress import ProgressCallback
 
 BACKEND_API_VERSION = 1
@@ -37,15 +38,7 @@ class Op:
     ACTIVATION_OUTPUT = "activation.output"
     ACTIVATION_GRAD_INPUT = "activation.grad_input"
 
-    UNFUSED = (
-        QUANTIZE,
-        LINEAR_OUTPUT,
-        LINEAR_GRAD_INPUT,
-        LINEAR_GRAD_WEIGHT,
-        CONV2D_OUTPUT,
-        CONV2D_GRAD_INPUT,
-        CONV2D_GRAD_WEIGHT,
-    )
+    UNFUSED = (QUANTIZE, *(op for kind in KINDS.values() if kind.as_run is kind for op in kind.products))
     """Quantization, and the products of adjustable operators."""
     PRODUCERS = (
         BATCH_NORM_OUTPUT,
@@ -57,6 +50,8 @@ class Op:
     )
     """What produces the activation of a product, fused with its quantization (docs/design/fused-chains.md)."""
     ALL = (*UNFUSED, *PRODUCERS)
+    CONVOLUTIONS = tuple(op for kind in KINDS.values() if not kind.of_rows for op in kind.products)
+    """The products of convolutions of all kinds; ``conv2d`` runs others too (:attr:`qsync_core.kinds.Kind.runs_as`)."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -95,7 +90,7 @@ class KernelRequest:
         flags = {"multiplier": "channel"} if self.multiplied else {}
         if self.transposed:
             flags["transposed"] = "true"
-        return self.geometry.attributes if self.op.startswith("conv2d") else flags
+        return self.geometry.attributes if self.op in Op.CONVOLUTIONS else flags
 
 
 @attrs.frozen

@@ -18,11 +18,7 @@ from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
-
-_OPS = {
-    "linear": (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT),
-    "conv2d": (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT),
-}
+from qsync_core.kinds import KINDS
 
 
 @attrs.frozen
@@ -44,7 +40,10 @@ class OperatorRequest:
 
 @attrs.frozen
 class CallShapes:
-    """Shapes of one call of an operator: activation, weight and output, and a convolution's geometry."""
+    """Shapes of one call of an operator as kernels take it: activation, weight and output, and a convolution's geometry.
+
+    ``kind`` is one that has kernels of its own (:attr:`qsync_core.kinds.Kind.as_run`).
+    """
 
     kind: str
     x: tuple[int, ...]
@@ -55,25 +54,44 @@ class CallShapes:
 
     @classmethod
     def of(cls, operator: Operator) -> CallShapes:
-        """Take the shapes of an adjustable operator of a graph; a single image counts as a batch of one.
+        """Take the shapes of an adjustable operator of a graph, as the kernels take them: a single image is a batch of one.
 
         Raises:
             ArtifactError: when they are no call of that kind.
         """
         x, y = operator.input_shapes[0] if operator.input_shapes else (), operator.output_shape
-        dimensions = ((3, 4), 4) if operator.kind == "conv2d" else (range(1, 65), 2)
+        kind, w = KINDS[operator.kind], operator.weight_shape
         try:
-            operator.geometry  # noqa: B018
+            geometry = operator.geometry
         except ValueError as error:
             raise ArtifactError(f"the graph is damaged: the geometry of {operator.op_id} cannot be read ({error})") from None
-        if len(x) not in dimensions[0] or len(y) not in dimensions[0] or len(operator.weight_shape) != dimensions[1]:
+        if not kind.fits(x, w, y) or (not kind.of_rows and geometry.dimensions != kind.dimensions):
             raise ArtifactError(
                 f"the graph is damaged: {operator.op_id} is a {operator.kind} of an activation {list(x)} and a weight "
                 f"{list(operator.weight_shape)} with output {list(y)}; trace the job again"
             )
-        if operator.kind == "conv2d":
-            x, y = ((1, *shape) if len(shape) == 3 else shape for shape in (x, y))
-        return cls(operator.kind, x, operator.weight_shape, y, operator.geometry, 0 not in operator.no_grad_inputs)
+        return cls.as_run(operator.kind, x, w, y, geometry, 0 not in operator.no_grad_inputs)
+
+    @classmethod
+    def as_run(
+        cls,
+        kind: str,
+        x: tuple[int, ...],
+        w: tuple[int, ...],
+        y: tuple[int, ...],
+        geometry: Geometry = NEUTRAL,
+        input_gradient: bool = True,
+    ) -> CallShapes:
+        """The shapes of a call of any kind, as its kernels take them."""
+        row = KINDS[kind]
+        x, y = row.as_kernels_take(x), row.as_kernels_take(y)
+        geometry = geometry if row.of_rows else geometry.with_dimensions(row.as_run.dimensions)
+        return cls(row.as_run.name, x, row.as_kernels_take(w, is_weight=True), y, geometry, input_gradient)
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether it is a product of rows, and no convolution."""
+        return KINDS[self.kind].of_rows
 
 
 def quantization_variant(precision: Precision, granularity: Granularity, rounding: Rounding, symmetric: bool = True) -> Variant:
@@ -91,13 +109,12 @@ def operator_requests(
     a backward product is in 8 bit.
 
     Args:
-        call: its shapes; ``call.kind`` is ``linear`` or ``conv2d``.
+        call: its shapes.
         variant: how it runs.
         device_kind, compute_capability: of the device.
     """
-    linear = call.kind == "linear"
-    output_op, grad_input_op, grad_weight_op = _OPS[call.kind]
-    x, y = (_flat(call.x), _flat(call.y)) if linear else (call.x, call.y)
+    output_op, grad_input_op, grad_weight_op = KINDS[call.kind].products
+    x, y = (_flat(call.x), _flat(call.y)) if call.of_rows else (call.x, call.y)
     found: list[OperatorRequest] = []
 
     def add(role: str, shapes: tuple[tuple[int, ...], ...], result: tuple[int, ...], source: Precision) -> None:
@@ -126,7 +143,7 @@ def operator_requests(
 
     steps = steps_of(variant)
     # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
-    transposed = linear and steps.grad_weight.precision.needs_scale and device_kind == "cuda"
+    transposed = call.of_rows and steps.grad_weight.precision.needs_scale and device_kind == "cuda"
     if steps.is_quantized:
         quantize(Op.QUANTIZE, x if transposed else call.x, steps.x, steps.output, transposed=transposed)
         quantize(QUANTIZE_WEIGHT, call.w, steps.weight, Precision.FLOAT32)

@@ -14,6 +14,7 @@ import attrs
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import Op
 from qsync_core.kernels.requests import OperatorRequest
+from qsync_core.kinds import KINDS
 
 _OPS_PER_CYCLE = {
     "7.0": {"float16": 1024},
@@ -43,16 +44,16 @@ class Peaks:
 
 def operations(asked: OperatorRequest) -> int:
     """Multiplications and additions of a product; 0 for a quantization, which memory binds."""
-    op, shapes = asked.request.op, asked.request.shapes
-    if op == Op.QUANTIZE:
+    if asked.request.op == Op.QUANTIZE:
         return 0
-    if op.startswith("linear"):
-        first, second = shapes
-        return 2 * math.prod(first) * (second[1] if op == Op.LINEAR_GRAD_WEIGHT or op == Op.LINEAR_GRAD_INPUT else second[0])
-    # Every output position of a convolution multiplies with one filter: out channels are in dimension 1 of its output and gradient.
-    y = asked.result_shape if op == Op.CONV2D_OUTPUT else shapes[0]
-    w = asked.result_shape if op == Op.CONV2D_GRAD_WEIGHT else shapes[1]
-    return 2 * math.prod(y) * math.prod(w[1:])
+    kind, _, product = asked.request.op.partition(".")
+    (first, second), result = asked.request.shapes, asked.result_shape
+    x, w, y = {
+        "output": (first, second, result),
+        "grad_input": (result, second, first),
+        "grad_weight": (second, result, first),
+    }[product]
+    return KINDS[kind].flops(x, w, y)
 
 
 def read_bytes(asked: OperatorRequest) -> int:
@@ -74,4 +75,4 @@ def lower_bound_ns(asked: OperatorRequest, peaks: Peaks) -> int:
 
 def _product_format(asked: OperatorRequest) -> Precision:
     """The fastest format in which the product could be computed: the narrower of its operands' where both are of one kind."""
-    return asked.source if asked.request.op not in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT) else asked.request.variant.compute
+    return asked.source if not asked.request.op.endswith(".output") else asked.request.variant.compute

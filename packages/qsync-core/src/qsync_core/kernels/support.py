@@ -135,7 +135,7 @@ def scale_reasons(request: KernelRequest) -> Iterator[str]:
         yield "scales per input channel do not factor out of a product; quantize the activation per tensor or per row"
     if variant.w_granularity is Granularity.PER_ROW:
         yield "a weight has scales per tensor or per output channel, not per row"
-    if rows and request.op in CONVOLUTIONS:
+    if rows and request.op in Op.CONVOLUTIONS:
         yield "rows of a convolution's patches overlap and cannot have scales of their own; quantize the activation per tensor"
     if rows and request.op == Op.LINEAR_GRAD_WEIGHT and variant.grad_weight.needs_scale:
         yield f"an {variant.grad_weight} grad_weight sums over the activation's rows; quantize the activation per tensor"
@@ -153,7 +153,8 @@ def overflow_reasons(request: KernelRequest) -> Iterator[str]:
 def layout_reasons(request: KernelRequest) -> Iterator[str]:
     """Operands are not dense."""
     if not request.contiguous:
-        yield f"it needs dense{' channels-last' if request.op in CONVOLUTIONS else ''} operands, and these are not; copy them first"
+        layout = " channels-last" if request.op in Op.CONVOLUTIONS else ""
+        yield f"it needs dense{layout} operands, and these are not; copy them first"
 
 
 def quantization_reasons(request: KernelRequest) -> Iterator[str]:

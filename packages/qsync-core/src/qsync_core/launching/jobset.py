@@ -1,5 +1,7 @@
 """A job as a Kubernetes JobSet (jobset.x-k8s.io/v1alpha2): one replicated job per group.
 
+``jobset.yaml.j2`` is what is written; here is what Kubernetes would refuse or misunderstand, and what a template cannot say.
+
 Pods of a group are numbered by their Job (``JOB_COMPLETION_INDEX``), and all meet at the first pod of the first group, by the name
 that the JobSet's headless service gives it: ``JOBSET-GROUP-0-0.JOBSET``.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib import resources
 
 import attrs
 
@@ -20,8 +22,8 @@ from qsync_core.launching.torchrun import Meeting, environment_of, torchrun_opti
 
 PRODUCT = "nvidia.com/gpu.product"
 """Node label of NVIDIA's GPU feature discovery: the driver's name of the GPU, with dashes for blanks."""
-_WHOLE, _SHARED = "nvidia.com/gpu", "nvidia.com/gpu.shared"
-"""Resources of NVIDIA's device plugin; the second is one of several parts of a GPU (``renameByDefault: true``)."""
+_CPU, _WHOLE, _SHARED = "cpu", "nvidia.com/gpu", "nvidia.com/gpu.shared"
+"""Processors, and resources of NVIDIA's device plugin; the last is one of several parts of a GPU (``renameByDefault: true``)."""
 _FULL_NAME = re.compile(r"(NVIDIA|Tesla|Quadro|GeForce|TITAN) (?!.*\bMIG\b)[A-Za-z0-9 ._-]+", re.ASCII)
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _LONGEST_NAME = 63
@@ -53,8 +55,25 @@ class PodSettings:
     claims: Mapping[str, str] = attrs.field(factory=dict)
 
 
-def jobset(job: PlannedJob, name: str, settings: PodSettings, script: Sequence[str], meeting: Meeting) -> dict[str, Any]:
-    """The manifest.
+@attrs.frozen
+class _Pod:
+    """What the template says of the pods of a group."""
+
+    group: GroupMachines
+    name: str
+    selector: Mapping[str, str]
+    resource: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    volumes: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.resource == _CPU
+
+
+def jobset(job: PlannedJob, name: str, settings: PodSettings, script: Sequence[str], meeting: Meeting) -> str:
+    """Write the manifest, as YAML.
 
     Args:
         job: groups and machines.
@@ -66,83 +85,39 @@ def jobset(job: PlannedJob, name: str, settings: PodSettings, script: Sequence[s
     Raises:
         ClusterError: for what Kubernetes would refuse or misunderstand, and a GPU whose node label cannot be known.
     """
+    import jinja2
+
     _check(job, name, settings)
     names = _job_names(job, name)
-    first = job.groups[0].name
-    meeting = attrs.evolve(meeting, host=f"{name}-{names[first]}-0-0.{name}", name=name)
-    metadata = {"name": name} | ({"namespace": settings.namespace} if settings.namespace else {})
-    spec: dict[str, Any] = {
-        "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": meeting.max_restarts},
-    }
-    training = [names[group.name] for group in job.groups if group.plan.role is Role.TRAIN]
-    if meeting.elastic and training:  # groups that are gone by then have not failed it
-        spec["successPolicy"] = {"operator": "All", "targetReplicatedJobs": training}
-    spec["replicatedJobs"] = [
-        {"name": names[group.name], "replicas": 1, "template": {"spec": _job(job, group, name, names, settings, script, meeting)}}
+    meeting = attrs.evolve(meeting, host=f"{name}-{names[job.groups[0].name]}-0-0.{name}", name=name)
+    pods = [
+        _Pod(
+            group,
+            names[group.name],
+            _selector(group, settings),
+            _resource(group, settings),
+            _command(job, group, meeting),
+            environment_of(job, group, meeting),
+            bool(settings.claims) or not group.shares_gpus,
+        )
         for group in job.groups
     ]
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["q"] = _quoted
+    template = environment.from_string(resources.files(__package__).joinpath("jobset.yaml.j2").read_text("utf-8"))
+    training = [names[group.name] for group in job.groups if group.plan.role is Role.TRAIN]
+    literal = [_literal(argument) for argument in script]
+    return template.render(name=name, settings=settings, meeting=meeting, pods=pods, training=training, script=literal)
 
 
-def to_yaml(manifest: Mapping[str, Any]) -> str:
-    """Write a manifest as YAML, with every string quoted that any reader could take for something else (``1e-3``, ``on``)."""
+def _quoted(value: str | Sequence[str]) -> str:
+    """Text in quotes, which no reader takes for something else (``1e-3``, ``on``); or a list of texts."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def represent(dumper: Any, text: str) -> Any:
-        plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]*", text) and text.lower() not in _WORDS
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
-
-    Dumper.add_representer(str, represent)
-    return str(yaml.dump(dict(manifest), Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=10**6))
-
-
-_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"})
-"""Words that YAML 1.1 or 1.2 readers take for no string."""
-
-
-def _job(
-    job: PlannedJob,
-    group: GroupMachines,
-    name: str,
-    names: Mapping[str, str],
-    settings: PodSettings,
-    script: Sequence[str],
-    meeting: Meeting,
-) -> dict[str, Any]:
-    """The Job of one group: a pod per machine, each with its index."""
-    spec: dict[str, Any] = {"parallelism": group.nodes, "completions": group.nodes, "completionMode": "Indexed"}
-    # A machine that is lost ends a fixed job, which the JobSet starts anew; an elastic one goes on, and a new pod joins it.
-    spec["backoffLimit"] = meeting.max_restarts * group.nodes if meeting.elastic else 0
-    if meeting.elastic:
-        disrupted = {"type": "DisruptionTarget", "status": "True"}
-        spec["podFailurePolicy"] = {"rules": [{"action": "Ignore", "onPodConditions": [disrupted]}]}
-    pod: dict[str, Any] = {"restartPolicy": "Never"}
-    if selector := _selector(group, settings):
-        pod["nodeSelector"] = selector
-    if group.shares_gpus and group.nodes > 1:
-        pod["affinity"] = _apart(name, names[group.name])
-    mounts = [{"name": claim, "mountPath": path} for claim, path in settings.claims.items()]
-    volumes: list[dict[str, Any]] = [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in settings.claims]
-    if not group.shares_gpus:  # where GPUs are shared, the device plugin mounts the MPS daemon's there
-        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
-        volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}})
-    container: dict[str, Any] = {
-        "name": "train",
-        "image": settings.image,
-        "command": _command(job, group, meeting),
-        "args": [_literal(argument) for argument in script],
-        "env": [{"name": key, "value": value} for key, value in environment_of(job, group, meeting).items()],
-        "ports": [{"containerPort": meeting.port}],
-        "resources": _resources(group, settings),
-        "volumeMounts": mounts,
-    }
-    spec["template"] = {"spec": pod | {"containers": [container], "volumes": volumes}}
-    return spec
+    written = yaml.safe_dump(value, default_style='"', default_flow_style=True, allow_unicode=True, width=10**6)
+    return str(written).strip()
 
 
 def _command(job: PlannedJob, group: GroupMachines, meeting: Meeting) -> list[str]:
@@ -157,10 +132,9 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _resources(group: GroupMachines, settings: PodSettings) -> dict[str, Any]:
-    if group.plan.device.kind is DeviceKind.CPU and group.name not in settings.resources:
-        return {"requests": {"cpu": str(group.ranks_each)}}
-    return {"limits": {settings.resources.get(group.name, _SHARED if group.shares_gpus else _WHOLE): str(group.ranks_each)}}
+def _resource(group: GroupMachines, settings: PodSettings) -> str:
+    default = _CPU if group.plan.device.kind is DeviceKind.CPU else _SHARED if group.shares_gpus else _WHOLE
+    return settings.resources.get(group.name, default)
 
 
 def _selector(group: GroupMachines, settings: PodSettings) -> dict[str, str]:
@@ -175,13 +149,6 @@ def _selector(group: GroupMachines, settings: PodSettings) -> dict[str, str]:
             f"up with 'kubectl get nodes -L {PRODUCT}' and give --select {group.name}={PRODUCT}=…"
         )
     return {PRODUCT: device.name.replace(" ", "-")}
-
-
-def _apart(name: str, job_name: str) -> dict[str, Any]:
-    """Pods with a share of a GPU on machines of their own: two of them on one GPU are what NCCL refuses."""
-    labels = {"jobset.sigs.k8s.io/jobset-name": name, "jobset.sigs.k8s.io/replicatedjob-name": job_name}
-    term = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
-    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def _job_names(job: PlannedJob, name: str) -> dict[str, str]:

@@ -1,51 +1,63 @@
-"""The file of tuning records: appended to line by line under a lock, so that a killed run and a second process lose nothing."""
+"""The store of tuning records: an SQLite file, so that a killed run and processes that tune at once lose nothing.
+
+People look at it with ``sqlite3 tuning.sqlite 'SELECT * FROM record'``.  It may come from elsewhere: its size and that of its rows
+are bounded, its schema must be this one to the letter, so that nothing in it runs, and every row is checked when it is read.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import warnings
+import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import attrs
+from platformdirs import user_cache_path
 
-from qsync_core.artifacts.atomic_file import is_stream, write_atomically
-from qsync_core.artifacts.whole_file import read_whole
+from qsync_core.artifacts.atomic_file import is_stream
 from qsync_core.errors import ArtifactError
 from qsync_core.kernels.backend import KernelRequest
-from qsync_core.tuning.record import (
-    Measurement,
-    TuningKey,
-    TuningRecord,
-    formats_of,
-    layout_of,
-    measurement_line,
-    read_line,
-    record_line,
-    shape_distance,
-    work,
-)
+from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord, formats_of, layout_of, shape_distance, work
 
-HEADER = '{"qsync_tuning": 2}\n'
+_SCHEMA = (
+    "CREATE TABLE measurement (key TEXT NOT NULL, config TEXT NOT NULL, latency_ns INTEGER NOT NULL, samples INTEGER NOT NULL, "
+    "failure TEXT NOT NULL, PRIMARY KEY (key, config)) WITHOUT ROWID",
+    "CREATE TABLE record (key TEXT NOT NULL, family TEXT NOT NULL, config TEXT NOT NULL, latency_ns INTEGER NOT NULL, "
+    "tried INTEGER NOT NULL, PRIMARY KEY (key, config)) WITHOUT ROWID",
+    "CREATE INDEX families ON record (family)",
+)
+_KEEP_MEASUREMENT = """
+    INSERT INTO measurement VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
+        latency_ns = excluded.latency_ns, samples = excluded.samples, failure = excluded.failure
+    WHERE (excluded.failure = '', excluded.samples, -excluded.latency_ns, excluded.failure)
+        > (measurement.failure = '', measurement.samples, -measurement.latency_ns, measurement.failure)"""
+"""Keeps, of two measurements of one configuration, the one that ran, then that of more samples, then the faster."""
+_KEEP_RECORD = """
+    INSERT INTO record VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET latency_ns = excluded.latency_ns, tried = excluded.tried
+    WHERE (excluded.tried, -excluded.latency_ns) > (record.tried, -record.latency_ns)"""
+"""Keeps, of two searches that ended with one configuration, the wider, then the faster.
+
+Those that ended with another one are kept too: the widest may name a configuration that its backend no longer knows, or never did
+on this machine.
+"""
 _MAX_FILE_BYTES = 256 << 20
-_MAX_LINE_BYTES = 64 << 10
-"""A line holds one measurement: a few hundred bytes, and more where the reason of a failure is long."""
-_MAX_PROBLEM = 300
-_MAX_UNREADABLE = 1_000
-"""Lines; interrupted runs leave half a line each."""
+_MAX_ROW_BYTES = 64 << 10
+"""A row is a few hundred bytes, and more where the reason of a failure is long."""
+_WAIT_S = 60.0
+"""How long to wait for another process's transaction, which takes milliseconds."""
+_WRONG = ("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_TOOBIG", "SQLITE_ERROR", "SQLITE_FORMAT", "SQLITE_SCHEMA")
 MAX_DISTANCE = 2.0
 """A record of other shapes is of use up to this :func:`shape_distance`: dimensions that differ by a factor of 4 together."""
 
 
 def default_store_path() -> Path:
-    """``$QSYNC_TUNING``, else ``qsync/tuning.jsonl`` in the user's cache directory (``$XDG_CACHE_HOME``, ``~/.cache``)."""
+    """``$QSYNC_TUNING``, else ``qsync/tuning.sqlite`` in the user's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``)."""
     named = os.environ.get("QSYNC_TUNING")
-    if named:
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "qsync" / "tuning.jsonl"
+    return Path(named) if named else user_cache_path("qsync", appauthor=False) / "tuning.sqlite"
 
 
 @attrs.frozen
@@ -63,64 +75,11 @@ class Match:
     latency_ns: int
 
 
-@attrs.define
-class _Contents:
-    """What a file says: measurements and finished searches, both by key and configuration.
-
-    A search that ended with another configuration is kept too: the widest one may name a configuration that its backend no longer
-    knows, or never did on this machine.
-    """
-
-    keys: dict[str, TuningKey] = attrs.field(factory=dict)
-    measured: dict[str, dict[str, Measurement]] = attrs.field(factory=dict)
-    records: dict[str, dict[str, TuningRecord]] = attrs.field(factory=dict)
-    families: dict[str, set[str]] = attrs.field(factory=dict)
-
-    def add_measurement(self, key: TuningKey, config: str, found: Measurement) -> None:
-        text = key.text
-        self.keys[text] = key
-        known = self.measured.setdefault(text, {})
-        if config not in known or known[config].trust < found.trust:
-            known[config] = found
-
-    def add_record(self, record: TuningRecord) -> None:
-        text = record.key.text
-        self.keys[text] = record.key
-        known = self.records.setdefault(text, {})
-        if record.config not in known or _trust(known[record.config]) <= _trust(record):
-            known[record.config] = record
-        self.families.setdefault(record.key.family, set()).add(text)
-
-    def add_all(self, other: _Contents) -> None:
-        for text, measured in other.measured.items():
-            for config, found in measured.items():
-                self.add_measurement(other.keys[text], config, found)
-        for found_records in other.records.values():
-            for record in found_records.values():
-                self.add_record(record)
-
-    def record(self, text: str, configs: Collection[str] | None = None) -> TuningRecord | None:
-        """Find the widest search for a key that ended with one of these configurations, whichever file it comes from."""
-        valid = [r for r in self.records.get(text, {}).values() if configs is None or r.config in configs]
-        return max(valid, key=_trust, default=None)
-
-    def lines(self) -> Iterator[str]:
-        for text in sorted(self.keys):
-            for config, found in sorted(self.measured.get(text, {}).items()):
-                yield measurement_line(self.keys[text], config, found)
-            for record in sorted(self.records.get(text, {}).values(), key=_trust):
-                yield record_line(record)
-
-
-def _trust(record: TuningRecord) -> tuple[int, int, str]:
-    return record.tried, -record.latency_ns, record.config
-
-
 class TuningStore:
-    """Tuning records in a file of JSON lines, as seen from one device with one set of software versions.
+    """Tuning records, as seen from one device with one set of software versions.
 
     Attributes:
-        added: how many lines were added to the file through this object.
+        added: how many measurements and records were added to the file through this object.
     """
 
     added = 0
@@ -128,7 +87,7 @@ class TuningStore:
     def __init__(
         self, path: Path, device: str, software: Mapping[str, str] | None, backend_versions: Mapping[str, str] | None = None
     ) -> None:
-        """Open the store; the file is made when the first line is added.
+        """Open the store; the file is made when the first record is added.
 
         Args:
             path: the file.
@@ -137,15 +96,16 @@ class TuningStore:
             backend_versions: version of each backend by its name; part of the keys of its records.
 
         Raises:
-            ArtifactError: when the file is not a tuning store.
+            ArtifactError: when the file is not a tuning store, or is damaged.
         """
+        check_store(path)
         self.path, self.device = path, device
         self.software = None if software is None else dict(software)
         self.backend_versions = dict(backend_versions or {})
-        self._contents = read_contents(path)
 
     def __len__(self) -> int:
-        return len(self._contents.records)
+        ((count,),) = _rows(self.path, "SELECT COUNT(DISTINCT key) FROM record") or [(0,)]
+        return int(count)
 
     def key(self, backend: str, request: KernelRequest) -> TuningKey:
         """The key of a request on this store's device and software."""
@@ -156,7 +116,7 @@ class TuningStore:
             device=self.device,
             compute_capability=request.compute_capability,
             backend=backend,
-            op=request.op,
+            op=str(request.op),
             formats=formats_of(request),
             shapes=tuple(tuple(shape) for shape in request.shapes),
             attributes=dict(request.attributes),
@@ -172,12 +132,12 @@ class TuningStore:
             request: what is to run.
             configs: what the search may have ended with; None: anything.
         """
-        valid = None if configs is None else frozenset(configs)
-        return self._contents.record(self.key(backend, request).text, valid)
+        return _widest(self._records("key = ?", self.key(backend, request).text), configs)
 
     def measured(self, backend: str, request: KernelRequest) -> dict[str, Measurement]:
         """What was measured for a request so far, by configuration; also by a search that did not finish."""
-        return dict(self._contents.measured.get(self.key(backend, request).text, {}))
+        key = self.key(backend, request).text
+        return {config: found for _, config, found in _measurements(self.path, "WHERE key = ?", key)}
 
     def look_up(self, backend: str, request: KernelRequest, configs: Iterable[str] | None = None) -> Match | None:
         """The record that serves a request: of exactly its shapes, else of the nearest ones that are near enough.
@@ -188,69 +148,71 @@ class TuningStore:
             configs: the backend's candidates for the request; a record with another configuration counts as none.  It would fail
                 when its kernel is built: the file came from elsewhere, or the backend's configurations have changed.
         """
-        key = self.key(backend, request)
-        valid = None if configs is None else frozenset(configs)
-        found: TuningRecord | None
-        if self.software is None:
-            found = min(self._anywhere(key, valid, exact=True), key=_order, default=None)
-        else:
-            found = self._contents.record(key.text, valid)
+        key, valid = self.key(backend, request), None if configs is None else frozenset(configs)
+        near = self._near(key, valid)
+        found = min((record for record in near if record.key.shapes == key.shapes), key=_order, default=None)
         if found is not None:
             return Match(found, True, found.latency_ns)
-        near = self._family(key, valid)
         nearest = min(near, key=lambda r: (shape_distance(key, r.key), *_order(r)), default=None)
         if nearest is None or shape_distance(key, nearest.key) > MAX_DISTANCE:
             return None
         return Match(nearest, False, nearest.latency_ns * work(key) // max(1, work(nearest.key)))
 
-    def _family(self, key: TuningKey, valid: Collection[str] | None) -> list[TuningRecord]:
+    def _near(self, key: TuningKey, valid: Collection[str] | None) -> list[TuningRecord]:
+        """The widest search for every key that differs in its shapes alone, and where a store only looks in its software too."""
         if self.software is None:
-            return self._anywhere(key, valid, exact=False)
-        found = (self._contents.record(text, valid) for text in self._contents.families.get(key.family, ()))
+            family = [
+                record for record in self._records("1") if attrs.evolve(record.key, software=key.software).family == key.family
+            ]
+        else:
+            family = [record for record in self._records("family = ?", key.family) if record.key.family == key.family]
+        by_key: dict[str, list[TuningRecord]] = {}
+        for record in family:
+            by_key.setdefault(record.key.text, []).append(record)
+        found = (_widest(records, valid) for records in by_key.values())
         return [record for record in found if record is not None]
 
-    def _anywhere(self, key: TuningKey, valid: Collection[str] | None, *, exact: bool) -> list[TuningRecord]:
-        """Records that differ from a key in their software (and, unless ``exact``, in their shapes)."""
-        found = []
-        for text in self._contents.records:
-            other = self._contents.keys[text]
-            same = attrs.evolve(other, software=key.software, shapes=key.shapes if not exact else other.shapes)
-            if [len(s) for s in other.shapes] == [len(s) for s in key.shapes] and same == key:
-                record = self._contents.record(text, valid)
-                found.extend([] if record is None else [record])
-        return found
+    def _records(self, where: str, *values: str) -> list[TuningRecord]:
+        return _records(self.path, f"WHERE {where}", *values)
 
     def add_measurement(self, key: TuningKey, config: str, found: Measurement) -> None:
-        """Keep a measurement, in the file too.
+        """Keep a measurement.
 
         Raises:
             ArtifactError: when the file cannot be written.
         """
-        self._append(measurement_line(key, config, found))
-        self._contents.add_measurement(key, config, found)
+        _keep(self.path, [(key, config, found)])
+        self.added += 1
 
     def add(self, record: TuningRecord) -> None:
-        """Keep the result of a search, in the file too.
+        """Keep the result of a search.
 
         Raises:
             ArtifactError: when the file cannot be written.
         """
-        self._append(record_line(record))
-        self._contents.add_record(record)
+        _keep(self.path, [], [record])
+        self.added += 1
 
-    def _append(self, line: str) -> None:
-        try:
-            _refuse_stream(self.path)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.path), open(self.path, "a+b") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 1))
-                # A run that was killed may have left half a line, which must not swallow this one.
-                start = HEADER if size == 0 else "" if file.read(1) == b"\n" else "\n"
-                file.write((start + line).encode())
-            self.added += 1
-        except OSError as error:
-            raise ArtifactError(f"cannot write tuning records to {self.path}: {error.strerror or error}") from None
+
+def check_store(path: Path) -> None:
+    """Refuse a file that is no store of tuning records, or is damaged; one that is not there is empty.
+
+    Raises:
+        ArtifactError: saying what is wrong.
+    """
+    for problem, *_ in _rows(path, "PRAGMA quick_check(1)"):
+        if problem != "ok":
+            raise _no_store(path, str(problem))
+
+
+def read_store(path: Path) -> tuple[list[tuple[TuningKey, str, Measurement]], list[TuningRecord]]:
+    """Read everything a store says, in the order of its keys.
+
+    Raises:
+        ArtifactError: when the file cannot be read, is no store of tuning records, or is damaged.
+    """
+    check_store(path)
+    return _measurements(path), _records(path)
 
 
 def merge_stores(inputs: Iterable[Path], output: Path) -> int:
@@ -266,93 +228,127 @@ def merge_stores(inputs: Iterable[Path], output: Path) -> int:
     Raises:
         ArtifactError: when a file is missing, is no tuning store, or cannot be written.
     """
-    joined = _Contents()
+    read = []
     for path in inputs:
         if not path.exists():
             raise ArtifactError(f"cannot read tuning records from {path}: there is no such file")
-        joined.add_all(read_contents(path))
-    try:
-        _refuse_stream(output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(output):
-            joined.add_all(read_contents(output))
-            write_atomically(output, (HEADER + "".join(joined.lines())).encode())
-    except OSError as error:
-        raise ArtifactError(f"cannot write tuning records to {output}: {error.strerror or error}") from None
-    return len(joined.records)
+        read.append(read_store(path))
+    check_store(output)
+    _keep(output, [one for measurements, _ in read for one in measurements], [one for _, records in read for one in records])
+    return len({record.key.text for record in _records(output)})
 
 
-def read_contents(path: Path) -> _Contents:
-    """Everything a tuning file says; nothing where there is no file.
-
-    Lines that cannot be read (half a line of a run that was killed, a slip of the hand) are left out with one warning.
-
-    Raises:
-        ArtifactError: when the file cannot be read, or is no tuning file.
-    """
-    try:
-        data = read_whole(path, _MAX_FILE_BYTES, "stores of tuning records")
-    except FileNotFoundError:
-        return _Contents()
-    except OSError as error:
-        raise ArtifactError(f"cannot read tuning records from {path}: {error.strerror or error}") from None
-    contents = _Contents()
-    first, *lines = data.split(b"\n")
-    if data and first + b"\n" != HEADER.encode():
-        raise ArtifactError(
-            f"{path} is not a store of tuning records that this qsync-core reads (its first line must be {HEADER.strip()}); "
-            "delete it, and tune again"
-        )
-    unreadable, first_problem = 0, ""
-    for number, line in enumerate(lines, start=2):
-        if not line.strip():
-            continue
-        try:
-            if len(line) > _MAX_LINE_BYTES:
-                raise ValueError(f"it has {len(line)} bytes; a record has at most {_MAX_LINE_BYTES}")
-            found = read_line(line.decode())
-        except (ValueError, RecursionError) as error:
-            unreadable += 1
-            if unreadable > _MAX_UNREADABLE:
-                raise ArtifactError(
-                    f"{path} is not a store of tuning records: more than {_MAX_UNREADABLE} of its lines cannot be read, the first "
-                    f"of them {first_problem}; delete it, and tune again"
-                ) from None
-            first_problem = first_problem or f"line {number}: {str(error)[:_MAX_PROBLEM]}"
-            continue
-        if isinstance(found, TuningRecord):
-            contents.add_record(found)
-        else:
-            contents.add_measurement(*found)
-    if unreadable:
-        warnings.warn(
-            f"{unreadable} of the lines of {path} cannot be read and are left out, the first of them {first_problem}; "
-            "half a line of a run that was killed needs no repair",
-            stacklevel=2,
-        )
-    return contents
+def _measurements(path: Path, where: str = "", *values: str) -> list[tuple[TuningKey, str, Measurement]]:
+    rows = _rows(path, f"SELECT key, config, latency_ns, samples, failure FROM measurement {where} ORDER BY key, config", *values)
+    with _checked(path):
+        return [(TuningKey.parse(row[0]), _text(row[1]), Measurement(row[2], row[3], _text(row[4]))) for row in rows]
 
 
-def _refuse_stream(path: Path) -> None:
-    """Raise an OSError for a device or a pipe: a store is read, added to and locked."""
-    if is_stream(path):
-        raise OSError(errno.EINVAL, "it is a device or a pipe, and a store of tuning records must be a regular file")
+def _records(path: Path, where: str = "", *values: str) -> list[TuningRecord]:
+    rows = _rows(path, f"SELECT key, config, latency_ns, tried FROM record {where} ORDER BY key, config", *values)
+    with _checked(path):
+        return [TuningRecord(TuningKey.parse(row[0]), _text(row[1]), row[2], row[3]) for row in rows]
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise ValueError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+def _widest(records: Iterable[TuningRecord], configs: Iterable[str] | None) -> TuningRecord | None:
+    """Find the widest search that ended with one of these configurations, whichever machine it comes from."""
+    valid = None if configs is None else frozenset(configs)
+    return max((r for r in records if valid is None or r.config in valid), key=_trust, default=None)
+
+
+def _trust(record: TuningRecord) -> tuple[int, int, str]:
+    return record.tried, -record.latency_ns, record.config
 
 
 def _order(record: TuningRecord) -> tuple[int, str, str]:
     return record.latency_ns, record.config, record.key.text
 
 
+def _keep(path: Path, measurements: Iterable[tuple[TuningKey, str, Measurement]], records: Iterable[TuningRecord] = ()) -> None:
+    """Write all of it in one transaction."""
+    with _doing("write tuning records to", path), _opened(path, "rwc") as store:
+        store.execute("BEGIN IMMEDIATE")
+        if not _schema(store):
+            for statement in _SCHEMA:
+                store.execute(statement)
+        _check_schema(store, path)
+        rows = ((key.text, config, one.latency_ns, one.samples, one.failure) for key, config, one in measurements)
+        store.executemany(_KEEP_MEASUREMENT, rows)
+        store.executemany(_KEEP_RECORD, ((one.key.text, one.key.family, one.config, one.latency_ns, one.tried) for one in records))
+        store.execute("COMMIT")
+
+
+def _rows(path: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
+    """The answer to a query; nothing where there is no file, or an empty one."""
+    with _doing("read tuning records from", path):
+        if not path.exists():
+            return []
+        with _opened(path, "ro") as store:
+            store.execute("BEGIN")
+            if not _schema(store):
+                return []
+            _check_schema(store, path)
+            return store.execute(query, values).fetchall()
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time change the store; where files cannot be locked (no fcntl) the last writer wins."""
+def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+    """A connection to the file, on which nothing in it can run and no row is large."""
+    if is_stream(path):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, and a store of tuning records must be a regular file")
+    if path.is_dir():
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if mode == "rwc":
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and (size := path.stat().st_size) > _MAX_FILE_BYTES:
+        raise _no_store(path, f"it has {size} bytes, and stores of tuning records have at most {_MAX_FILE_BYTES}")
+    address = f"file:{quote(os.fspath(path.resolve()))}?mode={mode}"
+    with contextlib.closing(sqlite3.connect(address, uri=True, timeout=_WAIT_S, isolation_level=None)) as store:
+        store.text_factory = bytes.decode
+        store.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_ROW_BYTES)
+        store.execute("PRAGMA trusted_schema = OFF")
+        store.execute("PRAGMA cell_size_check = ON")
+        yield store
+
+
+def _schema(store: sqlite3.Connection) -> list[str]:
+    return [str(sql) for (sql,) in store.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+
+
+def _check_schema(store: sqlite3.Connection, path: Path) -> None:
+    if sorted(_schema(store)) != sorted(_SCHEMA):
+        raise _no_store(path, "it has other tables")
+
+
+def _no_store(path: Path, why: str) -> ArtifactError:
+    reason = " ".join(why.split())[:200]
+    return ArtifactError(f"{path} is not a store of tuning records that this qsync-core reads: {reason}; delete it, and tune again")
+
+
+@contextlib.contextmanager
+def _doing(what: str, path: Path) -> Iterator[None]:
+    """Say what failed in one sentence."""
     try:
-        import fcntl
-    except ImportError:
         yield
-        return
-    # Links to one store share its lock.
-    path = path.resolve()
-    with open(path.with_name(path.name + ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    except UnicodeDecodeError as error:
+        raise _no_store(path, str(error)) from None
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "").startswith(_WRONG):
+            raise _no_store(path, str(error)) from None
+        raise ArtifactError(f"cannot {what} {path}: {error}") from None
+    except OSError as error:
+        raise ArtifactError(f"cannot {what} {path}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _checked(path: Path) -> Iterator[None]:
+    try:
         yield
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _no_store(path, f"a row of it is wrong, {error}") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from qsync_core.errors import BackendError
-from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.backend import KernelRequest
 from qsync_core.progress import ProgressCallback
 from qsync_kernels_cutlass import support
 from qsync_kernels_cutlass.architectures import Architecture, compilation_target
@@ -21,7 +21,7 @@ from qsync_kernels_cutlass.compiling.compile import compile_files, print_progres
 from qsync_kernels_cutlass.configs import candidates
 from qsync_kernels_cutlass.configs.config import Config
 from qsync_kernels_cutlass.configs.problem import problem_of
-from qsync_kernels_cutlass.sources import KernelSource, needed_sources, producer_source, request_sources
+from qsync_kernels_cutlass.sources import KernelSource, needed_sources, request_sources
 
 
 @attrs.frozen
@@ -71,9 +71,6 @@ def compile_ahead(
             refused.append((there, tuple(reasons)))
             continue
         served += 1
-        if there.op in Op.PRODUCERS:
-            by_rank[0].setdefault(producer_source(there, chip))
-            continue
         compiled = dict.fromkeys(config.compiled for config in candidates.ranked(problem_of(there), chip))
         if not compiled:
             raise BackendError(f"no configuration fits {there.op} of shapes {list(there.shapes)} on {chip.name}")
@@ -98,7 +95,7 @@ def unavailable_reason(request: KernelRequest, arch: Architecture) -> str | None
     if missing is None:
         return None
     try:
-        if _is_compiled_ahead(request, arch, _state_of_cache()):
+        if _compiled_ahead(request, arch, _state_of_cache()):
             return None
     except BackendError as error:
         return str(error)
@@ -107,12 +104,6 @@ def unavailable_reason(request: KernelRequest, arch: Architecture) -> str | None
         f"(kernel cache {default_cache_path()}): compile them where there is a compiler, with qsync tune --compile-only "
         f"--arch {arch.name} JOB, and copy its kernel cache here"
     )
-
-
-def _is_compiled_ahead(request: KernelRequest, arch: Architecture, state: _State) -> bool:
-    if request.op in Op.PRODUCERS:
-        return _is_library(_key(producer_source(request, arch)), state)
-    return bool(_compiled_ahead(request, arch, state))
 
 
 def available_configs(request: KernelRequest, arch: Architecture) -> tuple[Config, ...]:

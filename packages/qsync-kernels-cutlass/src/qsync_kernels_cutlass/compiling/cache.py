@@ -8,7 +8,6 @@ the machine code depends on.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import grp
 import hashlib
 import json
@@ -23,6 +22,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+from platformdirs import user_cache_path
+
 from qsync_core.errors import BackendError
 
 _FORMAT = 1
@@ -36,10 +38,8 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 def default_cache_path() -> Path:
     """``$QSYNC_KERNEL_CACHE``, else ``qsync/kernels`` in the user's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``)."""
-    if named := os.environ.get("QSYNC_KERNEL_CACHE"):
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "qsync" / "kernels"
+    named = os.environ.get("QSYNC_KERNEL_CACHE")
+    return Path(named) if named else user_cache_path("qsync", appauthor=False) / "kernels"
 
 
 class KernelCache:
@@ -105,16 +105,11 @@ class KernelCache:
 
         Waiting for another process ends when ``stopped`` is set.
         """
-        path = self.folder / f".{key}.lock"
-        lock = _locked_file(path, stopped)
-        try:
+        lock = FileLock(self.folder / f".{key}.lock", mode=0o600)
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError, NotImplementedError):  # stopped, or a file system without locks
+                held.enter_context(lock.acquire(poll_interval=_POLL_S, cancel_check=stopped.is_set))
             yield
-        finally:
-            if lock is not None:
-                # Removed while it is held: a process that waits for it finds another file, or none, at the path and starts anew.
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                os.close(lock)
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[Path]:
@@ -223,28 +218,6 @@ def _is_unmapped(user: int) -> bool:
     except (OSError, ValueError):
         return False
     return user == overflow and not any(first <= user < first + count for first, _, count in mapped)
-
-
-def _locked_file(path: Path, stopped: threading.Event) -> int | None:
-    """The descriptor of a file that this process has locked; None without file locks, or when ``stopped`` is set before."""
-    while not stopped.is_set():
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(path)):
-                return lock
-        except FileNotFoundError:  # the process that held it removed it
-            pass
-        except BlockingIOError:
-            stopped.wait(_POLL_S)
-        except OSError:  # a file system without locks
-            os.close(lock)
-            return None
-        os.close(lock)
-    return None
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,6 +1,4 @@
-"""Compiled kernel libraries: the arguments and statuses of ``templates/abi.h`` and ``producers.h`` (a test compares them), loading,
-calling.
-"""
+"""Compiled kernel libraries: the arguments and statuses of ``templates/abi.h`` (a test compares the two), loading, calling."""
 
 from __future__ import annotations
 
@@ -59,62 +57,6 @@ class Arguments(ctypes.Structure):
         super().__init__(**(defaults | fields))
 
 
-_PRODUCER_NUMBERS = (
-    *("struct_bytes", "rows", "columns"),
-    *("x_format", "residual_format", "out_format", "kept_format", "grad_format", "grad_input_format"),
-    *("rounding", "scale_per_row", "seed", "x_seed", "offset"),
-)
-_PRODUCER_POINTERS = (
-    *(
-        "x",
-        "residual",
-        "weight",
-        "bias",
-        "residual_absmax",
-        "offset_tensor",
-        "mean",
-        "spread",
-        "out",
-        "absmax",
-        "q",
-        "scale",
-        "stream_out",
-    ),
-    *(
-        "kept",
-        "x_q",
-        "x_scale",
-        "open",
-        "grad",
-        "grad_input",
-        "grad_residual",
-        "grad_weight",
-        "grad_bias",
-        "multiplier",
-        "workspace",
-    ),
-)
-
-
-class ProducerArguments(ctypes.Structure):
-    """``QsyncProducerArguments``; pointers as in :class:`Arguments`."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _PRODUCER_NUMBERS),
-        ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in _PRODUCER_POINTERS),
-        ("workspace_bytes", ctypes.c_int64),
-        ("stream", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("device", "sm_count")),
-    )
-
-    def __init__(self, **fields: int | float | None) -> None:
-        super().__init__(**({"struct_bytes": ctypes.sizeof(type(self))} | fields))
-
-
-PRODUCER_FORMATS = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3}
-PRODUCER_ROUNDING = {"nearest": 0, "stochastic": 1, "floor": 2}
-
 _DEFAULTS = Arguments()
 
 
@@ -160,10 +102,10 @@ class Library:
         except AttributeError:
             raise BackendError(f"the compiled kernel {self.path} does not export {symbol}; clear the kernel cache") from None
         function.restype = result
-        function.argtypes = (ctypes.c_void_p,)
+        function.argtypes = (ctypes.POINTER(Arguments),)
         return function
 
-    def call(self, arguments: Arguments | ProducerArguments, describe: Callable[[], str]) -> None:
+    def call(self, arguments: Arguments, describe: Callable[[], str]) -> None:
         """Run the kernel on ``arguments.stream``; it returns when the kernel is launched, not when it has run.
 
         Args:
@@ -177,7 +119,7 @@ class Library:
         if status != OK:
             raise BackendError(f"{describe()} failed: {describe_status(status)}")
 
-    def workspace_bytes(self, arguments: Arguments | ProducerArguments, describe: Callable[[], str]) -> int:
+    def workspace_bytes(self, arguments: Arguments, describe: Callable[[], str]) -> int:
         """Bytes of workspace that a call with these arguments needs.
 
         Raises:

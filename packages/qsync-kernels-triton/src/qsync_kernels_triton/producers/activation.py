@@ -21,6 +21,7 @@ from qsync_kernels_triton.quantize.rounding import (
     infinite_if_nan,
     larger,
     merged_checksum,
+    row_checksums,
     stream_of,
     words_of,
     write_stream,
@@ -68,7 +69,7 @@ def activate_rows(
                 x, read = _loaded(x_ptr, first, begin + columns, row, rows, length)
                 bits += read
                 largest, x_largest = larger(largest, activated(x, ACTIVATION)), larger(x_largest, x)
-        checksum = tl.sum(bits, 1)
+        checksum = row_checksums(bits, ROWS, BLOCK)
         total += checksum
         low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
         stream_low, stream_high = low[:, None], high[:, None]

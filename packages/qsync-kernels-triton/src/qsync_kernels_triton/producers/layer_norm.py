@@ -22,6 +22,7 @@ from qsync_kernels_triton.quantize.rounding import (
     infinite_if_nan,
     larger,
     merged_checksum,
+    row_checksums,
     stream_of,
     words_of,
     write_stream,
@@ -108,7 +109,7 @@ def _long_row_statistics(
     n = length.to(tl.float32)
     moved = tl.sum(total, 1) / n
     var = tl.sum(squares, 1) / n - moved * moved
-    return shift + moved, tl.where(var < 0, 0.0, var), tl.sum(bits, 1)
+    return shift + moved, tl.where(var < 0, 0.0, var), row_checksums(bits, ROWS, BLOCK)
 
 
 @triton.jit
@@ -170,7 +171,7 @@ def normalize_rows(
                 s, read = summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM)
                 tiles = tiles + (s,)  # noqa: RUF005
                 bits += read
-            checksum = tl.sum(bits, 1)
+            checksum = row_checksums(bits, ROWS, BLOCK)
             mean, var = _held_row_statistics(tiles, row, rows, length, HELD, ROWS, BLOCK)
         else:
             mean, var, checksum = _long_row_statistics(

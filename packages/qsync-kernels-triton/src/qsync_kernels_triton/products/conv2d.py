@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qsync_core.geometry import Geometry, IntPair
+from qsync_core.geometry import Geometry, Sizes
 from qsync_kernels_triton.config import ProductConfig
 from qsync_kernels_triton.elementwise import dequantized
 from qsync_kernels_triton.launching import Grid, Launch, Planned, refuse
@@ -100,7 +100,7 @@ class Convolution:
     8-bit operands (int8 summed exactly, in int32), or both in the same float format (summed in float32).
     """
 
-    def __init__(self, config: ProductConfig, stride: IntPair, padding: IntPair, dilation: IntPair, groups: int = 1) -> None:
+    def __init__(self, config: ProductConfig, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int = 1) -> None:
         self._config, self._groups = config, groups
         self._geometry = (*stride, *padding, *dilation)
         self._launches: dict[Any, tuple[Launch, Grid, tuple[int, ...]]] = {}

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qsync_core.geometry import IntPair
+from qsync_core.geometry import Sizes
 from qsync_kernels_triton.config import MULTIPROCESSORS, ProductConfig
 from qsync_kernels_triton.launching import Grid, Launch
 from qsync_kernels_triton.products.gemm import cut_into_tiles, tile_of
@@ -73,7 +73,7 @@ def pointwise_grad_weight(
 class PointwiseGradWeight:
     """``out[o, c] = scale * sum_p grad[p, o] x[p, c]`` of channels-last tensors, 16-bit and 8-bit."""
 
-    def __init__(self, config: ProductConfig, stride: IntPair) -> None:
+    def __init__(self, config: ProductConfig, stride: Sizes) -> None:
         self._config, self._stride = config, stride
         self._launches: dict[Any, tuple[Launch, Grid, tuple[int, ...]]] = {}
 

@@ -24,6 +24,7 @@ from qsync_kernels_triton.quantize.rounding import (
     random_bits,
     random_bits_of,
     rounded,
+    row_checksums,
     scale_of,
     stream_of,
     words_of,
@@ -106,7 +107,7 @@ def quantize_rows(
         first = row.to(tl.int64) * row_length
         x, bits = loaded_rows(x_ptr, multiplier_ptr, first, columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
         scale, inverse = scales_of_rows(scale_ptr, tl.abs(x), row, rows, FORMAT)
-        checksum = tl.sum(bits, axis=1)
+        checksum = row_checksums(bits, ROWS, BLOCK)
         total += checksum
         low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
         q = rounded_rows(

@@ -1,6 +1,7 @@
 """The allocator: which operator runs in which precision on which device group (docs/design/allocator.md)."""
 
-from qsync_planner.allocator.allocate import SOLVERS, allocate
-from qsync_planner.allocator.dynamic_batch import BatchProfile
+from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator.request import SOLVERS, Request
+from qsync_planner.matching import BatchProfile, Inputs
 
-__all__ = ["SOLVERS", "BatchProfile", "allocate"]
+__all__ = ["SOLVERS", "BatchProfile", "Inputs", "Request", "allocate"]

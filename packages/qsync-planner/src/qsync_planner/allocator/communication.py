@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import (
     MOST_BUCKET_MB,
     PYTORCH_DEFAULTS,
@@ -24,7 +23,7 @@ from qsync_core.ir.communication import (
 from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_core.ir.profile import Profile
 from qsync_core.units import format_ns
-from qsync_planner.matching import check_communication
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
@@ -163,21 +162,24 @@ def fastest_by_ctas(times_ns: Periods, limit_ns: int) -> list[CommunicationSetti
 class Ways:
     """The replayers of one job, one for each way to communicate; a single one where nothing was measured.
 
+    Args:
+        inputs: of the job.
+        fixed: what a person decided.
+
     Attributes:
         settings: the ways; PyTorch's defaults alone where nothing was measured.
-        costs: what was measured, or None.
-        fixed: what a person decided.
     """
 
-    def __init__(
-        self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], costs: CollectiveCosts | None, fixed: Fixed
-    ) -> None:
-        self.costs, self.fixed = costs, fixed
-        if costs is not None:
-            check_communication(costs, dag, cluster)
-        self.settings = (PYTORCH_DEFAULTS,) if costs is None else ways_to_communicate(dag, costs, fixed)
-        first = Replayer(dag, cluster, profiles, communication=costs, settings=self.settings[0])
-        self._replayers = {self.settings[0]: first}
+    def __init__(self, inputs: Inputs, fixed: Fixed) -> None:
+        self.inputs, self.costs, self.fixed = inputs, inputs.communication, fixed
+        costs = inputs.communication
+        self.settings = (PYTORCH_DEFAULTS,) if costs is None else ways_to_communicate(inputs.dag, costs, fixed)
+        self._replayers = {self.settings[0]: Replayer(inputs, settings=self.settings[0])}
+
+    @property
+    def first(self) -> Replayer:
+        """The replayer under the first way."""
+        return self._replayers[self.settings[0]]
 
     @property
     def alike(self) -> float:
@@ -188,17 +190,16 @@ class Ways:
     def at(self, way: CommunicationSettings) -> Replayer:
         """The replayer under one way."""
         if way not in self._replayers:
-            self._replayers[way] = self._replayers[self.settings[0]].under(way)
+            self._replayers[way] = self.first.under(way)
         return self._replayers[way]
 
     def with_profiles(self, profiles: Mapping[str, Profile]) -> Ways:
         """The same ways with other profiles of the groups."""
-        first = self.at(self.settings[0])
-        return Ways(first.dag, first.cluster, profiles, self.costs, self.fixed)
+        return Ways(self.inputs.with_profiles(profiles), self.fixed)
 
     def condensed(self, variants: Mapping[str, Variants]) -> dict[str, Condensed]:
         """What a plan's operators take by group, as far as its period under any of the ways depends on it."""
-        first = self.at(self.settings[0])
+        first = self.first
         names = [group.name for group in first.cluster.groups]
         cuts = {cut for way in self.settings for cut in self.at(way).shape(names[0]).cuts}
         plan = {name: variants.get(name) or first.base_variants(name) for name in names}
@@ -214,7 +215,7 @@ class Ways:
         if self.costs is None:
             return None
         order = sorted(periods_ns, key=lambda way: (way != chosen, periods_ns[way]))
-        reason = _reason(self.at(chosen).dag, self.costs, self.fixed, periods_ns, chosen)
+        reason = _reason(self.inputs.dag, self.costs, self.fixed, periods_ns, chosen)
         return PlannedCommunication(chosen, reason, tuple(CommunicationChoice(way, periods_ns[way]) for way in order))
 
 

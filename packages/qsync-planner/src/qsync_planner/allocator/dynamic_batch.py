@@ -2,39 +2,25 @@
 
 The global batch stays what it was.  The integers that minimise the slowest group's time are found exactly.  The plan says what
 they do to every local batch, on which BatchNorm's statistics are taken and from which gradients must be weighted.
-
-A group's costs change with its local batch as t(b) = fixed + slope·b.  A profile is made at one batch size.  With that alone, the
-compute time of every kernel is taken as proportional to the batch, while dispatch and the optimizer, measured apart, do not change.
-A second profile at another batch size shows for every operator what really does not scale.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import attrs
 
-from qsync_core.errors import PlanError
-from qsync_core.ir.cluster import DeviceGroup
-from qsync_core.ir.profile import Profile, StepMeasurement
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.profile import Profile
+from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.allocator.communication import Ways, fastest
-from qsync_planner.allocator.problem import Problem, build_problem
+from qsync_planner.allocator.problem import Problem
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
-
-
-@attrs.frozen
-class BatchProfile:
-    """A further profile of the same job on the same device at another batch size."""
-
-    batch_size: int
-    profile: Profile
 
 
 @attrs.frozen
@@ -45,22 +31,19 @@ class Balanced:
     does_not_fit: str
 
 
-def balance_batches(
-    problem: Problem, ways: Ways, full: Solution, further: Mapping[str, BatchProfile], batches: Mapping[str, int] | None
-) -> Balanced:
+def balance_batches(problem: Problem, ways: Ways, full: Solution, batches: Mapping[str, int] | None) -> Balanced:
     """Predict the job with the local batches that are the fastest at base precision.
 
     Args:
         ways: to communicate, of which the job takes the fastest; the first one's replayer is in the state of the base precision.
         full: the solution at base precision and equal batches.
-        further: per group a second profile, at another batch size.
         batches: these; None where the memory takes none: batches are balanced without regard to it then, for comparison.
 
     Raises:
         PlanError: when a second profile does not go with the first.
     """
-    dag, groups, replayer = problem.dag, problem.cluster.groups, ways.at(ways.settings[0])
-    scalings = {group.name: BatchScaling(problem, group, further.get(group.name)) for group in groups}
+    dag, groups, replayer = problem.dag, problem.cluster.groups, ways.first
+    scalings = problem.scalings
     traced, does_not_fit = max(1, dag.batch_size), ""
     local = None if batches is None else dict(batches)
     if local is None:
@@ -75,24 +58,22 @@ def balance_batches(
         found = balance(counts, total, unlimited, busy, traced)
         assert found is not None, "equal batches always add up to the global batch"
         local = {group.name: batch for group, batch in zip(groups, found, strict=True)}
-    ways = ways.with_profiles(scaled_profiles(problem, scalings, local, further))
+    ways = ways.with_profiles(scaled_profiles(problem, local))
     periods = ways.periods_ns({})
     way = fastest(periods)
     replayer = ways.at(way)
     predicted = with_peaks(replayer.replay({}), peaks_at(replayer, {}, local))
-    notes = tuple(batch_note(traced, name, batch, name in further) for name, batch in local.items())
+    notes = tuple(batch_notes(problem, local))
     solution = Solution(full.rungs, predicted, local_batches=local, notes=notes, way=way, periods_ns=periods)
     return Balanced(solution.with_one_reason(problem, "dynamic-batch changes local batches, not precisions"), does_not_fit)
 
 
-def scaled_profiles(
-    problem: Problem, scalings: Mapping[str, BatchScaling], local: Mapping[str, int], further: Mapping[str, BatchProfile]
-) -> dict[str, Profile]:
+def scaled_profiles(problem: Problem, local: Mapping[str, int]) -> dict[str, Profile]:
     """Every group's profile at its batch; groups of one profile and one batch share the object."""
     known: dict[tuple[int, int, int], Profile] = {}
     found = {}
-    for name, scaling in scalings.items():
-        key = (id(problem.profiles[name]), id(further.get(name)), local[name])
+    for name, scaling in problem.scalings.items():
+        key = (id(scaling.profile), id(scaling.further), local[name])
         if key not in known:
             known[key] = scaling.profile_at(local[name])
         found[name] = known[key]
@@ -100,10 +81,7 @@ def scaled_profiles(
 
 
 def replay_batches(
-    replayer: Replayer,
-    variants: Mapping[str, Variants],
-    local_batches: Mapping[str, int],
-    further: Mapping[str, BatchProfile],
+    replayer: Replayer, variants: Mapping[str, Variants], local_batches: Mapping[str, int]
 ) -> tuple[Replayer, Prediction]:
     """Predict a job whose groups have other local batches than the traced one, as :func:`balance_batches` does.
 
@@ -111,7 +89,6 @@ def replay_batches(
         replayer: of the job at equal batches.
         variants: of every group.
         local_batches: by group; those that are not named keep the traced one.
-        further: per group a second profile, at another batch size.
 
     Returns:
         A replayer of the job at these batches, whose times hold, and the prediction, whose peaks do as well.
@@ -119,15 +96,10 @@ def replay_batches(
     Raises:
         PlanError: when a second profile does not go with the first.
     """
-    dag, cluster = replayer.dag, replayer.cluster
-    problem = build_problem(dag, cluster, replayer.profiles, None)
-    profiles: dict[str, Profile] = {}
-    local = {group.name: local_batches.get(group.name, dag.batch_size) for group in cluster.groups}
-    for group in cluster.groups:
-        profiles[group.name] = BatchScaling(problem, group, further.get(group.name)).profile_at(local[group.name])
-    scaled = Replayer(
-        dag, cluster, profiles, communication=replayer.communication, settings=replayer.settings, without=replayer.without
-    )
+    inputs = replayer.inputs
+    local = {group.name: local_batches.get(group.name, inputs.dag.batch_size) for group in inputs.cluster.groups}
+    profiles = {name: BatchScaling(inputs, name).profile_at(batch) for name, batch in local.items()}
+    scaled = Replayer(inputs.with_profiles(profiles), settings=replayer.settings, without=replayer.without)
     return scaled, with_peaks(scaled.replay(variants), peaks_at(replayer, variants, local))
 
 
@@ -143,11 +115,14 @@ def with_peaks(prediction: Prediction, peaks: Mapping[str, int]) -> Prediction:
     return attrs.evolve(prediction, groups=groups)
 
 
-def batch_note(before: int, group: str, batch: int, two_profiles: bool) -> str:
-    """What becomes of a group's local batch, and how its costs are known."""
-    change = "unchanged" if batch == before else f"{100 * (batch - before) / before:+.0f}%"
-    source = "two profiles" if two_profiles else "one profile, compute taken as proportional to the batch"
-    return f"{group}: local batch {before} → {batch} ({change}; from {source})"
+def batch_notes(problem: Problem, local: Mapping[str, int]) -> Iterator[str]:
+    """What becomes of every group's local batch, and how its costs are known."""
+    before = max(1, problem.dag.batch_size)
+    for group, batch in local.items():
+        change = "unchanged" if batch == before else f"{100 * (batch - before) / before:+.0f}%"
+        two_profiles = group in problem.inputs.further
+        source = "two profiles" if two_profiles else "one profile, compute taken as proportional to the batch"
+        yield f"{group}: local batch {before} → {batch} ({change}; from {source})"
 
 
 def balance(
@@ -222,117 +197,6 @@ def _trace_back(counts: Sequence[int], limits: Sequence[int], total: int, reach:
         batches.append(chosen)
         left -= chosen * counts[index]
     return tuple(reversed(batches))
-
-
-@attrs.frozen
-class _Line:
-    """Compute time as a function of the local batch.
-
-    Attributes:
-        traced_ns: at the traced batch size.
-        slope: ns per sample, not negative.
-    """
-
-    traced_ns: int
-    slope: float
-
-    def at(self, more: int) -> int:
-        """Nanoseconds with so many more samples than traced."""
-        return max(0, self.traced_ns + round(self.slope * more))
-
-
-class BatchScaling:
-    """The costs of one group as functions of its local batch.
-
-    Args:
-        problem, group: what is scaled.
-        further: the profile at a second batch size.
-
-    Raises:
-        PlanError: when the second profile is of the same batch size or of other operators.
-    """
-
-    def __init__(self, problem: Problem, group: DeviceGroup, further: BatchProfile | None) -> None:
-        self.profile = problem.profiles[group.name]
-        self.batch_size = max(1, problem.dag.batch_size)
-        self._accumulate = problem.dag.accumulate
-        self._lines = self._fit(group.name, further)
-        base = Variant.plain(group.base)
-        chosen = [
-            by_variant.get(base, next(iter(sorted(by_variant.values()))))
-            for operator in problem.dag.operators
-            if (by_variant := self.profile.cost_index.get(operator.op_id))
-        ]
-        costs = self.profile.costs
-        self._dispatch_ns = sum(costs[i].forward_dispatch_ns + costs[i].backward_dispatch_ns for i in chosen)
-        forward, backward = ([self._lines[i][phase] for i in chosen] for phase in (0, 1))
-        self._forward = _Line(sum(line.traced_ns for line in forward), sum(line.slope for line in forward))
-        self._backward = _Line(sum(line.traced_ns for line in backward), sum(line.slope for line in backward))
-
-    def busy_ns(self, traced_ns: int, batch: int) -> int:
-        """Busy time of a rank at a local batch, never falling with it; ``traced_ns`` is that at the traced batch size."""
-        return traced_ns * self._model_ns(batch) // max(1, self._model_ns(self.batch_size))
-
-    def profile_at(self, batch: int) -> Profile:
-        """The group's profile with its kernels, and the whole steps it is calibrated with, scaled to a local batch."""
-        if batch == self.batch_size:
-            return self.profile
-        more = batch - self.batch_size
-        with attrs.validators.disabled():  # of thousands of costs no attribute but two is new
-            costs = tuple(
-                cost.computing(forward.at(more), backward.at(more))
-                for cost, (forward, backward) in zip(self.profile.costs, self._lines, strict=True)
-            )
-        return attrs.evolve(self.profile, costs=costs, steps=tuple(self._scaled_step(step, more) for step in self.profile.steps))
-
-    def _model_ns(self, batch: int) -> int:
-        """The sum of parts at a batch size: kernels of all micro-batches at the base precision, and the optimizer."""
-        more = batch - self.batch_size
-        dispatch = self._accumulate * self._dispatch_ns + self.profile.optimizer_dispatch_ns
-        compute = self._accumulate * (self._forward.at(more) + self._backward.at(more)) + self.profile.optimizer_compute_ns
-        return dispatch + compute if self.profile.device.is_synchronous else max(dispatch, compute)
-
-    def _scaled_step(self, step: StepMeasurement, more: int) -> StepMeasurement:
-        """A whole measured step: forward and backward by the ratio of their kernels, the rest as it was."""
-        forward_ns, backward_ns = (
-            measured * line.at(more) // max(1, line.traced_ns)
-            for measured, line in ((step.forward_compute_ns, self._forward), (step.backward_compute_ns, self._backward))
-        )
-        added = forward_ns - step.forward_compute_ns + backward_ns - step.backward_compute_ns
-        dispatch = step.forward_dispatch_ns + step.backward_dispatch_ns + step.optimizer_dispatch_ns
-        return attrs.evolve(
-            step,
-            iteration_ns=max(dispatch, step.iteration_ns + added),
-            forward_compute_ns=forward_ns,
-            backward_compute_ns=backward_ns,
-        )
-
-    def _fit(self, group: str, further: BatchProfile | None) -> list[tuple[_Line, _Line]]:
-        """Forward and backward of every cost; those that the second profile lacks are proportional to the batch."""
-        pairs = [(cost.forward_compute_ns, cost.backward_compute_ns) for cost in self.profile.costs]
-        lines = [(_Line(fw, fw / self.batch_size), _Line(bw, bw / self.batch_size)) for fw, bw in pairs]
-        if further is None:
-            return lines
-        other, difference = further.profile, further.batch_size - self.batch_size
-        if difference == 0:
-            raise PlanError(
-                f"the second profile of group {group!r} is at batch size {further.batch_size}, as the first; "
-                "profile another batch size"
-            )
-        if set(other.cost_index) != set(self.profile.cost_index):
-            raise PlanError(
-                f"the second profile of group {group!r} (batch size {further.batch_size}) has other operators than the first; "
-                "profile the same job with only its batch size changed"
-            )
-        for op_id, by_variant in self.profile.cost_index.items():
-            for variant, index in by_variant.items():
-                if variant in other.cost_index[op_id]:
-                    there, (fw, bw) = other.cost(op_id, variant), pairs[index]
-                    lines[index] = (
-                        _Line(fw, max(0.0, (there.forward_compute_ns - fw) / difference)),
-                        _Line(bw, max(0.0, (there.backward_compute_ns - bw) / difference)),
-                    )
-        return lines
 
 
 def largest_batch(estimate: MemoryEstimate, budget_bytes: int, most: int) -> int:

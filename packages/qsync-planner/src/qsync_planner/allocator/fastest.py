@@ -17,7 +17,7 @@ import attrs
 from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
-from qsync_planner.allocator.dynamic_batch import BatchProfile, BatchScaling, balance, largest_batch
+from qsync_planner.allocator.dynamic_batch import balance, largest_batch
 from qsync_planner.allocator.exact.group_program import Quantity
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs, least
@@ -67,16 +67,14 @@ class GroupChoices:
     Args:
         problem: whose groups these are.
         jobs: of its groups.
-        further: per group a second profile, at another batch size.
 
     At first that is the base precision alone; others are added.
     """
 
-    def __init__(self, problem: Problem, jobs: Jobs, further: Mapping[str, BatchProfile]) -> None:
+    def __init__(self, problem: Problem, jobs: Jobs) -> None:
         self.problem, self.jobs = problem, jobs
         self.traced = max(1, problem.dag.batch_size)
         groups = problem.cluster.groups
-        self.scalings = {group.name: BatchScaling(problem, group, further.get(group.name)) for group in groups}
         self._made: dict[tuple[object, ...], Choice] = {}
         self._base = {group.name: self._choice(group.name, ()) for group in groups}
         self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}
@@ -145,13 +143,12 @@ class GroupChoices:
         """A replayer of one rank with another batch, for what its operators cost, and its group's name there."""
         key = (*self._kind(group), batch, lowers)
         if key not in self._scaled:
-            profile = self.scalings[group.name].profile_at(batch)
+            profile = self.problem.scalings[group.name].profile_at(batch)
             # Bringing memory to measured peaks, and other rungs to their steps, takes long, and is not asked for.
             base = base_rung(group)
             steps = [attrs.evolve(step, peak_bytes=0) for step in profile.steps if lowers or step.variant == base]
-            one = attrs.evolve(self.jobs.whole.cluster, groups=(attrs.evolve(group, count=1),), links=())
             scaled = attrs.evolve(profile, steps=tuple(steps))
-            self._scaled[key] = group.name, Replayer(self.problem.dag, one, {group.name: scaled})
+            self._scaled[key] = group.name, Replayer(self.jobs.ways.inputs.one_rank(group.name, scaled))
         return self._scaled[key]
 
 

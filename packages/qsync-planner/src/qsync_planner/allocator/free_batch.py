@@ -19,10 +19,8 @@ from qsync_core.units import format_ns
 from qsync_planner.allocator.communication import Ways
 from qsync_planner.allocator.dynamic_batch import (
     Balanced,
-    BatchProfile,
-    BatchScaling,
     balance,
-    batch_note,
+    batch_notes,
     largest_batch,
     peaks_at,
     scaled_profiles,
@@ -73,7 +71,6 @@ def free_batches(
     balanced: Balanced,
     uniform: Mapping[str, Sequence[int]],
     limit_ns: int,
-    further: Mapping[str, BatchProfile],
     search: Search,
 ) -> Freed:
     """Look for local batches under which more precision fits than under equal ones.
@@ -89,7 +86,6 @@ def free_batches(
         balanced: batches that make full precision the fastest.
         uniform: the rungs of uniform precision, by inference group.
         limit_ns: of the step, for both.
-        further: per group a second profile, at another batch size.
         search: finds a plan.
 
     Returns:
@@ -100,7 +96,7 @@ def free_batches(
     """
     omega = problem.objective(equal.rungs)
     margin_ns = limit_ns - int(limit_ns * PREDICTION_ERROR)
-    splits, kept = _Splits(problem, ways, equal, further), partial(_kept, problem, equal)
+    splits, kept = _Splits(problem, ways, equal), partial(_kept, problem, equal)
     lowers = equal.rungs != balanced.solution.rungs
     full_ns = balanced.solution.prediction.iteration_ns
     faster = full_ns < equal.prediction.iteration_ns * (1 - PREDICTION_ERROR)
@@ -151,7 +147,6 @@ def fastest_batches(
     equal: Solution,
     fastest: FastestJobs,
     omega_limit: float | None,
-    further: Mapping[str, BatchProfile],
     search: FastestSearch,
 ) -> Freed:
     """Look for local batches under which the job is faster than under equal ones, with the precisions that make it so.
@@ -163,7 +158,6 @@ def fastest_batches(
         problem, ways, equal: with equal batches, and their fastest plan.
         fastest: jobs of these groups.
         omega_limit: the largest Σ Ω; None for any.
-        further: per group a second profile, at another batch size.
         search: finds the fastest plan of a split.
 
     Returns:
@@ -173,7 +167,7 @@ def fastest_batches(
         PlanError: when a second profile does not go with the first.
     """
     names = fastest.jobs.names
-    splits = _Splits(problem, ways, equal, further)
+    splits = _Splits(problem, ways, equal)
     before = equal.prediction.iteration_ns
     best = Freed(problem, equal)
     seen = [dict.fromkeys(names, max(1, problem.dag.batch_size))]
@@ -217,14 +211,11 @@ def _kept(problem: Problem, equal: Solution, why: str) -> Freed:
 class _Splits:
     """Ways to split the global batch, and the job under each."""
 
-    def __init__(self, problem: Problem, ways: Ways, equal: Solution, further: Mapping[str, BatchProfile]) -> None:
-        self._problem, self._equal_ways, self._further = problem, ways, further
+    def __init__(self, problem: Problem, ways: Ways, equal: Solution) -> None:
+        self._problem, self._equal_ways = problem, ways
         self._traced = max(1, problem.dag.batch_size)
-        groups = problem.cluster.groups
         self._busy = {name: entry.busy_ns for name, entry in equal.prediction.groups.items()}
-        self._scalings = {g.name: BatchScaling(problem, g, further.get(g.name)) for g in groups}
-        replayer = ways.at(ways.settings[0])
-        self._memory = {g.name: replayer.memory(g.name, replayer.base_variants(g.name)) for g in groups}
+        self._memory = {g.name: ways.first.memory(g.name, ways.first.base_variants(g.name)) for g in problem.cluster.groups}
 
     def all(self) -> list[dict[str, int]]:
         """Local batches by group, the nearest to equal ones first; training ranks' fit their memory."""
@@ -247,13 +238,13 @@ class _Splits:
         return found
 
     def _share(self, groups: Sequence[DeviceGroup], samples: int, most: Sequence[int]) -> dict[str, int] | None:
-        times = [partial(self._scalings[group.name].busy_ns, self._busy[group.name]) for group in groups]
+        times = [partial(self._problem.scalings[group.name].busy_ns, self._busy[group.name]) for group in groups]
         found = balance([group.count for group in groups], samples, most, times, self._traced)
         return None if found is None else {group.name: batch for group, batch in zip(groups, found, strict=True)}
 
     def ways(self, split: Mapping[str, int]) -> Ways:
         """The job's replayers at these batches."""
-        return self._equal_ways.with_profiles(scaled_profiles(self._problem, self._scalings, split, self._further))
+        return self._equal_ways.with_profiles(scaled_profiles(self._problem, split))
 
     def problem(self, split: Mapping[str, int], ways: Ways, rungs: Mapping[str, Sequence[int]] | None = None) -> Problem:
         """The decisions at these batches: each rank's Ω counts its share of the traced batch.
@@ -272,15 +263,14 @@ class _Splits:
             )
             for group in self._problem.groups
         )
-        return attrs.evolve(self._problem, profiles=ways.at(ways.settings[0]).profiles, groups=groups)
+        return attrs.evolve(self._problem, inputs=ways.inputs, groups=groups)
 
     def _budget(self, group: GroupProblem, batch: int, rungs: Mapping[str, Sequence[int]] | None) -> int:
         budget, base = group.group.memory_bytes, self._memory[group.name]
         if not budget or batch <= self._traced:
             return budget
         smaller = budget * base.peak_bytes // max(1, base.at_batch(batch).peak_bytes)
-        replayer = self._equal_ways.at(self._equal_ways.settings[0])
-        taken = 0 if rungs is None else replayer.memory(group.name, group.variants(rungs[group.name])).peak_bytes
+        taken = 0 if rungs is None else self._equal_ways.first.memory(group.name, group.variants(rungs[group.name])).peak_bytes
         return max(1, smaller, taken)
 
     def applied(self, split: Mapping[str, int], solution: Solution, note: str) -> Solution:
@@ -289,7 +279,7 @@ class _Splits:
             solution,
             local_batches=split,
             prediction=with_peaks(solution.prediction, self.peaks(split, solution)),
-            notes=(*solution.notes, note, *self.notes(split)),
+            notes=(*solution.notes, note, *batch_notes(self._problem, split)),
         )
 
     def fit(self, split: Mapping[str, int], solution: Solution) -> bool:
@@ -302,7 +292,3 @@ class _Splits:
         """Predicted peaks at these batches."""
         assert solution.way is not None
         return peaks_at(self._equal_ways.at(solution.way), self._problem.variants(solution.rungs), split)
-
-    def notes(self, split: Mapping[str, int]) -> list[str]:
-        """What becomes of every local batch."""
-        return [batch_note(self._traced, name, batch, name in self._further) for name, batch in split.items()]

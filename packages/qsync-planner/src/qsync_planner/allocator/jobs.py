@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from qsync_core.ir.cluster import Cluster, Link
+from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
-from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.allocator.communication import Ways
 from qsync_planner.allocator.communication import fastest as fastest_way
@@ -66,7 +65,7 @@ class Jobs:
     @property
     def whole(self) -> Replayer:
         """The replayer of the job of all groups, under the first of the ways to communicate."""
-        return self.ways.at(self.ways.settings[0])
+        return self.ways.first
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,13 +132,8 @@ class Jobs:
     def replayer(self, names: tuple[str, ...], way: CommunicationSettings) -> Replayer:
         """The replayer of some groups under one way to communicate."""
         if (names, way) not in self._replayers:
-            cluster, profiles = self.whole.cluster, self.whole.profiles
-            groups = tuple(group for group in cluster.groups if group.name in names)
-            smaller = attrs.evolve(cluster, groups=groups, links=links_among(cluster, profiles, set(names)))
-            kept = {name: profiles[name] for name in names}
-            self._replayers[names, way] = Replayer(
-                self.whole.dag, smaller, kept, communication=self.ways.costs, settings=way, like=self.ways.at(way)
-            )
+            part = self.ways.inputs.part(names)
+            self._replayers[names, way] = Replayer(part, settings=way, like=self.ways.at(way))
         return self._replayers[names, way]
 
     @functools.cached_property
@@ -149,16 +143,3 @@ class Jobs:
     @functools.cached_property
     def _base_work(self) -> dict[str, Condensed]:
         return self.ways.condensed({})
-
-
-def links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str]) -> tuple[Link, ...]:
-    """The links of the groups that remain.
-
-    Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
-    """
-    links = tuple(link for link in cluster.links if kept.issuperset(link.between))
-    measured = any(model is not None and model.world_size > 1 for model in (profiles[name].collective for name in kept))
-    if links or measured:
-        return links
-    touching = [(link, next(iter(kept.intersection(link.between)))) for link in cluster.links if kept.intersection(link.between)]
-    return tuple({name: attrs.evolve(link, between=(name, name)) for link, name in touching}.values())

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from qsync_core.devices import find_chip
-from qsync_core.ir.cluster import Cluster
-from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
@@ -14,15 +12,16 @@ from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import EXPECTED, UniformStart
 from qsync_planner.allocator.problem import Problem
 from qsync_planner.allocator.solution import Solution
+from qsync_planner.matching import Inputs
 
 _TF32_SINCE = (8, 0)
 """Compute capability."""
 
 
-def waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:
+def waiting_notes(inputs: Inputs) -> Iterator[str]:
     """Groups whose own step was measured to wait for its device."""
-    for group in cluster.groups:
-        if profiles[group.name].synchronises and not group.sync_per_step:
+    for group in inputs.described.groups:
+        if inputs.profiles[group.name].synchronises and not group.sync_per_step:
             yield f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level"
 
 
@@ -64,11 +63,11 @@ def uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[
     return notes
 
 
-def contention_notes(problem: Problem, communication: CollectiveCosts | None) -> list[str]:
+def contention_notes(inputs: Inputs) -> list[str]:
     """Note that it was not measured what all-reduces take from compute, on GPUs that have any."""
-    groups = problem.cluster.groups
-    on_gpus = any(not problem.profiles[group.name].device.is_synchronous for group in groups)
-    if communication is not None or not on_gpus or sum(group.count for group in groups) < 2:
+    groups = inputs.cluster.groups
+    on_gpus = any(not inputs.profiles[group.name].device.is_synchronous for group in groups)
+    if inputs.communication is not None or not on_gpus or sum(group.count for group in groups) < 2:
         return []
     return [
         "what all-reduces take from compute was not measured, so the time limit may be missed (by 3 to 9% where all ranks finish "
@@ -76,15 +75,18 @@ def contention_notes(problem: Problem, communication: CollectiveCosts | None) ->
     ]
 
 
-def slow_base_notes(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> list[str]:
+def slow_base_notes(inputs: Inputs) -> list[str]:
     """Note that jobs on these GPUs are mostly trained faster than their base precision: under autocast, or with TF32.
 
     Gains over such a baseline are not gains over what people train with.
     """
+    profiles = inputs.profiles
     plain = [
         group
-        for group in cluster.groups
-        if group.base is Precision.FLOAT32 and not profiles[group.name].device.is_synchronous and dag.base is Precision.FLOAT32
+        for group in inputs.cluster.groups
+        if group.base is Precision.FLOAT32
+        and not profiles[group.name].device.is_synchronous
+        and inputs.dag.base is Precision.FLOAT32
     ]
     if not plain:
         return []

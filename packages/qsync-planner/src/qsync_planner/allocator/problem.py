@@ -25,7 +25,8 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.matching import as_profiled
+from qsync_planner.allocator.batch_scaling import BatchScaling
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.chains import Chains, Chosen
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.process_memory import ProcessMemory
@@ -101,19 +102,34 @@ class GroupProblem:
 
 @attrs.frozen
 class Problem:
-    """A model, a cluster and its profiles, with the decisions on each inference group.
+    """The inputs of a plan, with the decisions on each inference group.
 
     Attributes:
-        cluster: as the planner takes it: groups that were measured to synchronise do, and each group's memory is what its tensors
-            may take of the budget.
+        inputs: the model, the groups, and their profiles.
+        cluster: as the planner takes it: each group's memory is what its tensors may take of the budget.
+        groups: the decisions.
         budgets: the memory budgets as they were given, by group.
     """
 
-    dag: PrecisionDag
+    inputs: Inputs
     cluster: Cluster
-    profiles: Mapping[str, Profile]
     groups: tuple[GroupProblem, ...]
     budgets: Mapping[str, int]
+
+    @property
+    def dag(self) -> PrecisionDag:
+        """The model."""
+        return self.inputs.dag
+
+    @property
+    def profiles(self) -> Mapping[str, Profile]:
+        """Costs by group."""
+        return self.inputs.profiles
+
+    @cached_property
+    def scalings(self) -> dict[str, BatchScaling]:
+        """The costs of every group as functions of its local batch."""
+        return {group.name: BatchScaling(self.inputs, group.name) for group in self.cluster.groups}
 
     def process_bytes(self, group: str, peak_bytes: int) -> int:
         """The smallest budget of a process of the group whose tensors have this peak."""
@@ -133,32 +149,24 @@ class Problem:
         return {group.name: group.variants(rungs[group.name]) for group in self.groups}
 
 
-def build_problem(
-    dag: PrecisionDag,
-    cluster: Cluster,
-    profiles: Mapping[str, Profile],
-    sensitivity: Sensitivity | None,
-    *,
-    with_chains: bool = False,
-    keep: Collection[OpId] = (),
-) -> Problem:
-    """Collect the decisions.
+def build_problem(inputs: Inputs, *, with_chains: bool = False, keep: Collection[OpId] = ()) -> Problem:
+    """Collect the decisions; without a sensitivity all Ω are 0.
 
     Args:
-        sensitivity: Ω; None where no solver needs it (all Ω are then 0).
+        inputs: of a plan.
         with_chains: whether chains that were measured are decisions too; else none is fused.
         keep: operators that stay at the base precision, with all that share their variant.
 
     Raises:
         PlanError: when an operator's base precision or a whole rung was not measured, or an Ω is missing.
     """
-    budgets = {group.name: group.memory_bytes for group in cluster.groups}
-    cluster = as_profiled(cluster, profiles)
+    dag, profiles, sensitivity = inputs.dag, inputs.profiles, inputs.sensitivity
+    budgets = {group.name: group.memory_bytes for group in inputs.cluster.groups}
     cluster = attrs.evolve(
-        cluster,
+        inputs.cluster,
         groups=tuple(
             attrs.evolve(group, memory_bytes=ProcessMemory.of(profiles[group.name]).tensors_within(group.memory_bytes))
-            for group in cluster.groups
+            for group in inputs.cluster.groups
         ),
     )
     groups = tuple(
@@ -169,7 +177,7 @@ def build_problem(
     for group in cluster.groups:
         if group.role is Role.TRAIN:
             _check_base_measured(dag, group, profiles[group.name])
-    return Problem(dag, cluster, profiles, groups, budgets)
+    return Problem(inputs, cluster, groups, budgets)
 
 
 def _units(

@@ -64,16 +64,6 @@ def recover(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]
     return history
 
 
-def recover_as_printed(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
-    """Raise plans as the paper prints it, unlike :func:`recover`: in one sweep, in which a refused step is the end of its unit.
-
-    Whether a step lowers Ω is not asked.  Refusals are judged against the plan as it stood when the step was tried.
-    """
-    history = new_history(state)
-    _sweep(state, limit_ns, history, as_printed=True)
-    return history
-
-
 def new_history(state: SearchState) -> dict[str, tuple[History, ...]]:
     """Histories that begin at the accepted plan."""
     return {name: tuple(History(rung) for rung in rungs) for name, rungs in state.all_rungs().items()}
@@ -85,7 +75,7 @@ def sweep_until_stable(state: SearchState, limit_ns: int, history: Mapping[str, 
         pass
 
 
-def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]], *, as_printed: bool = False) -> bool:
+def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> bool:
     """Try every step once, group by group in turn; returns whether any was kept."""
     heaps: dict[str, list[tuple[float, int, int]]] = {}
     for group in state.problem.groups:
@@ -98,13 +88,8 @@ def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[His
         for name, heap in heaps.items():
             if heap:
                 negative_gain, index, rung = heapq.heappop(heap)
-                if as_printed:
-                    taken = keep_if_fitting(state, name, index, rung, limit_ns, history[name][index])
-                else:
-                    taken = try_step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
-                kept |= taken
-                if taken or not as_printed:
-                    _push(state, heap, name, index, rung + 1)
+                kept |= try_step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
+                _push(state, heap, name, index, rung + 1)
     return kept
 
 

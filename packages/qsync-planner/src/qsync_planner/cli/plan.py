@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +17,9 @@ from qsync_planner.cli.writing import check_page_name, print_table, write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from qsync_core.ir.cluster import Cluster
     from qsync_core.ir.communication import PlannedCommunication
-    from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.plan import PrecisionPlan
-    from qsync_core.ir.profile import Profile
-    from qsync_core.ir.sensitivity import Sensitivity
-    from qsync_planner.allocator import BatchProfile
+    from qsync_planner.allocator import BatchProfile, Inputs
     from qsync_planner.allocator.exact.tradeoff import Tradeoff
 
 
@@ -75,7 +70,7 @@ def plan(
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.profile import Profile
     from qsync_core.ir.sensitivity import Sensitivity
-    from qsync_planner.allocator import allocate
+    from qsync_planner.allocator import Inputs, Request, allocate
     from qsync_planner.allocator.communication import parse_settings
     from qsync_planner.reporting.explain import explain as explain_plan
 
@@ -87,8 +82,6 @@ def plan(
             raise click.UsageError(f"Missing option '{name}'.")
     assert dag is not None
     assert cluster is not None
-    loaded = {name: load(path, Profile) for name, path in profiles.items()}
-    rated = load(sensitivity, Sensitivity) if sensitivity else None
     if pareto:
         asked = (solver, objective, omega_limit, time_limit, tolerance, batch, keep)
         if asked != ("auto", "omega", None, None, 0.0, "equal", ()):
@@ -98,27 +91,22 @@ def plan(
             )
         if communication is not None or communication_settings is not None:
             raise click.UsageError("--pareto has no contention in it: leave out --communication and --communication-settings.")
-        show_tradeoff(load(dag, PrecisionDag), read_cluster(cluster), loaded, rated, output, json_flag)
+    decided = parse_settings(communication_settings) if communication_settings else {}
+    request = Request(solver, objective, omega_limit, tolerance, batch, keep, time_limit, decided)
+    inputs = Inputs(
+        load(dag, PrecisionDag),
+        read_cluster(cluster),
+        {name: load(path, Profile) for name, path in profiles.items()},
+        load(sensitivity, Sensitivity) if sensitivity else None,
+        communication=load(communication, CollectiveCosts) if communication else None,
+        further=load_batch_profiles(batch_dag, batch_profiles),
+    )
+    if pareto:
+        show_tradeoff(inputs, output, json_flag)
         return
     assert output is not None
     with progress_line() as progress:
-        found = allocate(
-            load(dag, PrecisionDag),
-            read_cluster(cluster),
-            loaded,
-            rated,
-            solver=solver,
-            objective=objective,
-            omega_limit=omega_limit,
-            tolerance=tolerance,
-            seconds=time_limit,
-            batch=batch,
-            batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
-            communication=load(communication, CollectiveCosts) if communication else None,
-            settings=parse_settings(communication_settings) if communication_settings else None,
-            keep=keep,
-            progress=progress,
-        )
+        found = allocate(inputs, request, progress=progress)
     save(found, output)
     data = explain_plan(found)
     for group in data["groups"]:
@@ -263,14 +251,7 @@ def _show_diff(before: Path, after: Path, json_flag: bool) -> None:
     emit(json_flag, data, render)
 
 
-def show_tradeoff(
-    dag: PrecisionDag,
-    cluster: Cluster,
-    profiles: Mapping[str, Profile],
-    sensitivity: Sensitivity | None,
-    output: Path | None,
-    json_flag: bool,
-) -> None:
+def show_tradeoff(inputs: Inputs, output: Path | None, json_flag: bool) -> None:
     """Find the trade-off curve and print it; with ``output`` also write it as an HTML page.
 
     Raises:
@@ -285,7 +266,7 @@ def show_tradeoff(
     if output is not None:
         require_pages()
     with progress_bar("trade-off curve") as update:
-        found = tradeoff(dag, cluster, profiles, sensitivity, progress=update)
+        found = tradeoff(inputs, progress=update)
     if output is not None:
         write_text(output, render_page(found), PlanError)
     data = {"output": None if output is None else str(output), **found.as_dict()}

@@ -75,29 +75,25 @@ def replay(
     from qsync_planner.allocator.dynamic_batch import replay_batches
     from qsync_planner.cli.plan import load_batch_profiles
     from qsync_planner.estimating.marks import estimated_groups
-    from qsync_planner.matching import check_plan, check_profiles, check_ranks, under_base
+    from qsync_planner.matching import Inputs, check_plan
     from qsync_planner.replayer.ablation import Ablation
     from qsync_planner.replayer.replay import Replayer, plan_variants
 
     graph, described, wanted = load(dag, PrecisionDag), read_cluster(cluster), load(plan, PrecisionPlan)
     measured = {group: load(path, Profile) for group, path in profiles.items()}
     check_plan(wanted, graph)
-    check_profiles(graph, described, measured)
-    described, _ = under_base(described, graph)
     costs = load(communication, CollectiveCosts) if communication else None
     if costs is None and communication_settings is not None:
         raise PlanError(NEEDS_COSTS)
     settings = wanted.communication.settings if wanted.communication else PYTORCH_DEFAULTS
     settings = attrs.evolve(settings, **parse_settings(communication_settings or ""))
-    replayer = Replayer(graph, described, measured, communication=costs, settings=settings, without=Ablation.of(without))
-    if costs is not None:
-        check_ranks(costs, described)
+    inputs = Inputs(graph, described, measured, communication=costs, further=load_batch_profiles(batch_dag, batch_profiles))
+    replayer = Replayer(inputs, settings=settings, without=Ablation.of(without))
     variants = plan_variants(wanted, described)
     prediction = replayer.replay(variants)
-    further = load_batch_profiles(batch_dag, batch_profiles)
     batches = {group.name: wanted.local_batches.get(group.name, graph.batch_size) for group in described.groups}
     if any(batch != graph.batch_size for batch in batches.values()):
-        replayer, prediction = replay_batches(replayer, variants, batches, further)
+        replayer, prediction = replay_batches(replayer, variants, batches)
     if output or perfetto:
         peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
         timeline = attrs.evolve(replayer.timeline(variants), peak_bytes=peaks)

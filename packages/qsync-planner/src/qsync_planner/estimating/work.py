@@ -13,14 +13,12 @@ import attrs
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.functions import function_of
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.profile import CastKey, Profile
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS
 
-_PRODUCTS = frozenset(
-    ("linear", "conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention")
-)
-"""Kinds whose operations the peaks of products bound."""
 _INTEGER_OUTPUT_BYTES = 16
 """ATen's 8-bit product: int32 sums are read, scaled to float32, and read and written once more with the bias."""
 _RESIDENT_BLOCKS = 3
@@ -61,8 +59,8 @@ def work_of(operator: Operator, run: Variant, backend: str, contiguous: bool) ->
         backend: who runs it.
         contiguous: whether images lie channel by channel in memory.
     """
-    if operator.weight_shape and operator.kind in ("linear", "conv2d"):
-        return _weighted(operator, run, backend == "aten", contiguous and operator.kind == "conv2d")
+    if operator.weight_shape and operator.kind in KINDS:
+        return _weighted(operator, run, backend == "aten", contiguous and operator.is_convolution)
     size = run.compute.nbytes
     inputs, output = sum(map(math.prod, operator.input_shapes)), operator.output_numel
     if operator.kind == "batch_norm":
@@ -75,7 +73,7 @@ def work_of(operator: Operator, run: Variant, backend: str, contiguous: bool) ->
     if operator.kind == "contiguous":
         copy = Work(0, transposed=(inputs + output) * size)
         return copy, copy
-    is_product = operator.kind in _PRODUCTS
+    is_product = function_of(operator.kind).is_product
     forward = ((run.compute, operator.flops),) if is_product else ()
     backward = ((run.compute, 2 * operator.flops),) if is_product else ()
     return Work((inputs + output) * size, products=forward), Work((inputs + 2 * output) * size, products=backward)
@@ -100,7 +98,7 @@ def _weighted(operator: Operator, run: Variant, eager: bool, image: bool) -> tup
         launches += 2 * (turned > 0)
     elif eager:
         nbytes, launches = nbytes + out * _INTEGER_OUTPUT_BYTES, 4
-        if operator.kind == "conv2d":
+        if operator.is_convolution:
             patches = out // operator.weight_shape[0] * math.prod(operator.weight_shape[1:])
             nbytes += 2 * patches * (math.prod(operator.weight_shape[2:]) > 1)
             turned = image * (2 * x + 2 * out * run.output.nbytes)

@@ -21,10 +21,9 @@ from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
-from qsync_planner.matching import as_profiled, check_communication
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.calibration import calibrated_model
 from qsync_planner.replayer.chains import Chosen, Variants
@@ -145,37 +144,30 @@ class Replayer:
     """Predicts iteration time and memory of a job.
 
     Args:
-        dag: the model.
-        cluster: the device groups.
-        profiles: of every group, of this model on its device type (:func:`qsync_planner.matching.check_profiles`).
-        communication: what was measured of all groups together; None: all-reduces of each group alone, and no contention.
+        inputs: the model, the groups, their profiles, and what was measured of all groups together; without that, all-reduces are
+            those of each group alone, and there is no contention.
         settings: how the job communicates; without ``communication`` only the size of buckets matters, and where gradients live.
         without: parts of the model that are left out.
-        like: another replayer of the same model, whose cost models are taken where profiles are the same objects.  One with the
-            same ``communication`` may be of more groups.
+        like: another replayer of the same model, whose cost models are taken where profiles are the same objects.
 
     Raises:
-        ClusterError: when nothing says how fast the groups communicate, or ``communication`` was measured on other groups.
-        PlanError: when ``communication`` is of another model or was not measured under these settings, or the model's buckets
-            cannot have the size.
+        ClusterError: when nothing says how fast the groups communicate.
+        PlanError: when collectives were not measured under these settings, or the model's buckets cannot have the size.
     """
 
     def __init__(
         self,
-        dag: PrecisionDag,
-        cluster: Cluster,
-        profiles: Mapping[str, Profile],
+        inputs: Inputs,
         *,
-        communication: CollectiveCosts | None = None,
         settings: CommunicationSettings = PYTORCH_DEFAULTS,
         without: Ablation = NOTHING,
         like: Replayer | None = None,
     ) -> None:
-        if communication is not None and (like is None or like.communication is not communication):
-            check_communication(communication, dag, cluster)
+        dag, cluster, profiles, communication = inputs.dag, inputs.cluster, inputs.profiles, inputs.communication
+        self.inputs = inputs
         self.dag: PrecisionDag = dag
-        self.cluster: Cluster = as_profiled(cluster, profiles)
-        self.profiles = dict(profiles)
+        self.cluster: Cluster = cluster
+        self.profiles = profiles
         self.communication: CollectiveCosts | None = communication
         self.settings = settings
         self.without = without
@@ -219,10 +211,7 @@ class Replayer:
         Raises:
             PlanError: as for a new one.
         """
-        communication, without = self.communication, self.without
-        return Replayer(
-            self.dag, self.cluster, self.profiles, communication=communication, settings=settings, without=without, like=self
-        )
+        return Replayer(self.inputs, settings=settings, without=self.without, like=self)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

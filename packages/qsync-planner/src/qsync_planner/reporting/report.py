@@ -23,7 +23,7 @@ from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.program import is_installed as has_highs
 from qsync_planner.allocator.exact.search import Effort
 from qsync_planner.allocator.exact.tradeoff import tradeoff
-from qsync_planner.matching import check_plan, check_sensitivity
+from qsync_planner.matching import Inputs
 from qsync_planner.reporting.charts import (
     memory_figure,
     precisions_figure,
@@ -90,7 +90,7 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
     """What is in a run folder of the job of all its groups, and its measured step where there is one.
 
     Raises:
-        PlanError: when it is no run folder, has no plan for all groups, or that or the sensitivity is of another graph.
+        PlanError: when it is no run folder, has no plan for all groups, or that or a measurement is of another graph.
         ArtifactError: when a file is missing or cannot be read.
     """
     cluster = run.read_cluster()
@@ -98,17 +98,14 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
     plan = run.load_plan(names)
     costs = run.communication(names)
     measured = run.timeline("measured", names)
-    job = Job(
+    inputs = Inputs(
         load(run.dag, PrecisionDag),
         cluster,
         {name: load(run.profile(name), Profile) for name in names},
         load(run.sensitivity, Sensitivity),
-        plan,
-        load(costs, CollectiveCosts) if costs.is_file() else None,
+        communication=load(costs, CollectiveCosts) if costs.is_file() else None,
     )
-    check_plan(job.plan, job.dag)
-    check_sensitivity(job.sensitivity, job.dag)
-    return job, load(measured, Timeline) if measured.is_file() else None
+    return Job(inputs, plan), load(measured, Timeline) if measured.is_file() else None
 
 
 def _start_section(run: RunFolder) -> list[Section]:
@@ -233,7 +230,7 @@ def _curve_section(job: Job) -> list[Section]:
         return [Section(title, ("‘qsync plan --pareto’ draws the trade-off between Ω, time and memory.",))]
     try:
         curve = tradeoff(
-            *(job.dag, job.cluster, job.profiles, job.sensitivity),
+            job.inputs,
             budgets=_CURVE_BUDGETS,
             limits=_CURVE_LIMITS,
             effort=_CURVE_EFFORT,

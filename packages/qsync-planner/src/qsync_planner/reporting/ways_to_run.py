@@ -8,18 +8,18 @@ import attrs
 
 from qsync_core.errors import InfeasibleError
 from qsync_core.ir.cluster import Cluster
-from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts
+from qsync_core.ir.communication import PYTORCH_DEFAULTS
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan, Role
-from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.allocator.communication import Ways
 from qsync_planner.allocator.jobs import Jobs, samples_of, samples_per_second
+from qsync_planner.allocator.request import Request
 from qsync_planner.allocator.verdict import Means
-from qsync_planner.matching import under_base
+from qsync_planner.matching import Inputs, check_plan
 from qsync_planner.replayer.chains import Chosen
 from qsync_planner.replayer.replay import Replayer, group_variants
 from qsync_planner.step_parts import StepParts, exposed_waiting, group_parts
@@ -27,19 +27,34 @@ from qsync_planner.step_parts import StepParts, exposed_waiting, group_parts
 
 @attrs.frozen
 class Job:
-    """What a job's steps are predicted from.
+    """What a job's steps are predicted from: the inputs of its plan, with a sensitivity, and the plan.
 
-    Attributes:
-        plan: of these groups.
-        costs: of collectives among them; None where they were not measured.
+    Raises:
+        PlanError: when the plan is of another graph.
     """
 
-    dag: PrecisionDag
-    cluster: Cluster
-    profiles: Mapping[str, Profile]
-    sensitivity: Sensitivity
+    inputs: Inputs
     plan: PrecisionPlan
-    costs: CollectiveCosts | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Match the plan with its inputs."""
+        check_plan(self.plan, self.dag)
+
+    @property
+    def dag(self) -> PrecisionDag:
+        """The model."""
+        return self.inputs.dag
+
+    @property
+    def cluster(self) -> Cluster:
+        """The groups, as a job of this graph has them."""
+        return self.inputs.cluster
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """Ω."""
+        assert self.inputs.sensitivity is not None, "a job's report needs a sensitivity"
+        return self.inputs.sensitivity
 
     def batch(self, group: str) -> int:
         """Samples of one rank in a micro-batch under the plan."""
@@ -129,7 +144,7 @@ def _recommended(job: Job) -> list[WayToRun]:
 def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
     samples = samples_of(job.dag, job.cluster, {group.name: job.dag.batch_size for group in job.cluster.groups})
     try:
-        plan = allocate(job.dag, job.cluster, job.profiles, job.sensitivity, solver=solver, communication=job.costs)
+        plan = allocate(job.inputs, Request(solver))
     except InfeasibleError:
         if solver != "full":
             return []
@@ -139,19 +154,16 @@ def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
 
 def _alone(job: Job) -> list[WayToRun]:
     """The best groups alone, as the plan's verdict has them (:mod:`qsync_planner.allocator.verdict`)."""
-    cluster, _ = under_base(job.cluster, job.dag)
-    jobs = Jobs(Ways(job.dag, cluster, job.profiles, job.costs, {}), _variants(job.plan))
+    jobs = Jobs(Ways(job.inputs, {}), _variants(job.plan))
     if not jobs.training or len(jobs.names) < 2:
         return []
     best = jobs.best_alone()
-    samples = samples_of(job.dag, cluster, best.local_batches)
+    samples = samples_of(job.dag, job.cluster, best.local_batches)
     return [_of(jobs.timeline(best), f"{' and '.join(best.groups)} alone", samples)]
 
 
 def _replayer(job: Job, plan: PrecisionPlan) -> Replayer:
-    cluster, _ = under_base(job.cluster, job.dag)
-    settings = plan.communication.settings if plan.communication else PYTORCH_DEFAULTS
-    return Replayer(job.dag, cluster, job.profiles, communication=job.costs, settings=settings)
+    return Replayer(job.inputs, settings=plan.communication.settings if plan.communication else PYTORCH_DEFAULTS)
 
 
 def _variants(plan: PrecisionPlan) -> dict[str, dict[OpId, Chosen]]:

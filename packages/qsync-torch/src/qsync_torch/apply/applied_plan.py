@@ -2,59 +2,50 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
-from qsync_torch.apply.job_settings import job_differences
-from qsync_torch.apply.lag import LagWatch
-from qsync_torch.apply.local_batches import FLAG, LocalBatches
-from qsync_torch.apply.plan_fit import Planned
 from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
-from qsync_torch.aten.random_bits import stream_key
-from qsync_torch.distributed.buffers import buffers_of, share_buffers
+from qsync_torch.distributed.buffers import share_buffers
 from qsync_torch.distributed.communication import ddp_options
-from qsync_torch.distributed.process_group import in_process_group, own_rank
+from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
-from qsync_torch.elastic.job_ranks import JobRanks
-from qsync_torch.elastic.resizing import MicroBatch, Resize, step_batches
+from qsync_torch.elastic.resizing import MicroBatch, Resize
 from qsync_torch.operators.step_key import LARGEST_STEP
 
 MARK = "_qsync_applied"
 """Attribute of a model that has a plan: its :class:`AppliedPlan`."""
 
 
-class AppliedPlan(PlannedModel):
+class AppliedPlan:
     """A plan in force on a model.  ``remove()`` restores the model exactly.
 
     Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save``) are plain models without a plan, and say so.
 
     Attributes:
+        in_model: what the plan has put into the model; no part of what scripts rely on.
+        model: as given.
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
-        lower_eval: whether the plan is in force in eval mode too.
         base: the format of the job: where it has 16 bits, the model runs under autocast to it.
+        plan: the whole plan, of all groups; None where variants by operator were applied.
     """
 
-    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
-        super().__init__(model, planned, seed=seed, lower_eval=lower_eval)
+    def __init__(self, in_model: PlannedModel, seed: int) -> None:
+        self.in_model, self.model, self.plan = in_model, in_model.model, in_model.planned.plan
+        self.variants, self.group, self.base = in_model.variants, in_model.group, in_model.base
         self._seed = seed
-        self._key.rekey(stream_key(seed, _rank_in_job()))
         self._step_times: StepTimes | None = None
-        self._job: JobRanks | None = None
-        self.know_ranks({})
 
     @property
     def step(self) -> int:
@@ -66,17 +57,17 @@ class AppliedPlan(PlannedModel):
         Raises:
             PlanError: when it is set to what is no number of steps.
         """
-        return self._key.step
+        return self.in_model.key.step
 
     @step.setter
     def step(self, value: int) -> None:
         if type(value) is not int or not 0 <= value <= LARGEST_STEP:
             raise PlanError(f"step is the number of optimizer steps so far, an integer in 0..{LARGEST_STEP}, got {value!r}")
-        self._key.step = value
+        self.in_model.key.step = value
 
     def advance(self) -> None:
         """Say that an optimizer step has ended, in a loop that has no optimizer of PyTorch's."""
-        self._key.advance()
+        self.in_model.key.advance()
 
     @property
     def place(self) -> str:
@@ -84,10 +75,7 @@ class AppliedPlan(PlannedModel):
 
         Random numbers and samples follow it, not the rank, which torchrun gives anew at each start.
         """
-        if self._job is None:
-            return f"rank/{_rank_in_job()}"
-        group, index = self._job.place(dist.get_rank()) if in_process_group() else (self.group, _rank_in_job())
-        return f"{group}/{index}"
+        return self.in_model.place.name
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers (BatchNorm's statistics) of the first training rank; call it on every rank.
@@ -95,7 +83,7 @@ class AppliedPlan(PlannedModel):
         After that each rank evaluates and saves what a training rank would.  Without it ranks may differ: each has updated its
         buffers in the last step by its own batch, in its own precisions (docs/training.md#whose-batchnorm-statistics).
         """
-        share_buffers(self.model, self._training)
+        share_buffers(self.model, self.in_model.place.training)
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps of a plan in force: ``step`` and ``seed`` of its random numbers, equal on all ranks.
@@ -113,7 +101,7 @@ class AppliedPlan(PlannedModel):
         if set(state) != {"step", "seed"} or not all(isinstance(value, int) and value >= 0 for value in state.values()):
             raise PlanError(f"the state of a plan in force is its step and its seed, got {dict(state)!r}")
         if state["seed"] != self._seed:
-            exception = self._planned.caller.with_option(f"seed={state['seed']}")
+            exception = self.in_model.planned.caller.with_option(f"seed={state['seed']}")
             raise PlanError(
                 f"the checkpoint was written under seed {state['seed']}, and this run rounds with seed {self._seed}: call "
                 f"{exception}, or set applied.step alone to go on with other random numbers"
@@ -125,72 +113,17 @@ class AppliedPlan(PlannedModel):
 
         It is on from ``apply_`` on: a sample of steps is timed now and then.
         """
-        if self._lag_watch is not None:
-            self._lag_watch.stop()
-            self._lag_watch = None
-        plan, group = self._planned.plan, self._planned.group
-        if on and plan is not None and group is not None and self._job is not None:
-            self._lag_watch = LagWatch(self.model, plan, group, self._job.groups, self._differs)
-
-    @property
-    def _accumulate(self) -> int:
-        """Micro-batches of a step that the plan was made for."""
-        return 1 if self._planned.plan is None else self._planned.plan.accumulate
-
-    def meet_accumulation(self, accumulate: int) -> None:
-        """Warn where the loop runs another number of micro-batches for each optimizer step than the plan was made for."""
-        if self._planned.plan is not None and accumulate != self._accumulate:
-            warnings.warn(
-                f"the loop accumulates gradients over {accumulate} micro-batches in an optimizer step, and the plan was made for "
-                f"{self._accumulate}: its numbers hold, its predicted step and what it weighs exchanges with do not; "
-                f"{self._planned.caller.plan_again} for this loop",
-                stacklevel=3,
-            )
-
-    def _differs(self) -> bool:
-        """Whether this process has other settings than its group's profile, or communicates otherwise; both were said."""
-        plan, group = self._planned.plan, self._planned.group
-        assert plan is not None
-        assert group is not None
-        return not self._as_planned or bool(job_differences(plan, group, plan.group(group).device, self.model))
+        self.in_model.watch_lag(on)
 
     def ddp_options(self) -> dict[str, Any]:
         """How the plan wants its job to communicate: ``DistributedDataParallel(model, **applied.ddp_options())``, on all ranks.
 
         Empty where the plan says nothing of that; :func:`qsync_torch.process_group_options` has what the process group is told.
         """
-        options = ddp_options(self._planned.plan)
-        if options and (self._batches.most_passes > 1 or self._accumulate > 1):
+        options = ddp_options(self.plan)
+        if options and (self.in_model.place.batches.most_passes > 1 or self.in_model.accumulate > 1):
             options["static_graph"] = False  # PyTorch fails where such a job begins under no_sync(), as accumulation does
         return options
-
-    def know_ranks(self, groups: Mapping[int, str], whole: PrecisionPlan | None = None, resize: Resize | None = None) -> None:
-        """Note the device group of every rank of the job, as all have told each other, before the operators are installed.
-
-        Random numbers follow a rank's place in its group, so that a restart that numbers the ranks otherwise draws the same.
-
-        Args:
-            groups: by rank; empty where the rank alone was asked.
-            whole: the plan for all groups of the cluster, whose global batch is the planned one; by default this plan.
-            resize: what stays where the job has other ranks than planned.
-
-        Raises:
-            PlanError: as :func:`qsync_torch.elastic.resizing.step_batches`.
-        """
-        planned, plan = self._planned, self._planned.plan
-        resized = None
-        if plan is not None and planned.group is not None and groups:
-            job = self._job = JobRanks.of(plan, groups)
-            self.watch_lag(True)
-            group, index = job.place(dist.get_rank()) if in_process_group() else (planned.group, _rank_in_job())
-            self._key.rekey(stream_key(self._seed, *group.encode(), index))
-            training = job.training_ranks
-            self._training = training if training and min(groups) not in training and buffers_of(self.model) else ()
-            if in_process_group() or resize is not None:
-                resized = step_batches(plan, whole or plan, job, resize, planned.caller)
-        by_script = FLAG in planned.allow_flags
-        self._resize = resize
-        self._batches = LocalBatches(plan, planned.group, groups, by_script=by_script, resized=resized, caller=planned.caller)
 
     @property
     def local_batch(self) -> int | None:
@@ -198,17 +131,17 @@ class AppliedPlan(PlannedModel):
 
         It is what the plan has it take, and with ``resize="keep-global"`` its share of the planned global batch.
         """
-        return self._batches.own
+        return self.in_model.place.batches.own
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
         """:attr:`local_batch` of every rank, in rank order; empty where that is not known."""
-        return self._batches.by_rank
+        return self.in_model.place.batches.by_rank
 
     @property
     def batch_weight(self) -> float | None:
         """What a mean over this rank's local batch counts in the mean over the global batch; None where that is not known."""
-        return self._batches.share
+        return self.in_model.place.batches.share
 
     def batch_sampler(self, dataset: Sized, **options: Any) -> UnevenBatchSampler:
         """Batches of this rank: ``DataLoader(dataset, batch_sampler=applied.batch_sampler(dataset))``.
@@ -224,9 +157,10 @@ class AppliedPlan(PlannedModel):
             raise PlanError(
                 "no plan says how large local batches are: apply a plan, or use UnevenBatchSampler(dataset, batch_sizes)"
             )
-        if self._job is None:
+        job = self.in_model.place.job
+        if job is None:
             return UnevenBatchSampler(dataset, self.batch_sizes, **options)
-        order = self._job.in_order  # so that a rank takes the same samples whatever its number is
+        order = job.in_order  # so that a rank takes the same samples whatever its number is
         return UnevenBatchSampler(dataset, [self.batch_sizes[rank] for rank in order], order.index(own_rank()), **options)
 
     @property
@@ -240,12 +174,12 @@ class AppliedPlan(PlannedModel):
 
         A script that keeps local batches may scale its learning rate by ``global_batch / planned_batch``.
         """
-        return self._batches.planned
+        return self.in_model.place.batches.planned
 
     @property
     def resize(self) -> Resize | None:
         """What the script has said is to stay where the job has other ranks than planned."""
-        return self._resize
+        return self.in_model.place.resize
 
     def micro_batches(self, ddp: nn.Module, samples: int | None = None) -> Iterator[MicroBatch]:
         """The parts in which this rank takes its batch of one step, each what one forward pass was planned with::
@@ -264,7 +198,7 @@ class AppliedPlan(PlannedModel):
         Raises:
             PlanError: where neither says how many samples there are.
         """
-        yield from self._batches.micro_batches(ddp, samples)
+        yield from self.in_model.place.batches.micro_batches(ddp, samples)
 
     def weight_gradients(self, ddp: DistributedDataParallel, **options: Any) -> None:
         """Weight gradients by samples, as a plan with local batches of different sizes asks for; on all ranks, before training.
@@ -276,7 +210,7 @@ class AppliedPlan(PlannedModel):
         Raises:
             PlanError: as that does; in the first step also where a rank sees another batch than :attr:`local_batch`.
         """
-        self._batches.weight_gradients(ddp, **options)
+        self.in_model.place.batches.weight_gradients(ddp, **options)
 
     def each_step(self, call: Callable[[StepTime], None]) -> None:
         """Call ``call`` with the time of every training step from now on (:class:`qsync_torch.apply.step_times.StepTime`).
@@ -284,7 +218,7 @@ class AppliedPlan(PlannedModel):
         On a GPU it is called some steps late, because nothing waits for the device; what it raises comes out of a ``backward()``.
         """
         if self._step_times is None:
-            self._step_times = StepTimes(self.model, self._key.later, self._accumulate)
+            self._step_times = StepTimes(self.model, self.in_model.key.later, self.in_model.accumulate)
         self._step_times.listeners.append(call)
 
     def log_scalars(self, write: WriteScalar, *, every: int = 10, scaler: Scaler | None = None) -> None:
@@ -304,12 +238,12 @@ class AppliedPlan(PlannedModel):
         """
         if every < 1:
             raise ValueError(f"every is a number of steps, got {every}")
-        plan = self._planned.plan
+        plan = self.plan
         self.each_step(ScalarLog(write, every, None if plan is None else plan.predicted_iteration_ns, scaler))
 
     def summary(self) -> str:
         """What is in force, for people: the operators of every group by what they run as, and what the plan predicts."""
-        plan = self._planned.plan
+        plan = self.plan
         if plan is None:
             return f"{type(self.model).__name__} under variants by operator: {_counted(self.variants.values())}"
         groups = "; ".join(
@@ -317,7 +251,7 @@ class AppliedPlan(PlannedModel):
             f"{_counted(assigned.variant for assigned in entry.assignments.values())}"
             for entry in plan.groups
         )
-        run = self._planned.caller.run
+        run = self.in_model.planned.caller.run
         report = f", report {run.report}" if run is not None and run.report.is_file() else ""
         return f"{plan.model} under a plan: {groups}; predicted step {format_ns(plan.predicted_iteration_ns)}{report}"
 
@@ -332,8 +266,8 @@ class AppliedPlan(PlannedModel):
         Raises:
             PlanError: when the class of a module was changed since; take that change back first.
         """
-        super().remove()
-        self.watch_lag(False)
+        self.in_model.remove()
+        self.in_model.watch_lag(False)
         self.model.__dict__.pop(MARK, None)
         if self._step_times is not None:
             self._step_times.close()
@@ -358,11 +292,6 @@ def _counted(variants: Iterable[Variant]) -> str:
     """How many operators run as what, the most first."""
     counts = Counter(variant.label for variant in variants)
     return ", ".join(f"{count} {label}" for label, count in counts.most_common()) or "none"
-
-
-def _rank_in_job() -> int:
-    """Return the rank of this process, as ``torch.distributed`` or torchrun has it; 0 where neither says."""
-    return dist.get_rank() if in_process_group() else int(os.environ.get("RANK", "0"))
 
 
 def _say_plain(what: str) -> None:

@@ -27,7 +27,9 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.place_in_job import PlaceInJob
 from qsync_torch.apply.plan_fit import Planned, check_outputs
+from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
 from qsync_torch.caller import Caller
@@ -154,16 +156,19 @@ def apply_for(
             planned = Planned(plan, group, backend, plan.base, tuple(allow_flags), caller, fuses)
         else:
             planned = Planned(_read(plan), None, backend, base, tuple(allow_flags))
-        applied = AppliedPlan(model, planned, seed=seed, lower_eval=lower_eval)
-        applied.check_parameters(device_of(model))
-        applied.check_kernels()
+        in_model = PlannedModel(model, planned, seed=seed, lower_eval=lower_eval)
+        in_model.check_parameters(device_of(model))
+        in_model.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
-        applied.know_ranks(check_job(what, plan, group, model, allow_flags, caller), whole, resize)
+        groups = check_job(what, plan, group, model, allow_flags, caller)
+        in_model.take_place(PlaceInJob.of(model, planned, seed, groups, whole, resize))
+        in_model.watch_lag(True)
         warn_of_restarts(stacklevel=4)
+    applied = AppliedPlan(in_model, seed)
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks(f"{what}, building kernels", whole_plan, slow=True):
-            applied.lower()
+            in_model.lower()
         undo.pop_all()
     model.__dict__[MARK] = applied
     return applied

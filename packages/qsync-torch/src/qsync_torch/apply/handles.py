@@ -1,7 +1,8 @@
 """What a model's own code gets when it reads a parameter that a plan names: a handle, with which products are the plan's.
 
 ``F.linear(x, self.w)``, ``x @ self.w.t()`` and attention's projections run as planned wherever they are called.  Any other function
-takes the parameter itself, a slice or ``einsum`` too, and runs in full precision.  Nothing is listed but :data:`_PLANNED`.
+takes the parameter itself, a slice or ``einsum`` too, and runs in full precision.  Products are those of the table of kinds
+(:data:`qsync_torch.kinds.table.SPELLED`); what gets a weight ready for them is in :data:`_PREPARING`.
 
 A handle is an ``nn.Parameter`` to code that asks, and has the parameter's attributes.  What keeps one gets the parameter in its
 place: a module that it is assigned to (tied weights), and an optimizer in its first step.  Handles are made anew whenever they are
@@ -22,21 +23,22 @@ from torch.nn.modules.module import register_module_buffer_registration_hook, re
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qsync_core.errors import PlanError
-from qsync_core.geometry import Pair
 from qsync_torch.dtypes import PRECISION
+from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
+from qsync_torch.kinds.table import SPELLED
 
 
 class OperatorCall(Protocol):
     """Runs where a model calls an adjustable operator.
 
     Attributes:
-        orientations: whether the parameter was multiplied with as (N, K), or as (K, N).
+        forms: as which kind the parameter was multiplied with, and whether as that kind's function takes it, or as the transpose.
         follows_casts: whether products with what the model casts the parameter to are this operator's too.
     """
 
     follows_casts: bool
 
-    orientations: set[bool]
+    forms: set[tuple[str, bool]]
 
     def is_on(self, owner: nn.Module) -> bool:
         """Whether it runs now, in place of PyTorch's operator."""
@@ -46,21 +48,10 @@ class OperatorCall(Protocol):
         """Whether it is a parameter or buffer of the model, or a view of one: no operator of a plan is a product of such alone."""
         ...
 
-    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the operator where ``F.linear`` was called."""
-        ...
-
-    def conv2d(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Pair = 1,
-        padding: Pair | str = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
+    def run(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings = ()
     ) -> torch.Tensor:
-        """Run the operator where ``F.conv2d`` was called."""
+        """Run the operator where the function of a kind was called."""
         ...
 
 
@@ -136,12 +127,18 @@ class Handle(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run a product of the plan, or the function on the parameter itself."""
         kwargs = kwargs or {}
-        known = _PLANNED.get(func)
-        if known is not None:
-            place, name, planned = known
+        if (spelled := SPELLED.get(func)) is not None:
+            place, name = spelled[1].place, spelled[1].name
             weight = args[place] if len(args) > place else kwargs.get(name)
             if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
-                found = planned(weight, func, args, kwargs)
+                found = _multiplied(weight, *spelled, args, kwargs)
+                if found is not None:
+                    return found
+        elif (known := _PREPARING.get(func)) is not None:
+            name, prepared = known
+            weight = args[0] if args else kwargs.get(name)
+            if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
+                found = prepared(weight, func, args, kwargs)
                 if found is not None:
                     return found
         if func is F.multi_head_attention_forward:
@@ -167,20 +164,25 @@ def plain(value: Any) -> Any:
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
-def _multiplied(w: Handle, x: Any, bias: Any, *, as_rows: bool) -> Any:
-    """The linear of a plan, with a weight (N, K) as it is stored or the other way round; None where this is none.
+def _multiplied(w: Handle, kind: OperatorKind, spelling: Spelling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product of a plan, with a weight as its kind's function takes it or the other way round; None where this is none.
 
-    A gradient formula in a backward pass multiplies with the weight the other way round than the forward pass did, and no piece of
-    a forward that runs again without gradients does (a reversible block).
+    A gradient formula in a backward pass multiplies with the weight in another way than the forward pass did, and no piece of a
+    forward that runs again without gradients does (a reversible block).
     """
+    if w.ndim != kind.weight_dimensions or (read := spelling.read(args, kwargs, w)) is None:
+        return None
+    x, bias, settings = read
     if isinstance(x, Handle) or not isinstance(x, torch.Tensor) or w.call.is_stored(x):
         return None
+    as_stored = w.transposed == spelling.transposed
     if not torch.compiler.is_compiling():
+        form = (kind.name, as_stored)
         if torch.is_grad_enabled() or not in_backward():
-            w.call.orientations.add(as_rows)
-        elif w.call.orientations != {as_rows}:
+            w.call.forms.add(form)
+        elif w.call.forms != {form}:
             return None
-    return w.call.linear(x, w.source if as_rows else w.source.t(), bias)
+    return w.call.run(x, w.source if as_stored else w.source.t(), plain(bias), kind, settings)
 
 
 def in_backward() -> bool:
@@ -188,34 +190,7 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-_Planned = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _linear(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bias = plain(args[2] if len(args) > 2 else kwargs.get("bias"))
-    return _multiplied(w, args[0] if args else kwargs.get("input"), bias, as_rows=not w.transposed)
-
-
-def _conv2d(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rest = {name: plain(value) for name, value in kwargs.items() if name not in ("input", "weight")}
-    return w.call.conv2d(args[0] if args else kwargs["input"], w.source, *map(plain, args[2:]), **rest)
-
-
-def _product(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x @ weight``."""
-    if w.ndim != 2 or "out" in kwargs:
-        return None
-    return _multiplied(w, args[0] if args else kwargs.get("input"), None, as_rows=w.transposed)
-
-
-def _addmm(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``bias + x @ weight``."""
-    bias, x = ([*args, *(kwargs.get(name) for name in ("input", "mat1")[len(args) :])])[:2]
-    bias = plain(bias)
-    factors = len(args) > 3 or "out" in kwargs or any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-    if factors or not isinstance(bias, torch.Tensor) or bias.shape != w.shape[1:]:
-        return None
-    return _multiplied(w, x, bias, as_rows=w.transposed)
+_Prepared = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _turned(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,33 +221,19 @@ def _same(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 _T = torch.Tensor
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, _T.backward)
 _PERMUTATIONS = (torch.permute, _T.permute)
-_PLANNED: dict[Any, tuple[int, str, _Planned]] = {
-    F.linear: (1, "weight", _linear),
-    torch.conv2d: (1, "weight", _conv2d),
-    **{
-        func: (1, name, _product)
-        for func, name in (
-            (torch.matmul, "other"),
-            (torch.mm, "mat2"),
-            (torch.linalg.matmul, "other"),
-            (_T.matmul, "other"),
-            (_T.__matmul__, "other"),
-            (_T.mm, "mat2"),
-        )
-    },
-    **dict.fromkeys((torch.addmm, _T.addmm), (2, "mat2", _addmm)),
+_PREPARING: dict[Any, tuple[str, _Prepared]] = {
     **dict.fromkeys(
         (
             *(torch.t, _T.t, torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes),
             *(_T.T.__get__, _T.mT.__get__),  # type: ignore[attr-defined]
             *_PERMUTATIONS,
         ),
-        (0, "input", _turned),
+        ("input", _turned),
     ),
-    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.contiguous), (0, "self", _same)),
-    **dict.fromkeys((_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float), (0, "self", _same)),
+    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.contiguous), ("self", _same)),
+    **dict.fromkeys((_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float), ("self", _same)),
 }
-"""Functions by which a planned weight is multiplied with, or got ready for that: which argument it is, and what runs."""
+"""Functions by which a planned weight, their first argument, is got ready for a product: its keyword, and what runs."""
 
 
 def _open(function: Any) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from qsync_core.errors import BackendError
-from qsync_core.geometry import Geometry, IntPair, pair
 from qsync_core.ir.op_id import OpId
 from qsync_core.kernels.backend import CompilingBackend, KernelConfig
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
@@ -22,6 +21,8 @@ from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.canary import Canary, WrongKernel
 from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, why_missing
+from qsync_torch.kinds.kind import OperatorKind, Settings
+from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
 
 _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
@@ -78,7 +79,7 @@ def check_numbers(addressed: Addressed, canary: Canary, caller: Caller = BY_HAND
 def _large(call: CallShapes) -> CallShapes:
     """Give a call so many rows or images that a whole GPU is busy."""
     per_row = max(1, *(math.prod(shape) // shape[0] for shape in (call.x, call.y)))
-    rows = max(_NOMINAL_ROWS if call.kind == "linear" else 1, min(_MANY_ROWS, _MANY_ELEMENTS // per_row))
+    rows = max(_NOMINAL_ROWS if call.of_rows else 1, min(_MANY_ROWS, _MANY_ELEMENTS // per_row))
     return attrs.evolve(call, x=(rows, *call.x[1:]), y=(rows, *call.y[1:]))
 
 
@@ -132,40 +133,32 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 
 def _nominal(module: nn.Module) -> CallShapes:
     """Return nominal shapes of a module's own call."""
-    if isinstance(module, nn.Conv2d):
-        kernel, dilation = pair(module.kernel_size), pair(module.dilation)
-        # Large enough for every filter to fit.
-        side = [max(_NOMINAL_ROWS, d * (k - 1) + 1) for d, k in zip(dilation, kernel, strict=True)]
-        geometry = Geometry(pair(module.stride), _padding(module, kernel, dilation), dilation, module.groups)
-        x, y = (1, module.in_channels, *side), (1, module.out_channels, *geometry.output_size(side, kernel))
-        return CallShapes("conv2d", x, tuple(module.weight.shape), y, geometry)
-    assert isinstance(module, nn.Linear)
-    return _nominal_linear(*module.weight.shape)
+    kind = kind_of_module(module)
+    assert kind is not None
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return _nominal_call(kind, tuple(weight.shape), tuple(getattr(module, name) for name in kind.settings))
 
 
-def _nominal_linear(n: int, k: int) -> CallShapes:
-    return CallShapes("linear", (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
+def _nominal_call(kind: OperatorKind, stored: tuple[int, ...], settings: Settings) -> CallShapes:
+    """Return nominal shapes of a call with a weight of this shape, as PyTorch stores it; images are large enough for the filter."""
+    if kind.prepare is None:
+        n, k = stored
+        return CallShapes(kind.name, (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
+    _, geometry = kind.prepare(torch.empty((1, 1, *stored[2:])), torch.empty(stored, device="meta"), settings)
+    w = kind.row.parameter_shape(stored, geometry.groups)
+    side = [max(_NOMINAL_ROWS, far + 1) for far in geometry.reach(w[2:])]
+    x, y = (1, geometry.groups * w[1], *side), (1, w[0], *geometry.output_size(side, w[2:]))
+    return CallShapes.as_run(kind.name, x, w, y, geometry)
 
 
 def _nominal_calls(weight: torch.Tensor | None) -> list[CallShapes]:
     """Return nominal shapes of functional calls with a weight; a convolution's is taken to be a plain one."""
     assert weight is not None
-    if weight.dim() == 2:
-        n, k = weight.shape
-        return [_nominal_linear(n, k), _nominal_linear(k, n)][: 1 if n == k else 2]
-    geometry = Geometry((1, 1), (0, 0), (1, 1), 1)
-    side, kernel = [max(_NOMINAL_ROWS, int(k)) for k in weight.shape[2:]], (int(weight.shape[2]), int(weight.shape[3]))
-    y = (1, weight.shape[0], *geometry.output_size(side, kernel))
-    return [CallShapes("conv2d", (1, weight.shape[1], *side), tuple(weight.shape), y, geometry)]
-
-
-def _padding(module: nn.Conv2d, kernel: IntPair, dilation: IntPair) -> IntPair:
-    if module.padding == "valid":
-        return 0, 0
-    if module.padding == "same":
-        return dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2
-    assert not isinstance(module.padding, str)
-    return pair(module.padding)
+    kinds = [kind for kind in OPERATOR_KINDS.values() if kind.weight_dimensions == weight.dim()]
+    calls = [_nominal_call(kind, tuple(weight.shape), kind.defaults) for kind in kinds]
+    return calls + [
+        _nominal_call(kind, tuple(weight.shape)[::-1], ()) for kind in kinds if kind.row.of_rows and len({*weight.shape}) > 1
+    ]
 
 
 def first_named(op_ids: Sequence[OpId]) -> str:
@@ -193,7 +186,7 @@ def prebuild(addressed: Addressed, device: torch.device, caller: Caller = BY_HAN
         for call, asked in wanted:
             pinned = entry.choice.of(asked.role)
             if pinned is not None and pinned.config:
-                text = f"{entry.variant} {call.w if call.kind == 'linear' else call}"
+                text = f"{entry.variant} {call.w if call.of_rows else call}"
                 todo.setdefault((pinned.backend, pinned.config, f"{asked.role} {text}"), asked)
 
     def build(item: tuple[tuple[str, str, str], OperatorRequest]) -> BackendError | None:

@@ -6,7 +6,6 @@ is synchronised.  What a step costs outside of a sample is a comparison of two i
 
 from __future__ import annotations
 
-import json
 import statistics
 import warnings
 from collections import Counter
@@ -26,7 +25,7 @@ from qsync_core.ir.profile import DeviceKind
 from qsync_core.units import format_ns
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.step_times import Moment, StepTime, StepTimes, between_ns, has_passed, now
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 
 STATED_ERROR = {DeviceKind.CUDA: 0.05, DeviceKind.CPU: 0.10}
 """The stated error of a predicted step, as a part of it: rows H2-worst (docs/hybrid.md) and S4 hold predictions to it."""
@@ -227,28 +226,27 @@ class LagWatch:
             self._predicted_own_ns,
             self._error,
         )
-        members = Members.of_group(None)
+        members = Mailbox.of_group(None)
         if members is not None:
             with suppress(dist.DistError):
-                members.store.set(self._key(members.rank), json.dumps(attrs.asdict(self._pace)))
+                members.say(self._key, attrs.asdict(self._pace))
         self._then(self._judge, _LATE)
 
     def _judge(self) -> None:
         self._then(self._open, EVERY)
         if not self._pace.lags or self._excused():
             return
-        members = Members.of_group(None)
+        members = Mailbox.of_group(None)
         rank = 0 if members is None else members.rank
         paces = {rank: self._pace}
         if members is not None:
             with suppress(dist.DistError):
-                told = [other for other in members.ranks if members.store.check([self._key(other)])]
-                texts = members.store.multi_get([self._key(other) for other in told])
-                paces |= {other: Pace(**json.loads(text)) for other, text in zip(told, texts, strict=True)}
+                paces |= {other: Pace(**said) for other, said in members.heard(self._key).items()}
         self.stop()
         if sentence := lag_warning(rank, paces):
             warnings.warn(sentence, stacklevel=2)
 
-    def _key(self, rank: int) -> str:
-        """Name a rank's part of this sample, which all ranks take after as many forwards."""
-        return f"qsync/pace/{self._plan.dag_digest[:16]}/{self._samples}/{rank}"
+    @property
+    def _key(self) -> str:
+        """Name this sample, which all ranks take after as many forwards."""
+        return f"qsync/pace/{self._plan.dag_digest[:16]}/{self._samples}"

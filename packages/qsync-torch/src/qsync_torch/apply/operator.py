@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 from torch.overrides import has_torch_function
 
 from qsync_core.errors import NumericsError, PlanError
-from qsync_core.geometry import Geometry, Pair, pair
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
@@ -26,20 +25,23 @@ from qsync_torch.apply.handles import in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.caller import Caller
-from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.kernels.binding import operator_binding
 from qsync_torch.kernels.library_ops import PLAIN_TENSORS
+from qsync_torch.kinds.kind import OperatorKind, Settings
+from qsync_torch.kinds.products import operand_of
+from qsync_torch.kinds.table import OF_ROWS, kind_of_module
 from qsync_torch.operators.casts import CastCache, Seeds
-from qsync_torch.operators.conv2d import resolve_geometry, run_conv2d
-from qsync_torch.operators.linear import run_linear
-from qsync_torch.operators.lowered_ops import lowered_conv2d, lowered_linear
+from qsync_torch.operators.products import lowered_node, run_product
 from qsync_torch.operators.step_key import StepKey
 
 _NO_SEEDS = Seeds()
 _FLOAT32 = Variant.plain(Precision.FLOAT32)
+_NO_DATA = torch.empty(0)
+"""Operands of a call whose geometry follows from its settings alone."""
 
 
 def _is_jagged(x: Any) -> bool:
-    """Whether it is nested as PyTorch's linear takes it: (B, *, ...), with sequences one after the other."""
+    """Whether it is nested as PyTorch's product of rows takes it: (B, *, ...), with sequences one after the other."""
     return isinstance(x, torch.Tensor) and x.layout is torch.jagged and x.is_contiguous() and getattr(x, "_ragged_idx", 1) == 1
 
 
@@ -157,7 +159,7 @@ class InForce:
 
 
 class Operator:
-    """An operator as a plan wants it; stands where the model calls ``F.linear`` or ``F.conv2d``.
+    """An operator as a plan wants it; stands where the model calls the function of its kind.
 
     ``has_run`` says whether it was called outside compiled code.
     """
@@ -166,10 +168,11 @@ class Operator:
 
     def __init__(self, op_id: OpId, assigned: Assigned, in_force: InForce, module: nn.Module | None = None) -> None:
         self.op_id, self._shown = op_id, f"operator {op_id}"
-        self.orientations: set[bool] = set()
+        self.forms: set[tuple[str, bool]] = set()
         self._in_force, self._module = in_force, module
+        self._kind = kind_of_module(module) or OF_ROWS
         if module is not None:
-            self.orientations.add(True)
+            self.forms.add((self._kind.name, True))
         self.has_run = False
         self.assign(assigned)
 
@@ -184,21 +187,22 @@ class Operator:
     def assign(self, assigned: Assigned) -> None:
         """Take a variant and its kernels.
 
-        The binding of a convolution module's geometry is worked out here, which ``torch.compile`` cannot follow.
+        The binding of a module's geometry is worked out here, which ``torch.compile`` cannot follow.
         """
         self.assigned = assigned
-        self._linear = operator_binding(assigned.variant, assigned.choice)
-        self._prepared: tuple[tuple[object, ...], OperatorBinding] = ((), self._linear)
-        module = self._module
-        if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):
-            geometry = Geometry(pair(module.stride), pair(module.padding), pair(module.dilation), module.groups)
-            binding = operator_binding(assigned.variant, assigned.choice, geometry)
-            self._prepared = ((module.stride, module.padding, module.dilation, module.groups), binding)
+        settings, geometry = (), None
+        if (module := self._module) is not None and self._kind.prepare is not None:
+            # A padding that depends on the operands is worked out in each call.
+            settings = tuple(getattr(module, name) for name in self._kind.settings)
+            if not isinstance(getattr(module, "padding", 0), str):
+                _, geometry = self._kind.prepare(_NO_DATA, _NO_DATA, settings)
+        self._binding = operator_binding(assigned.variant, assigned.choice, geometry)
+        self._prepared = settings if self._kind.prepare is None or geometry is not None else None
 
     @property
     def is_quantized(self) -> bool:
         """Whether the operands are 8-bit."""
-        return self._linear.is_quantized
+        return self._binding.is_quantized
 
     @property
     def is_lowered(self) -> bool:
@@ -207,75 +211,63 @@ class Operator:
 
     def _seeds(self, weight: torch.Tensor) -> Seeds:
         """Which random numbers a call takes; float formats take none."""
-        if not self._linear.is_quantized:
+        if not self._binding.is_quantized:
             return _NO_SEEDS
         key = self._in_force.key
         offset = key.on(weight.device) if torch.compiler.is_compiling() else key.now(weight.device)
         return Seeds(offset=offset, name=self._shown)
 
-    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the operator as planned where the model calls ``F.linear``."""
-        if torch.compiler.is_compiling():
+    def run(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        kind: OperatorKind,
+        settings: Settings = (),
+    ) -> torch.Tensor:
+        """Run the operator as planned where the model calls the function of a kind.
+
+        Args:
+            input, weight, bias, settings: as that function takes them.
+            kind: which function.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling:
             self._in_force.compiler_reads()
-            if input.layout is torch.jagged and _is_jagged(input):
-                return self._linear_of_jagged(input, weight, bias)
-            if self._linear.is_quantized:
-                return lowered_linear(input, weight, bias, self._linear, self._seeds(weight))
-            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
-                return run_linear(input, weight, bias, self._linear, _NO_SEEDS)
         if type(input) not in PLAIN_TENSORS:
-            if _is_jagged(input):
-                return self._linear_of_jagged(input, weight, bias)
-            if _has_functions(input):
-                return _by_class(self.linear, input, weight, bias)
+            if kind is OF_ROWS and _is_jagged(input):
+                return self._of_jagged(input, weight, bias)
+            if not is_compiling and _has_functions(input):
+                return _by_class(self.run, input, weight, bias, kind, settings)
+        binding = self._binding
+        if kind is not self._kind or settings != self._prepared:
+            geometry = None
+            if kind.prepare is not None:
+                input, geometry = kind.prepare(input, weight, settings)
+            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
+        if is_compiling:
+            if binding.turns_weight:
+                weight = operand_of(weight, binding.called)
+            if binding.is_quantized:
+                return lowered_node(input, weight, bias, binding, self._seeds(weight))
+            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
+                return run_product(input, weight, bias, binding, _NO_SEEDS)
         try:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
                 self._check(input, weight)
-                casts = self._in_force.casts_of(input)
+                casts, seeds = self._in_force.casts_of(input), self._seeds(weight)
+                if binding.turns_weight:
+                    weight = operand_of(weight, binding.called)
                 if self._in_force.base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
-                        return run_linear(input, weight, bias, self._linear, self._seeds(weight), casts)
-                return run_linear(input, weight, bias, self._linear, self._seeds(weight), casts)
+                        return run_product(input, weight, bias, binding, seeds, casts)
+                return run_product(input, weight, bias, binding, seeds, casts)
         except NumericsError as error:
             raise self._named(error) from None
 
-    def _linear_of_jagged(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.nested.nested_tensor_from_jagged(self.linear(input.values(), weight, bias), input.offsets())
-
-    def conv2d(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Pair = 1,
-        padding: Pair | str = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-    ) -> torch.Tensor:
-        """Run the operator as planned where the model calls ``F.conv2d``."""
-        if type(input) not in PLAIN_TENSORS and not torch.compiler.is_compiling() and _has_functions(input):
-            return _by_class(self.conv2d, input, weight, bias, stride, padding, dilation, groups)
-        prepared, binding = self._prepared
-        if prepared != (stride, padding, dilation, groups):
-            input, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
-            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
-        if torch.compiler.is_compiling():
-            self._in_force.compiler_reads()
-            if binding.is_quantized:
-                return lowered_conv2d(input, weight, bias, binding, self._seeds(weight))
-            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
-                return run_conv2d(input, weight, bias, binding, _NO_SEEDS)
-        try:
-            with torch._C.DisableTorchFunction():
-                self._check(input, weight)
-                casts = self._in_force.casts_of(input)
-                if self._in_force.base is not Precision.FLOAT32:
-                    with torch.autocast(weight.device.type, enabled=False):
-                        return run_conv2d(input, weight, bias, binding, self._seeds(weight), casts)
-                return run_conv2d(input, weight, bias, binding, self._seeds(weight), casts)
-        except NumericsError as error:
-            raise self._named(error) from None
+    def _of_jagged(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(self.run(input.values(), weight, bias, OF_ROWS), input.offsets())
 
     def _check(self, input: torch.Tensor, weight: torch.Tensor) -> None:
         """Whether this call is the one that was planned.
@@ -307,7 +299,7 @@ class Operator:
             return
         is_nested = input.is_nested
         kind = "nested" if is_nested else str(input.layout).removeprefix("torch.").lstrip("_")
-        dense = "make it with layout=torch.jagged, for a linear operator" if is_nested else "call to_dense() on it before"
+        dense = f"make it with layout=torch.jagged, for a {OF_ROWS.name} operator" if is_nested else "call to_dense() on it before"
         raise NumericsError(
             f"in {self.assigned.variant.label} it takes dense tensors, and its input is {kind}: {dense}, or keep the operator in "
             "float32 in the plan"
@@ -323,7 +315,7 @@ class _NotLowered:
     follows_casts = False
 
     def __init__(self, name: str, in_force: InForce) -> None:
-        self.orientations: set[bool] = set()
+        self.forms: set[tuple[str, bool]] = set()
         self._name, self._in_force = name, in_force
 
     def is_stored(self, x: torch.Tensor) -> bool:
@@ -347,11 +339,9 @@ class Unchanged(_NotLowered):
             check_autocast(self._in_force.base, device, f"operator {self._name}", self._in_force.caller)
         return False
 
-    def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Not called."""
         raise NotImplementedError
-
-    conv2d = linear
 
 
 class Refused(_NotLowered):
@@ -361,7 +351,7 @@ class Refused(_NotLowered):
         """Whether the plan is in force for the module that reads the parameter."""
         return self._in_force.is_on(owner)
 
-    def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Refuse.
 
         Raises:
@@ -371,5 +361,3 @@ class Refused(_NotLowered):
             f"{self._name} runs but the plan does not name it, so the plan was made for another model or for another way through "
             f"this one; {self._in_force.caller.trace_again}"
         )
-
-    conv2d = linear

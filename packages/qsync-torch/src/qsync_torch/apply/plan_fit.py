@@ -20,7 +20,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
-from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
+from qsync_torch.kinds.table import MODULES, WEIGHT_DIMENSIONS, kind_of_module
 
 Call = TypeVar("Call")
 _NAMED = 3
@@ -206,9 +206,8 @@ def check_outputs(plan: PrecisionPlan, group: str | None, caller: Caller = BY_HA
 
 
 def is_own_forward(module: nn.Module) -> bool:
-    """True for an ``nn.Linear`` or ``nn.Conv2d`` that runs its own forward, and whose forward a plan can replace."""
-    kind = kind_of_forward(module)
-    return kind == LINEAR or (kind == CONV2D and getattr(module, "padding_mode", "") == "zeros")
+    """True for a module of a kind's class that runs its own forward, and whose forward a plan can replace."""
+    return kind_of_module(module) is not None and getattr(module, "padding_mode", "zeros") == "zeros"
 
 
 def locate(
@@ -243,7 +242,7 @@ def locate(
         owner, _, leaf = name.rpartition(".")
         if module is not None and is_own_forward(module):
             found_modules.append((op_id, module))
-        elif not _calls_functions(module) or name not in parameters or parameters[name].dim() not in _WEIGHT_DIMENSIONS:
+        elif not _calls_functions(module) or name not in parameters or parameters[name].dim() not in WEIGHT_DIMENSIONS:
             missing.append(fqn)
             continue
         if name in parameters:
@@ -255,12 +254,8 @@ def locate(
 
 
 def _calls_functions(module: nn.Module | None) -> bool:
-    """True for no module (a weight was named), and for a Linear or Conv2d with a forward of its own or a patched one."""
-    return module is None or (isinstance(module, (nn.Linear, nn.Conv2d)) and not kind_of_forward(module))
-
-
-_WEIGHT_DIMENSIONS = (2, 4)
-"""The dimensions of the weights of a linear and of a two-dimensional convolution."""
+    """True for no module (a weight was named), and for one of a kind's class with a forward of its own or a patched one."""
+    return module is None or (isinstance(module, MODULES) and kind_of_module(module) is None)
 
 
 def check_weight_dtype(fqn: str, weight: torch.Tensor, caller: Caller = BY_HAND, what: str = "weight") -> None:
@@ -324,7 +319,7 @@ def _other_model(model: nn.Module, missing: list[str], found: set[str], plan: Pr
 
 def _names(module: nn.Module) -> set[str]:
     """List what can be an operator of a plan: linears, convolutions and parameters, by name."""
-    layers = {name for name, layer in module.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))}
+    layers = {name for name, layer in module.named_modules() if isinstance(layer, MODULES)}
     return layers | {name for name, _ in module.named_parameters()}
 
 
@@ -357,7 +352,7 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
     places = []
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        if id(parameter) in weights or parameter.dim() not in _WEIGHT_DIMENSIONS or name in known or owner in known:
+        if id(parameter) in weights or parameter.dim() not in WEIGHT_DIMENSIONS or name in known or owner in known:
             continue
         if parameter.is_complex():  # of which no operator is adjustable
             continue

@@ -14,17 +14,17 @@ from torch import nn, overrides
 
 from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.variant import Variant
 from qsync_core.settings import CHECKED_ON
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.handles import OperatorCall
-from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.job_settings import check_settings, job_differences
 from qsync_torch.apply.kernel_check import check_backends, check_numbers, first_named, prebuild
 from qsync_torch.apply.lag import LagWatch
-from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
+from qsync_torch.apply.local_batches import SIZE_FLAG, PlannedPass
 from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
-from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
+from qsync_torch.apply.place_in_job import PlaceInJob
+from qsync_torch.apply.plan_fit import Planned, check_weights, locate, unplanned
 from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
 from qsync_torch.devices import gpu_and_sms, number_settings
@@ -33,7 +33,8 @@ from qsync_torch.distributed.communication import check_communication, check_red
 from qsync_torch.distributed.ranks import together
 from qsync_torch.failures import deepest_line
 from qsync_torch.kernels.canary import Canary
-from qsync_torch.operators.lowered_ops import OFFSET_OF_STEP
+from qsync_torch.kinds.table import OPERATOR_KINDS
+from qsync_torch.operators.products import OFFSET_OF_STEP
 from qsync_torch.operators.step_key import StepKey
 from qsync_torch.sharing.job_check import check_job
 
@@ -44,38 +45,40 @@ class PlannedModel:
     Args:
         model: parameters as they train.
         planned: what the operators run as.
-        seed: of the random numbers; a subclass that knows this rank's place gives each rank its own.
+        seed: of the random numbers, of which each rank draws its own.
         lower_eval: whether the plan is in force in eval mode too.
 
     Attributes:
         model: as given.
+        planned: as given.
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
+        key: what the random numbers are drawn with, and the step.
+        place: of this process in its job.
+        lag_watch: what compares steps with the plan's prediction, if anything.
         base: the format of the job: where it has 16 bits, the model runs under autocast to it.
     """
 
-    _batches: LocalBatches
-
     def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
         self.model = model
-        self._planned = planned
+        self.planned = planned
         self._addressed = locate(model, planned.on(device_of(model)), planned.plan, planned.caller)
         check_weights(model, self._addressed, planned.plan, planned.caller)
         self.variants = {op_id: entry.variant for op_id, entry in self._addressed.entries.items()}
         self.group, self.base = planned.group, planned.base
-        self._key = StepKey(seed, model)
-        self._key.ends.append(self._step_ended)
-        self._in_force = InForce(model, self._key, self.base, lower_eval, planned.caller)
-        self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
+        self.place = PlaceInJob.of(model, planned, seed)
+        self.key = StepKey(self.place.stream, model)
+        self.key.ends.append(self._step_ended)
+        self._in_force = InForce(model, self.key, self.base, lower_eval, planned.caller)
         self._operators: dict[OpId, Operator] = {}
-        self._of_classes: dict[type, tuple[Any, Any]] = {}
+        self._of_classes: dict[type, tuple[Any, ...]] = {}
         self._planned_modules: list[nn.Module] = []
         self._take_out: Callable[[], None] | None = None
         self._placed_on: torch.device | None = None
         self._settings: dict[str, str] | None = None
         self._awaits_calls, self._delivers_low = True, False
         self._said: set[str] = set()
-        self._lag_watch: LagWatch | None = None
+        self.lag_watch: LagWatch | None = None
         self._as_planned = True
         self._forwards = 0
         self._first_pass: PlannedPass | None = None
@@ -83,24 +86,39 @@ class PlannedModel:
             any_size = SIZE_FLAG in planned.allow_flags
             self._first_pass = PlannedPass.of(planned.plan, planned.group, model, planned.caller, any_size=any_size)
 
-    @property
-    def lower_eval(self) -> bool:
-        """Whether the plan is in force in eval mode too."""
-        return self._in_force.lower_eval
+    def take_place(self, place: PlaceInJob) -> None:
+        """Know the ranks of the job, as all have told each other, before the operators are installed."""
+        self.place = place
+        self.key.rekey(place.stream)
 
-    @lower_eval.setter
-    def lower_eval(self, value: bool) -> None:
-        self._in_force.lower_eval = value
+    def watch_lag(self, on: bool) -> None:
+        """Whether to warn, once, where steps take longer than the plan predicts."""
+        if self.lag_watch is not None:
+            self.lag_watch.stop()
+            self.lag_watch = None
+        plan, group = self.planned.plan, self.planned.group
+        if on and plan is not None and group is not None and self.place.job is not None:
+
+            def differs() -> bool:
+                """Whether this process has other settings than its group's profile, or communicates otherwise; both were said."""
+                return not self._as_planned or bool(job_differences(plan, group, plan.group(group).device, self.model))
+
+            self.lag_watch = LagWatch(self.model, plan, group, self.place.job.groups, differs)
 
     @property
-    def plan(self) -> PrecisionPlan | None:
-        """The whole plan, of all groups; None where variants by operator were applied."""
-        return self._planned.plan
+    def accumulate(self) -> int:
+        """Micro-batches of a step that the plan was made for."""
+        return 1 if self.planned.plan is None else self.planned.plan.accumulate
 
-    @property
-    def chains(self) -> dict[OpId, PlannedChain] | None:
-        """The chains that the plan fuses, by their names; None where it says nothing of any chain."""
-        return self._planned.chains
+    def meet_accumulation(self, accumulate: int) -> None:
+        """Warn where the loop runs another number of micro-batches for each optimizer step than the plan was made for."""
+        if self.planned.plan is not None and accumulate != self.accumulate:
+            warnings.warn(
+                f"the loop accumulates gradients over {accumulate} micro-batches in an optimizer step, and the plan was made for "
+                f"{self.accumulate}: its numbers hold, its predicted step and what it weighs exchanges with do not; "
+                f"{self.planned.caller.plan_again} for this loop",
+                stacklevel=3,
+            )
 
     @property
     def _changes_nothing(self) -> bool:
@@ -114,7 +132,7 @@ class PlannedModel:
             PlanError: naming a module or an operator.
         """
         check_whole_model(self.model)
-        check_sharding(self._addressed, device, self._planned.allow_flags, self._planned.caller)
+        check_sharding(self._addressed, device, self.planned.allow_flags, self.planned.caller)
         check_gathered_formats(self.model, self._addressed)
 
     def check_kernels(self) -> None:
@@ -127,13 +145,13 @@ class PlannedModel:
         if self._changes_nothing or device.type == "meta":
             return
         try:
-            check_backends(self._addressed, device, self._planned.caller)
+            check_backends(self._addressed, device, self.planned.caller)
         except BackendError:
             if not _may_move_from(device):
                 raise
         else:
             self._placed_on = device
-            self._key.on(device)
+            self.key.on(device)
 
     def lower(self) -> None:
         """Put the operators into the model, in their variants.
@@ -141,7 +159,7 @@ class PlannedModel:
         Raises:
             BackendError: when a kernel cannot be built.
         """
-        addressed, plan = self._addressed, self._planned.plan
+        addressed, plan = self._addressed, self.planned.plan
         modules, entries = dict(addressed.modules), addressed.entries
         calls: dict[tuple[nn.Module, str], OperatorCall] = {}
         if self._changes_nothing:
@@ -150,7 +168,7 @@ class PlannedModel:
             calls = {(module, "weight"): Unchanged(str(op_id), self._in_force) for op_id, module in addressed.modules}
         else:
             if self._placed_on is not None:
-                prebuild(addressed, self._placed_on, self._planned.caller)
+                prebuild(addressed, self._placed_on, self.planned.caller)
                 self._check_numbers()
             for op_id in addressed.planned:
                 self._operators[op_id] = Operator(op_id, entries[op_id], self._in_force, modules.get(op_id))
@@ -177,8 +195,8 @@ class PlannedModel:
             self._take_out()
             self._take_out = None
         self._in_force.is_removed = True
-        self._key.ends.clear()
-        self._key.release()
+        self.key.ends.clear()
+        self.key.release()
         self._in_force.forget_casts()
 
     def _check_numbers(self) -> None:
@@ -187,11 +205,11 @@ class PlannedModel:
         Raises:
             BackendError: naming those that are wrong.
         """
-        device, plan = device_of(self.model), self._planned.plan
+        device, plan = device_of(self.model), self.planned.plan
         if device.type != "cuda" or plan is None or self.group is None:
             return
         if plan.software.get(self.group, {}).get(CHECKED_ON) != gpu_and_sms(device):
-            check_numbers(self._addressed, Canary(device), self._planned.caller)
+            check_numbers(self._addressed, Canary(device), self.planned.caller)
 
     def _around(self, model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the model."""
@@ -202,28 +220,28 @@ class PlannedModel:
         if self._first_pass is not None and model.training and torch.is_grad_enabled():
             self.meet_batch(args, kwargs)
         if torch.compiler.is_compiling():
-            check_autocast(self.base, device_of(model), caller=self._planned.caller)
+            check_autocast(self.base, device_of(model), caller=self.planned.caller)
             check_reducer()
-            self._batches.check_weighted()
-            if self._training and torch.is_grad_enabled():
-                torch.ops.qsync.share_buffers(buffers_of(model), self._training)
-            if self._planned.fuses:
-                OFFSET_OF_STEP(self._key.on(device_of(model)))
+            self.place.batches.check_weighted()
+            if self.place.training and torch.is_grad_enabled():
+                torch.ops.qsync.share_buffers(buffers_of(model), self.place.training)
+            if self.planned.fuses:
+                OFFSET_OF_STEP(self.key.on(device_of(model)))
             return self._finished(inner(model, *args, **kwargs))
         if modes := overrides._get_current_function_mode_stack():
             _name_modes(modes)
-        if self._lag_watch is not None:
-            self._lag_watch.forward((args, kwargs))
+        if self.lag_watch is not None:
+            self.lag_watch.forward((args, kwargs))
         if self._in_force.begins is not None:
             self._begin()
         device = device_of(model)
         self._check_settings(device)
         self._meet(device)
-        check_autocast(self.base, device, caller=self._planned.caller)
-        if self._training and torch.is_grad_enabled():
-            before_forward(buffers_of(model), self._training)
-        if self._lag_watch is not None:
-            self._lag_watch.started()
+        check_autocast(self.base, device, caller=self.planned.caller)
+        if self.place.training and torch.is_grad_enabled():
+            before_forward(buffers_of(model), self.place.training)
+        if self.lag_watch is not None:
+            self.lag_watch.started()
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:
             self._name_lost()
@@ -275,7 +293,7 @@ class PlannedModel:
         Raises:
             PlanError: when a class has another one now, or PyTorch other functions.
         """
-        for name in ("linear", "conv2d"):
+        for name in OPERATOR_KINDS:
             if not isinstance(function := getattr(torch.nn.functional, name), types.BuiltinFunctionType):
                 raise PlanError(
                     f"torch.nn.functional.{name} is {getattr(function, '__qualname__', function)} of the script, which operators "
@@ -317,7 +335,7 @@ class PlannedModel:
         with together("the first batch under a plan"):
             if samples is not None and (refusal := planned.refusal(samples)):
                 raise PlanError(refusal)
-        if samples is None or (self._batches.takes_parts and samples < planned.size):
+        if samples is None or (self.place.batches.takes_parts and samples < planned.size):
             return
         if text := planned.warning(samples):
             warnings.warn(text, stacklevel=6)
@@ -327,20 +345,20 @@ class PlannedModel:
         """The first forward, of the model or of a part of it: what one rank refuses, all refuse."""
         self._in_force.begins = None
         device = device_of(self.model)
-        if self._planned.plan is None:
+        if self.planned.plan is None:
             self._meet(device)
             return
         what = "the first step under a plan"
-        plan, group = self._planned.plan, self._planned.group
-        with together(what, {"whether gradients are weighted": "yes" if self._batches.is_weighted else "no"}):
+        plan, group = self.planned.plan, self.planned.group
+        with together(what, {"whether gradients are weighted": "yes" if self.place.batches.is_weighted else "no"}):
             self._check_settings(device)
             self._meet(device)
-            check_autocast(self.base, device, caller=self._planned.caller)
+            check_autocast(self.base, device, caller=self.planned.caller)
             check_reducer()
-        self._batches.check_weighted()  # which is the same on all ranks
+        self.place.batches.check_weighted()  # which is the same on all ranks
         if plan is not None and group is not None:  # by now the model is on its GPU
-            check_job(what, plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
-        self._as_planned = check_communication(plan, self.model, device, self._planned.caller)
+            check_job(what, plan, group, self.model, self.planned.allow_flags, self.planned.caller, warn=False)
+        self._as_planned = check_communication(plan, self.model, device, self.planned.caller)
 
     def _check_settings(self, device: torch.device) -> None:
         """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.
@@ -348,10 +366,10 @@ class PlannedModel:
         Raises:
             PlanError: when one that changes numbers is not that of the profile.
         """
-        plan, group = self._planned.plan, self._planned.group
+        plan, group = self.planned.plan, self.planned.group
         if plan is None or group is None or (found := number_settings(device)) == self._settings:
             return
-        check_settings(plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
+        check_settings(plan, group, self.model, self.planned.allow_flags, self.planned.caller, warn=False)
         self._settings = found
 
     def _meet(self, device: torch.device) -> None:
@@ -367,13 +385,13 @@ class PlannedModel:
             self.check_parameters(device)
         if device == self._placed_on or self._changes_nothing:
             return
-        self._addressed = locate(self.model, self._planned.on(device), self._planned.plan, self._planned.caller)
-        check_backends(self._addressed, device, self._planned.caller)
-        prebuild(self._addressed, device, self._planned.caller)
+        self._addressed = locate(self.model, self.planned.on(device), self.planned.plan, self.planned.caller)
+        check_backends(self._addressed, device, self.planned.caller)
+        prebuild(self._addressed, device, self.planned.caller)
         for op_id, operator in self._operators.items():
             operator.assign(self._addressed.entries[op_id])
         self._placed_on = device
-        self._key.on(device)
+        self.key.on(device)
 
     def _step_ended(self) -> None:
         """Say after the first step of this model which lowered operators it did not run."""
@@ -387,13 +405,13 @@ class PlannedModel:
         in_eval = "" if self.model.training else f", or, where the script trains in eval mode, call {self._lower_eval}"
         warnings.warn(
             f"the plan lowers {first_named(missing)}, which the first step did not run as a linear or convolution: they keep their "
-            f"precision; if that is not meant, {self._planned.caller.trace_again}{in_eval}",
+            f"precision; if that is not meant, {self.planned.caller.trace_again}{in_eval}",
             stacklevel=4,
         )
 
     @property
     def _lower_eval(self) -> str:
-        return self._planned.caller.with_option("lower_eval=True")
+        return self.planned.caller.with_option("lower_eval=True")
 
     def _name_lost(self) -> None:
         """Say which lowered operators the script has taken out of the model since the first step."""
@@ -402,7 +420,7 @@ class PlannedModel:
         if lost := [op_id for op_id in gone if op_id in self._operators and self._operators[op_id].is_lowered]:
             self._say_of_model(
                 f"the plan lowers {first_named(lost)}, whose modules are not in the model any more: what runs in their "
-                f"places is not planned; call remove(), and {self._planned.caller.call} with a plan for the model as it is now"
+                f"places is not planned; call remove(), and {self.planned.caller.call} with a plan for the model as it is now"
             )
 
     def _say_of_model(self, text: str) -> None:
@@ -411,8 +429,11 @@ class PlannedModel:
             warnings.warn(text, stacklevel=4)
 
 
-def _methods(kind: type) -> tuple[Any, Any]:
-    return kind.forward, getattr(kind, "_conv_forward", None)  # type: ignore[attr-defined]
+def _methods(of_class: type) -> tuple[Any, ...]:
+    return tuple(getattr(of_class, name, None) for name in _METHODS)
+
+
+_METHODS = tuple(dict.fromkeys(("forward", *(name for kind in OPERATOR_KINDS.values() for name in kind.methods))))
 
 
 _OF_FORMATS = re.compile(r"(?i)bfloat16|\bhalf\b|float16|\bdtypes?\b|scalar ?type|float or double|same type")
@@ -432,7 +453,7 @@ def _name_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
         if not kind.__module__.startswith(("torch.", "qsync_torch.")):
             _say_once(
                 f"{kind.__name__}, a TorchFunctionMode, is active around a model under a plan, whose operators do not come to it: "
-                "what it makes of linear and conv2d is left out; do that in the model, before trace and apply_"
+                "what it makes of operators is left out; do that in the model, before trace and apply_"
             )
 
 

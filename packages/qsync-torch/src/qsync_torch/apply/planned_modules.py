@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
-from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
+from qsync_torch.kinds.kind import OperatorKind
+from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
 
 _CALLS, _AROUND, _FORWARD, _UNPLANNED = "_qsync_plan", "_qsync_around", "_qsync_forward", "_qsync_unplanned"
 """Attributes of a planned module: the operators by the names of its parameters; what runs around its forward, and a forward of the
@@ -34,8 +34,8 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
 
     Args:
         model: whose forward runs through ``around``, wherever it is called from.
-        calls: by module and name of the parameter, which may be one that the module computes.  A module that has the forward of
-            ``nn.Linear`` or ``nn.Conv2d`` runs the operator of its ``weight``.
+        calls: by module and name of the parameter, which may be one that the module computes.  A module that has the forward of a
+            kind's class runs the operator of its ``weight``.
 
     Returns:
         What takes them out again.  It raises PlanError, and changes nothing, where a class or a forward was changed since.
@@ -46,7 +46,8 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
         by_module.setdefault(module, {})[leaf] = call
     for module, own in by_module.items():
         module._qsync_plan = own  # type: ignore[assignment]
-        kind = kind_of_forward(module) if "weight" in own else ""
+        found = kind_of_module(module) if "weight" in own else None
+        kind = "" if found is None else found.name
         is_patched = module is model and "forward" in module.__dict__
         if is_patched:
             module.__dict__[_FORWARD] = module.__dict__.pop("forward")
@@ -224,30 +225,37 @@ def _weight_of(module: Any) -> Any:
     return plain(module.weight) if weight is None else weight
 
 
-def _linear(module: Any, input: torch.Tensor) -> torch.Tensor:
-    call, weight = module._qsync_plan["weight"], _weight_of(module)
-    if not call.is_on(module):
-        return F.linear(input, weight, module.bias)
-    result: torch.Tensor = call.linear(input, weight, module.bias)
-    return result
+def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
+    """What stands for the forward of a kind's class.  PyTorch's compiler keeps what it makes beside a function's code."""
+    function, settings_of, inner = kind.function, kind.of_module, kind.methods[1:]
 
-
-def _conv2d(module: Any, input: torch.Tensor) -> torch.Tensor:
-    call, weight = module._qsync_plan["weight"], _weight_of(module)
-    if "_conv_forward" in module.__dict__:
-        raise PlanError(
-            f"{module} has another _conv_forward than when the plan was applied, which would not run: change it before the plan is "
-            "made and applied"
-        )
-    if not call.is_on(module):
-        result: torch.Tensor = module._conv_forward(input, weight, module.bias)
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        call, weight = module._qsync_plan["weight"], _weight_of(module)
+        if not call.is_on(module):
+            return function(input, weight, module.bias)
+        result: torch.Tensor = call.run(input, weight, module.bias, kind)
         return result
-    padding = module.padding
-    if module.padding_mode != "zeros":  # since the plan was applied
-        input, padding = F.pad(input, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
-    result = call.conv2d(input, weight, module.bias, module.stride, padding, module.dilation, module.groups)
-    return result
+
+    if settings_of is None:
+        return forward
+
+    def forward_with_settings(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call, weight = module._qsync_plan["weight"], _weight_of(module)
+        for name in inner:
+            if name in module.__dict__:
+                raise PlanError(
+                    f"{module} has another {name} than when the plan was applied, which would not run: change it before the "
+                    "plan is made and applied"
+                )
+        read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
+        if not call.is_on(module):
+            return function(read[0], weight, module.bias, *read[1])
+        result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
+        return result
+
+    forward_with_settings.__code__ = forward_with_settings.__code__.replace(co_name=f"{kind.name}_forward")
+    return forward_with_settings
 
 
-_FORWARDS: dict[str, Callable[..., Any]] = {LINEAR: _linear, CONV2D: _conv2d}
-"""What stands for the forward of ``nn.Linear`` and of ``nn.Conv2d``."""
+_FORWARDS = {name: _forward_of(kind) for name, kind in OPERATOR_KINDS.items()}
+"""What stands for the forward of a kind's class, by the kind's name."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FLOATS, LINEAR
+from qsync_core.kernels.support import FLOATS, LINEAR
 from qsync_torch.aten.support import DEVICES, EIGHT_BIT, unsupported_reasons
 
 _LAYOUTS = ("contiguous", "channels_last")
@@ -26,7 +26,7 @@ class AtenBackend:
         formats = (
             {Op.QUANTIZE: eight_bit}
             | dict.fromkeys(LINEAR, (*eight_bit, *floats))
-            | dict.fromkeys(CONVOLUTIONS, (str(Precision.INT8), *floats))
+            | dict.fromkeys(Op.CONVOLUTIONS, (str(Precision.INT8), *floats))
             | dict.fromkeys(Op.PRODUCERS, (*eight_bit, *floats))
         )
         return [KernelSpec(op, formats[op], DEVICES, layouts=_LAYOUTS) for op in Op.ALL]
@@ -53,7 +53,7 @@ class AtenBackend:
             raise BackendError(
                 f"backend aten cannot run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
-        from qsync_torch.aten import activation, batch_norm, conv2d, layer_norm, linear, quantize
+        from qsync_torch.aten import activation, batch_norm, convolution, layer_norm, linear, quantize
 
         if request.op in Op.PRODUCERS:
             if request.op == Op.LAYER_NORM_OUTPUT:
@@ -67,13 +67,13 @@ class AtenBackend:
                 Op.ACTIVATION_GRAD_INPUT: activation.build_activation_grad_input,
             }
             return of_chain[request.op](request.variant, request.chain)
-        if request.op in CONVOLUTIONS:
+        if request.op in Op.CONVOLUTIONS:
             of_geometry = {
-                Op.CONV2D_OUTPUT: conv2d.build_conv2d_output,
-                Op.CONV2D_GRAD_INPUT: conv2d.build_conv2d_grad_input,
-                Op.CONV2D_GRAD_WEIGHT: conv2d.build_conv2d_grad_weight,
+                "output": convolution.build_output,
+                "grad_input": convolution.build_grad_input,
+                "grad_weight": convolution.build_grad_weight,
             }
-            return of_geometry[request.op](request.geometry, request.variant)
+            return of_geometry[request.op.partition(".")[2]](request.geometry, request.variant)
         of_variant = {
             Op.QUANTIZE: quantize.build_quantize,
             Op.LINEAR_OUTPUT: linear.build_linear_output,

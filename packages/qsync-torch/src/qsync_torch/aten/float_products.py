@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from qsync_core.geometry import Geometry
+from qsync_torch.kinds import products
 
 
 def _without_hardware() -> frozenset[torch.dtype]:
@@ -38,19 +38,16 @@ def _runs_widened(x: torch.Tensor) -> bool:
     return needs_widening(x) and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``F.linear`` of operands in one float format: (..., K) and (N, K) to (..., N) in that format; differentiable."""
-    if not _runs_widened(x):
-        return F.linear(x, weight, bias)
-    y: torch.Tensor = _WidenedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return y
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry | None) -> torch.Tensor:
+    """The product of an operator of any kind, of operands in one float format and in that format; differentiable.
 
-
-def conv2d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
-    """``F.conv2d`` of operands in one float format: (B, C, H, W) and (O, C / groups, KH, KW) to (B, O, OH, OW); differentiable."""
+    Args:
+        x, weight, bias: (..., K), (N, K) and (N,) where there is no geometry, else (B, C, H, W), (O, C / groups, KH, KW) and (O,).
+        geometry: of a convolution.
+    """
     if not _runs_widened(x):
-        return F.conv2d(x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
-    y: torch.Tensor = _WidenedConv2d.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
+        return products.product(x, weight, bias, geometry)
+    y: torch.Tensor = _Widened.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -59,55 +56,35 @@ def mm(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     return torch.mm(a_MK.float(), b_KN.float()) if needs_widening(a_MK) else torch.mm(a_MK, b_KN)
 
 
-def convolution_backward(
-    grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, mask: tuple[bool, bool, bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ATen's convolution backward for the gradients of activation, weight and bias that ``mask`` asks for.
+def gradients(
+    grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, by_x: bool, by_weight: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of activation and weight of a convolution that are asked for.
 
     They are in the format of ``grad``, or the float32 sums where they are computed so.
     """
     if needs_widening(grad):
         grad, x, w = grad.float(), x.float(), w.float()
-    g = geometry
-    sizes = [w.shape[0]] if mask[2] else None
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward(
-        grad, x, w, sizes, list(g.stride), list(g.padding), list(g.dilation), False, [0, 0], g.groups, list(mask)
-    )
-    return gradients
+    return products.product_gradients(grad, x, w, geometry, by_x, by_weight)
 
 
-class _WidenedLinear(torch.autograd.Function):
+class _Widened(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        ctx.geometry = geometry
+        return products.product(x.float(), weight.float(), None if bias is None else bias.float(), geometry).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Differentiable: it consists of torch's operators on what was saved."""
         x, weight = ctx.saved_tensors
-        need_x, need_w, need_b = ctx.needs_input_grad
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
         wide = grad.float()
-        rows = wide.reshape(-1, wide.shape[-1])
         # Where ``backward()`` is called under autocast, that would bring the operands back to 16 bit.
         with torch.autocast("cpu", enabled=False):
-            grad_x = (wide @ weight.float()).to(x.dtype) if need_x else None
-            grad_w = (rows.t() @ x.float().reshape(-1, x.shape[-1])).to(weight.dtype) if need_w else None
-        return grad_x, grad_w, rows.sum(0).to(grad.dtype) if need_b else None
-
-
-class _WidenedConv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.geometry = geometry
-        g, wide_bias = geometry, None if bias is None else bias.float()
-        return F.conv2d(x.float(), weight.float(), wide_bias, g.stride, g.padding, g.dilation, g.groups).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Differentiable like :class:`_WidenedLinear`'s."""
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        found = convolution_backward(grad, x, weight, ctx.geometry, needs)
-        return (*(g.to(grad.dtype) if need else None for g, need in zip(found, needs, strict=True)), None)
+            found = products.product_gradients(wide, x.float(), weight.float(), ctx.geometry, need_x, need_w)
+        grad_x, grad_w = (None if g is None else g.to(like.dtype) for g, like in zip(found, (x, weight), strict=True))
+        return grad_x, grad_w, products.bias_gradient(wide, ctx.geometry).to(grad.dtype) if need_b else None, None

@@ -97,7 +97,7 @@ def _float_output(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
 ) -> None:
-    out_MN.copy_(float_products.linear(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype)))
+    out_MN.copy_(float_products.product(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype), None))
 
 
 def _float8_output(

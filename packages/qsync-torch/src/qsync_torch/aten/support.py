@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS
+from qsync_core.kernels.support import FIRST_TENSOR_CORES, FLOATS
 
 DEVICES = ("cpu", "cuda")
 EIGHT_BIT = (Precision.INT8, Precision.FLOAT8_E4M3FN)
@@ -34,6 +34,8 @@ def _product_reasons(request: KernelRequest) -> Iterator[str]:
     compute, form = request.variant.compute, support.product_format(request)
     yield from support.saved_reasons(request)
     yield from support.scale_reasons(request)
+    if compute.needs_scale and request.op in Op.CONVOLUTIONS and request.geometry.dimensions != 2:
+        yield f"it convolves images of two dimensions in 8 bit, not of {request.geometry.dimensions}; keep them in a float format"
     yield from support.format_reasons(request, _product_formats(request))
     if compute is Precision.BFLOAT16:
         yield from support.tensor_core_reasons(request, compute)
@@ -56,7 +58,7 @@ def _product_formats(request: KernelRequest) -> tuple[Precision, ...]:
     if not compute.needs_scale:
         return (compute,)
     if request.op.endswith(".output"):
-        return (*EIGHT_BIT, *FLOATS) if request.op not in CONVOLUTIONS else (Precision.INT8, *FLOATS)
-    if compute is Precision.INT8 and request.op != Op.CONV2D_GRAD_WEIGHT:
+        return (*EIGHT_BIT, *FLOATS) if request.op not in Op.CONVOLUTIONS else (Precision.INT8, *FLOATS)
+    if compute is Precision.INT8 and not (request.op in Op.CONVOLUTIONS and request.op.endswith(".grad_weight")):
         return (Precision.INT8, *FLOATS)
     return FLOATS

@@ -76,7 +76,7 @@ def hybrid(
             stacklevel=2,
         )
     applied = apply_for(attrs.evolve(HYBRID, run=run_folder_of(run)), model, run, **options)
-    applied.meet_accumulation(accumulate)
+    applied.in_model.meet_accumulation(accumulate)
     if own_rank() == 0:
         print(printable(f"qsync: {applied.summary()}"), file=sys.stderr, flush=True)
     return applied

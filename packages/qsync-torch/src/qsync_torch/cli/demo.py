@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from qsync_core.cli.output import emit, json_option, progress_bar, progress_lines
+from qsync_core.cli.output import emit, json_option, say
 from qsync_core.errors import QSyncError
+from qsync_core.run_folder import RunFolder
 from qsync_core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -73,20 +73,18 @@ def demo(
             raise QSyncError(f"--memory-budget is a size, 'auto' or 'none': {error}") from None
     try:
         from qsync_torch.demo.flow import Options, run_demo
-        from qsync_torch.demo.outcome import print_outcome, summarize
-        from qsync_torch.demo.report import write_report
+        from qsync_torch.demo.report import print_outcome, write_report
     except ModuleNotFoundError as error:
         raise QSyncError(f"qsync demo needs {error.name}; install it with: pip install 'qsync-torch[demo]'") from None
 
     import_s = time.monotonic() - entered
     left_s = max(1.0, seconds - import_s) if seconds else None
     options = Options(model, steps, folder, budget, predict_check, weaken_by, seconds=left_s, import_s=import_s)
-    with progress_bar("demo") if sys.stderr.isatty() else progress_lines() as progress:
-        result = run_demo(options, progress)
-    report = write_report(result, folder)
+    outcome = run_demo(options, lambda what: say(f"[{time.monotonic() - entered:4.0f} s] {what}"))
+    report = write_report(outcome, RunFolder(folder))
 
     def render(console: Console) -> None:
-        print_outcome(console, result.outcome)
+        print_outcome(console, outcome)
         console.print(f"Report: {report}")
 
-    emit(json_flag, {**summarize(result.outcome), "report": str(report)}, render)
+    emit(json_flag, {**outcome.summary, "report": str(report)}, render)

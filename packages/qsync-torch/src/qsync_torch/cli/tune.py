@@ -69,7 +69,7 @@ def tune(
     measures with the fastest.
 
     With --merge, tuning files (of other machines, say) are joined into the output:
-    qsync tune --merge a.jsonl --merge b.jsonl -o c.jsonl
+    qsync tune --merge a.sqlite --merge b.sqlite -o c.sqlite
     """
     _refuse_ignored(bool(merged), compile_only, ladder)
     if merged:

@@ -90,7 +90,8 @@ def compile(
     with ExitStack() as undo:
         if plan is not None:
             undo.callback(applied.remove)
-        planned = None if applied.chains is None else PlannedChains(applied, applied.chains)
+        chains = applied.in_model.planned.chains
+        planned = None if chains is None else PlannedChains(applied, chains)
         if planned is not None and saved is not None:
             raise PlanError("the plan says of each chain how it keeps its input for backward: leave saved out")
         undo.pop_all()

@@ -60,7 +60,7 @@ class Cuts:
     """
 
     def __init__(self, applied: AppliedPlan) -> None:
-        self._applied, self._model, self._planned = applied, applied.model, applied.chains
+        self._applied, self._model, self._planned = applied, applied.model, applied.in_model.planned.chains
         self._ends: list[_End] = []
         self._results: list[list[tuple[weakref.ref[torch.Tensor], _End]]] = []
         self._cut: dict[str, bool] = {}  # whether a bucket cuts it
@@ -145,7 +145,7 @@ class Cuts:
             if not readers and (last is given or self._planned is None):
                 continue
             scopes = scopes_of(self._model)
-            names = [owners.get(reader.args[1]) or place_of(reader, scopes, "linear") for reader in readers]
+            names = [owners.get(reader.args[1]) or place_of(reader, scopes, "operator") for reader in readers]
             names = names or [place_of(last, scopes, nodes.function_of(last) or "add")]
             chain = f"eager {end.producer}" if end.name is None else end.name.fqn
             yield f"{chain} before {' and '.join(dict.fromkeys(names))}"

@@ -18,6 +18,7 @@ from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.semantics import readable_copy
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
+from qsync_torch.operators.products import LOWERED
 
 
 @attrs.frozen
@@ -162,7 +163,7 @@ def readers_of(last: Node, producer: Producer) -> tuple[Node, ...]:
 
 def _reads(node: Node, source: Node) -> bool:
     """Whether it is an operator of a plan that reads a node as its activation, and makes its copy itself."""
-    if node.target not in nodes.LOWERED or len(node.args) != 8 or node.kwargs:
+    if node.target is not LOWERED or len(node.args) != 8 or node.kwargs:
         return False
     return node.args[0] is source and source not in node.args[1:]
 
@@ -279,9 +280,9 @@ def _wanted(consumer: Node, producer: Producer) -> Quantization | None:
     value, seeds = nodes.value_of(consumer.args[0]), consumer.args[4:7]
     if value is None or not all(isinstance(seed, int) for seed in seeds):
         return None
-    if not binding.is_linear and value.ndim != 4:
+    if not binding.of_rows and value.ndim != 4:
         return None
-    if binding.is_linear and producer is Producer.BATCH_NORM:
+    if binding.of_rows and producer is Producer.BATCH_NORM:
         return None  # rows of a matrix that lies in memory as an image does
     return binding.x if readable_copy(producer, binding.variant) is not None else None
 

@@ -12,9 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from qsync_core.ir.chain import Activation
 from qsync_torch.dtypes import PRECISION
-from qsync_torch.operators.lowered_ops import LOWERED_CONV2D, LOWERED_LINEAR, OFFSET_OF_STEP
+from qsync_torch.operators.products import LOWERED, OFFSET_OF_STEP
 
-LOWERED = (LOWERED_LINEAR, LOWERED_CONV2D)
 _BATCH_NORMS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"),
@@ -151,7 +150,7 @@ def is_in_place(node: Node) -> bool:
 
 def is_quantized(node: object) -> bool:
     """Whether it is an 8-bit operator of a plan whose random numbers are known."""
-    return isinstance(node, Node) and node.target in LOWERED and all(isinstance(seed, int) for seed in node.args[4:7])
+    return isinstance(node, Node) and node.target is LOWERED and all(isinstance(seed, int) for seed in node.args[4:7])
 
 
 def checkpointed_parts(module: GraphModule) -> Iterator[GraphModule]:
@@ -164,7 +163,7 @@ def checkpointed_parts(module: GraphModule) -> Iterator[GraphModule]:
 def offsets(graph: Graph) -> Iterator[Node]:
     """Nodes that are the offset of a step's random numbers: what the model's forward names, or what operators read."""
     yield from (cast(Node, node.args[0]) for node in graph.nodes if node.target is OFFSET_OF_STEP)
-    yield from (node.args[7] for node in graph.nodes if node.target in LOWERED and isinstance(node.args[7], Node))
+    yield from (node.args[7] for node in graph.nodes if node.target is LOWERED and isinstance(node.args[7], Node))
 
 
 def is_switch(node: Node) -> bool:

@@ -26,7 +26,6 @@ from qsync_torch.kernels.producers import ProducerBinding, producer_binding, pro
 from qsync_torch.kernels.selection import find_backends
 from qsync_torch.operators.casts import X
 from qsync_torch.operators.chains import CHAINS
-from qsync_torch.operators.lowered_ops import LOWERED_CONV2D
 
 _LOG = logging.getLogger(__name__)
 
@@ -311,6 +310,6 @@ def _arguments(chain: FoundChain, results: Mapping[Node, _Result], streams: tupl
 def _is_of_images(chain: FoundChain) -> bool:
     """Whether rows are positions: as convolutions read a copy, or without a copy as the input lies in memory."""
     if chain.consumers:
-        return chain.consumers[0].target is LOWERED_CONV2D
+        return not _neighbour(chain).of_rows
     x = nodes.value_of(chain.x)
     return x is not None and is_channels_last(x)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from qsync_torch.conformance.checks import Check
 from qsync_torch.conformance.operands import Outputs
 from qsync_torch.conformance.subject import SUBJECT, Subject
 
@@ -23,9 +22,3 @@ def outputs(subject: Subject) -> Iterator[Outputs]:
     found = Outputs(subject.device)
     yield found
     found.check()
-
-
-@pytest.fixture
-def check(subject: Subject, outputs: Outputs) -> Check:
-    """Comparisons of what the backend's products write."""
-    return Check(subject, outputs)

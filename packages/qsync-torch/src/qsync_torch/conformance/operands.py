@@ -29,6 +29,11 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return spread[:, :, 0]
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as kernels get it where strides are not theirs to choose: row-major, images and filters channels-last."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x
+
+
 def integers(shape: tuple[int, ...], device: torch.device, seed: int) -> torch.Tensor:
     """int8 values over the whole symmetric range, its ends included."""
     generator = torch.Generator().manual_seed(seed)
@@ -78,8 +83,8 @@ class Outputs:
         part = memory[_MARGIN : _MARGIN + numel]
         if not channels_last:
             return part.view(shape)
-        batch, channels, height, width = shape
-        return part.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        batch, channels, *image = shape
+        return part.view(batch, *image, channels).movedim(-1, 1)
 
     def like(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """An output with the shape and the strides of a dense tensor."""

@@ -1,4 +1,4 @@
-"""Producers and what they should write: batch norm, layer norm and activation in float64, and calls of their kernels.
+"""Producers: batch norm, layer norm and activation, forward and backward, with what they should write in float64.
 
 All tensors are matrices here, of positions and channels for a batch norm; its kernels get them as channels-last images.
 """
@@ -6,6 +6,7 @@ All tensors are matrices here, of positions and channels for a batch norm; its k
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -14,13 +15,13 @@ from torch.nn import functional
 from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_torch.aten.random_bits import Offset
+from qsync_torch.conformance.calls import Asked, Call, Written
 from qsync_torch.conformance.operands import Outputs, floats
+from qsync_torch.conformance.producer_checks import FINE, check_bits, check_close, check_copy, packed, unpacked
+from qsync_torch.conformance.quantization import check_stream
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.dtypes import TORCH_DTYPE
 
-FINE = 2.0**-19
-"""What float32 arithmetic may be off by, as a part of the magnitudes of all terms, sums over thousands of elements included."""
 EPS = 1e-5
 BATCH_NORM, LAYER_NORM, ACTIVATION = "batch_norm", "layer_norm", "activation"
 FORMS = {
@@ -40,6 +41,17 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: lambda z: functional.gelu(z, approximate="tanh"),
     Activation.SILU: functional.silu,
 }
+_COPY = "q> scale> stream>"
+SIGNATURES = {
+    "batch_norm.output": f"x weight bias eps residual residual_absmax mean> spread> out> absmax> {_COPY} x_q> x_scale> bits> "
+    "seed x_seed offset",
+    "layer_norm.output": f"x weight bias eps residual sum> mean> spread> out> {_COPY} x_q> x_scale> seed x_seed offset",
+    "activation.output": f"x out> {_COPY} x_q> x_scale> seed x_seed offset",
+    "batch_norm.grad_input": "kept kept_scale mean spread weight bias eps bits x> residual> weight> bias>",
+    "layer_norm.grad_input": "kept kept_scale mean spread weight x> weight> bias>",
+    "activation.grad_input": "kept kept_scale x>",
+}
+"""Arguments by the names that they have here; a backward kernel's come behind its gradient."""
 
 
 def variant_of(
@@ -52,27 +64,6 @@ def variant_of(
 ) -> Variant:
     """A copy in ``compute``, with these formats of what is kept and written; gradients in the format of what is written."""
     return Variant(compute, output, saved, output, output, granularity, rounding=rounding)
-
-
-@attrs.frozen(eq=False)
-class Written:
-    """What a forward kernel wrote, as matrices and vectors; None for what was not wanted.
-
-    ``offset`` is what it was called with, ``spread`` the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows.
-    """
-
-    mean: torch.Tensor | None
-    spread: torch.Tensor | None
-    out: torch.Tensor | None
-    absmax: torch.Tensor | None
-    q: torch.Tensor | None
-    scale: torch.Tensor | None
-    stream: torch.Tensor | None
-    x_q: torch.Tensor | None
-    x_scale: torch.Tensor | None
-    bits: torch.Tensor | None
-    sum: torch.Tensor | None
-    offset: Offset
 
 
 @attrs.frozen(eq=False)
@@ -96,43 +87,59 @@ class Expected:
     error: torch.Tensor
 
 
-@attrs.frozen(eq=False)
-class Gradients:
-    """What a backward kernel wrote, or should have; None for what was not wanted or does not exist."""
-
-    x: torch.Tensor | None
-    residual: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-
-
-@attrs.frozen(eq=False)
-class GradCopy:
-    """The int8 copy of a gradient, as a matrix, and its scale; ``multiplier`` is what it was multiplied by, for each column."""
-
-    multiplier: torch.Tensor | None
-    q: torch.Tensor
-    scale: torch.Tensor
-
-
-@attrs.frozen(eq=False)
-class Producer:
-    """One call of a producer.
+@attrs.frozen(eq=False, kw_only=True)
+class _OfProducer(Call):
+    """What both directions share.
 
     Attributes:
-        name: ``batch_norm``, ``layer_norm`` or ``activation``; chain: with what; variant: in which formats.
-        x: float matrix; images: (B, H, W), whose product is the number of its rows.
-        residual: of the same shape; weight, bias: float32, for each column.
+        name: ``batch_norm``, ``layer_norm`` or ``activation``; chain: with what.
+        images: (B, H, W), whose product is the number of rows.
+        weight, bias: float32, for each column.
     """
 
     name: str
     chain: ChainForm
-    variant: Variant
-    x: torch.Tensor
     images: tuple[int, int, int]
-    residual: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+
+    @property
+    def eps(self) -> float:
+        """Added to variances."""
+        return EPS
+
+    @property
+    def wants_bits(self) -> bool:
+        """Whether backward cannot tell from x where ReLU was open."""
+        is_relu = self.name == BATCH_NORM and self.chain.activation is Activation.RELU
+        return is_relu and (self.chain.residual or self.variant.saved.needs_scale)
+
+    def argument(self, x: torch.Tensor) -> torch.Tensor:
+        """A matrix as its kernels take it."""
+        if x.dim() != 2 or self.name != BATCH_NORM:
+            return x
+        image = x.view(*self.images, x.shape[1])
+        return image if x.dtype is torch.uint8 else image.permute(0, 3, 1, 2)
+
+    def shape_of(self, x: torch.Tensor) -> tuple[int, ...]:
+        """The shape of an operand as its kernels get it."""
+        batch, height, width = self.images
+        return (batch, x.shape[1], height, width) if self.name == BATCH_NORM else tuple(x.shape)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Producer(_OfProducer):
+    """One forward call.
+
+    Attributes:
+        x: float matrix; residual: of the same shape.
+        x_seed: names the random numbers of what is kept.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+    x_seed: int = 12
+    offset: Any = 13
 
     @classmethod
     def of(
@@ -142,98 +149,74 @@ class Producer:
         """Normal numbers in the format that the variant writes; weights of both signs."""
         name, chain = FORMS[form]
         dtype = TORCH_DTYPE[variant.output]
-        x = (floats(shape, torch.float32, device, seed) * deviation + mean).to(dtype)
-        normalized = name != ACTIVATION
+        weight, bias = (floats((shape[1],), torch.float32, device, seed + more) for more in (2, 3))
         return cls(
-            name,
-            chain,
-            variant,
-            x,
-            images_of(shape[0]),
-            floats(shape, dtype, device, seed + 1) if chain.residual else None,
-            floats((shape[1],), torch.float32, device, seed + 2) if normalized else None,
-            floats((shape[1],), torch.float32, device, seed + 3) if normalized else None,
+            name=name,
+            chain=chain,
+            variant=variant,
+            x=(floats(shape, torch.float32, device, seed) * deviation + mean).to(dtype),
+            images=images_of(shape[0]),
+            residual=floats(shape, dtype, device, seed + 1) if chain.residual else None,
+            weight=weight if name != ACTIVATION else None,
+            bias=bias if name != ACTIVATION else None,
         )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the operand that the producer's kernels get."""
-        batch, height, width = self.images
-        return (batch, self.x.shape[1], height, width) if self.name == BATCH_NORM else tuple(self.x.shape)
+        """The shape of x as its kernels get it."""
+        return self.shape_of(self.x)
 
-    def kernels(self, subject: Subject, part: str = "output", *, bare: bool = False) -> list[Kernel]:
-        """Build kernels of all configurations of ``output`` or ``grad_input``; where the backend refuses, the test is skipped."""
-        ask = subject.bare_kernels if bare else subject.kernels
-        return ask(f"{self.name}.{part}", self.variant, (self.shape,), chain=self.chain)
+    @property
+    def asked(self) -> Asked:
+        """Its copies have a seed each, and both the offset; matrices and parameters have any strides."""
+        copies = {"seed": ("q",), "x_seed": ("x_q",)} if self.variant.saved.needs_scale else {"seed": ("q",)}
+        return Asked(
+            op := f"{self.name}.output",
+            SIGNATURES[op],
+            (self.shape,),
+            {"chain": self.chain},
+            copies | {"offset": ("q", "x_q")[: len(copies)]},
+            ("weight", "bias") if self.name == BATCH_NORM else ("x", "residual", "weight", "bias"),
+        )
+
+    @property
+    def residual_absmax(self) -> torch.Tensor | None:
+        """The residual's largest magnitude, which whoever wrote it hands on."""
+        return None if self.residual is None else magnitude(self.residual).float().view(1)
 
     def is_refused(self, subject: Subject) -> bool:
         """Whether the backend has reasons against one of its two kernels."""
-        return any(
-            subject.refuses(f"{self.name}.{part}", self.variant, (self.shape,), chain=self.chain)
-            for part in ("output", "grad_input")
-        )
+        ops = (f"{self.name}.output", f"{self.name}.grad_input")
+        return any(subject.refuses(op, self.variant, (self.shape,), chain=self.chain) for op in ops)
 
-    def image(self, matrix: torch.Tensor | None) -> torch.Tensor | None:
-        """A matrix as its kernels take it."""
-        if matrix is None or self.name != BATCH_NORM:
-            return matrix
-        return matrix.view(*self.images, matrix.shape[1]).permute(0, 3, 1, 2)
-
-    @property
-    def wants_bits(self) -> bool:
-        """Whether backward cannot tell from x where ReLU was open."""
-        is_relu = self.name == BATCH_NORM and self.chain.activation is Activation.RELU
-        return is_relu and (self.chain.residual or self.variant.saved.needs_scale)
-
-    def run(self, kernel: Kernel, outputs: Outputs, seed: int = 11, x_seed: int = 12, offset: Offset = 13) -> Written:
-        """Call a forward kernel on fresh outputs: all that its chain and its variant ask for."""
+    def allocate(self, outputs: Outputs) -> Written:
+        """All that its chain and its variant ask for."""
         (rows, columns), variant = self.x.shape, self.variant
-
-        def empty(wanted: bool, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
-            return outputs.empty(shape, dtype) if wanted else None
-
         of_batch, copied, saved = self.name == BATCH_NORM, variant.compute.needs_scale, variant.saved.needs_scale
         groups, float32 = rows if variant.x_granularity is Granularity.PER_ROW else 1, torch.float32
-        per_group = columns if of_batch else rows
-        normalized = self.name != ACTIVATION
-        found = Written(
-            mean=empty(normalized, float32, per_group),
-            spread=empty(normalized, float32, per_group),
-            out=empty(self.chain.float_result, TORCH_DTYPE[variant.output], rows, columns),
-            absmax=empty(of_batch and self.chain.float_result, float32, 1),
-            q=empty(copied, TORCH_DTYPE[variant.compute], rows, columns),
-            scale=empty(copied, float32, groups),
-            stream=empty(copied, torch.int64, 1),
-            x_q=empty(saved, TORCH_DTYPE[variant.saved], rows, columns),
-            x_scale=empty(saved, float32, per_group),
-            bits=empty(self.wants_bits, torch.uint8, rows, -(-columns // 8)),
-            sum=empty(self.name == LAYER_NORM and self.chain.residual and not saved, self.x.dtype, rows, columns),
-            offset=offset,
-        )
-        copies = (found.x_scale, seed, x_seed, offset)
-        if of_batch:
-            absmax = None if self.residual is None else magnitude(self.residual).float().view(1)
-            bits = None if found.bits is None else found.bits.view(*self.images, found.bits.shape[1])
-            kernel(
-                self.image(self.x), self.weight, self.bias, EPS, self.image(self.residual), absmax, found.mean, found.spread,
-                self.image(found.out), found.absmax, self.image(found.q), found.scale, found.stream, self.image(found.x_q),
-                found.x_scale, bits, seed, x_seed, offset,
-            )  # fmt: skip
-        elif normalized:
-            kernel(
-                self.x, self.weight, self.bias, EPS, self.residual, found.sum, found.mean, found.spread, found.out, found.q,
-                found.scale, found.stream, found.x_q, *copies,
-            )  # fmt: skip
-        else:
-            kernel(self.x, found.out, found.q, found.scale, found.stream, found.x_q, *copies)
-        return found
+        per_group, result = columns if of_batch else rows, self.chain.float_result
+        normalized, summed = self.name != ACTIVATION, self.name == LAYER_NORM and self.chain.residual and not saved
+        wanted: dict[str, tuple[bool, torch.dtype, tuple[int, ...]]] = {
+            "mean": (normalized, float32, (per_group,)),
+            "spread": (normalized, float32, (per_group,)),
+            "out": (result, TORCH_DTYPE[variant.output], (rows, columns)),
+            "absmax": (of_batch and result, float32, (1,)),
+            "q": (copied, TORCH_DTYPE[variant.compute], (rows, columns)),
+            "scale": (copied, float32, (groups,)),
+            "stream": (copied, torch.int64, (1,)),
+            "x_q": (saved, TORCH_DTYPE[variant.saved], (rows, columns)),
+            "x_scale": (saved, float32, (per_group,)),
+            "bits": (self.wants_bits, torch.uint8, (rows, -(-columns // 8))),
+            "sum": (summed, self.x.dtype, (rows, columns)),
+        }
+        return Written({name: outputs.empty(shape, dtype) for name, (is_wanted, dtype, shape) in wanted.items() if is_wanted})
 
     def expected(self, written: Written | None = None) -> Expected:
         """Compute the result in float64, of the sum that was written, where one was."""
         dim = 0 if self.name == BATCH_NORM else 1
         s, added = self.x.double(), 0.0 if self.residual is None else self.residual.double()
         if self.name == LAYER_NORM:
-            s = s + added if written is None or written.sum is None else written.sum.double()
+            s = written["sum"].double() if written is not None and "sum" in written else s + added
         if self.name == ACTIVATION:
             nothing = torch.zeros((), dtype=torch.float64, device=s.device)
             xhat, mean, var, xhat_error = s, nothing, nothing, torch.zeros_like(s)
@@ -244,82 +227,217 @@ class Producer:
             xhat = (s - mean) * rstd
             size = s.abs() + s.abs().sum(dim, keepdim=True) / max(s.shape[dim], 1)
             xhat_error = FINE * (size * rstd + xhat.abs())
-        weight = 1.0 if self.weight is None else self.weight.double()
-        bias = 0.0 if self.bias is None else self.bias.double()
-        affine = xhat * weight + bias
-        z = affine + added if self.name == BATCH_NORM else affine
-        error = xhat_error * torch.as_tensor(weight).abs() + FINE * (affine.abs() + torch.as_tensor(bias).abs() + z.abs())
+        affine, z, error = with_parameters(self, xhat, xhat_error, added if self.name == BATCH_NORM else 0.0)
         return Expected(s, mean, var, xhat, affine, z, _FUNCTIONS[self.chain.activation](z), xhat_error, error)
+
+    def check(self, written: Written) -> None:
+        """Statistics, the sum, the result, both copies, bits and the stream."""
+        expected, variant, x = self.expected(written), self.variant, self.x
+        if "stream" in written:
+            check_stream(written["stream"], self.offset, x)
+        of_batch, s, r = self.name == BATCH_NORM, expected.s, expected.r
+        if not x.numel():
+            statistics = [written[name] for name in ("mean", "spread") if name in written]
+            assert not of_batch or not torch.cat(statistics).any(), "without positions, mean and variance are 0"
+            return
+        if of_batch:
+            slack = 8 * FINE * expected.var[0] + (FINE * s.abs().mean(0)).square()
+            check_close(written["mean"], expected.mean[0], FINE * s.abs().mean(0), "the mean of a channel")
+            what = "the variance of a channel (biased: divided by the number of positions)"
+            check_close(written["spread"], expected.var[0], slack, what)
+        if self.name == LAYER_NORM:
+            rstd, size = (expected.var + EPS).rsqrt()[:, 0], s.abs().mean(1)
+            check_close(written["mean"], expected.mean[:, 0], FINE * size, "the mean of a row")
+            check_close(written["spread"], rstd, rstd * (8 * FINE + FINE * size * rstd), "1 / sqrt(variance + eps) of a row")
+        if "sum" in written and self.residual is not None:
+            exact = (x.float() + self.residual.float()).to(written["sum"].dtype)
+            assert torch.equal(written["sum"], exact), "the sum is not that of x and residual, rounded once"
+        if "out" in written:
+            check_close(written["out"], r, expected.error, "the result")
+        if "absmax" in written:
+            largest = magnitude(written["out"]).float().view(1)
+            assert torch.equal(written["absmax"], largest), "absmax_out is not the largest of out"
+        if "bits" in written:
+            check_bits(written["bits"], expected.z, expected.error)
+        if "q" in written:
+            by_row = variant.x_granularity is Granularity.PER_ROW
+            most = r.abs().amax(1) if by_row else r.abs().max()
+            if self.residual is not None and of_batch:
+                most = magnitude(expected.affine) + magnitude(self.residual).double()
+            scale = written["scale"].view(-1, 1)
+            check_copy(written["q"], scale, r, expected.error, most, variant.rounding, "the copy of the result")
+        if "x_q" in written:
+            scale = written["x_scale"][None] if of_batch else written["x_scale"][:, None]
+            most, error = expected.xhat.abs().amax(0 if of_batch else 1), expected.xhat_error
+            check_copy(written["x_q"], scale, expected.xhat, error, most, variant.rounding, "the copy of what is kept")
+
+    def backward(self, seed: int = 50) -> Backward:
+        """A backward call from what a forward kernel would have kept, made here: x or its 8-bit copy, statistics, random bits.
+
+        Its gradient has a mean: one that has none hides what is not subtracted.
+        """
+        x, of_batch = self.x, self.name == BATCH_NORM
+        if self.name == LAYER_NORM and self.residual is not None:
+            x = x + self.residual
+        dim = 0 if of_batch else 1
+        var, mean = torch.var_mean(x.double(), dim, correction=0) if x.numel() else (x.double().sum(dim), x.double().sum(dim))
+        spread, mean = (var if of_batch else (var + EPS).rsqrt()).float(), mean.float()
+        grad = (floats(tuple(x.shape), torch.float32, x.device, seed) + 0.5).to(TORCH_DTYPE[self.variant.grad_input])
+        bits = packed(floats(tuple(x.shape), torch.float32, x.device, 77) > 0) if self.wants_bits else None
+        call = Backward(
+            name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
+            grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits,
+        )  # fmt: skip
+        if not self.variant.saved.needs_scale:
+            return call
+        xhat = call.normalized()[0]
+        most = xhat.abs().amax(dim) if x.numel() else mean.double()
+        scale = torch.where(most == 0, 1.0, most / 127).float()
+        q = (xhat / scale.double().unsqueeze(dim)).round().clamp(-127, 127).to(TORCH_DTYPE[self.variant.saved])
+        return call.changed(kept=q, kept_scale=scale)
 
     def run_backward(
         self, kernel: Kernel, outputs: Outputs, grad: torch.Tensor, kept: torch.Tensor, kept_scale: torch.Tensor | None,
-        mean: torch.Tensor, spread: torch.Tensor, bits: torch.Tensor | None, copy: GradCopy | None = None, seed: int = 21,
-        offset: Offset = 22, other: torch.Tensor | None = None,
-    ) -> Gradients:  # fmt: skip
-        """Call a backward kernel on fresh outputs; of a chain with a copy of the gradient, into ``copy``; of one that takes its
-        gradient in two parts, with ``other``."""
-        columns = grad.shape[1]
-
-        def empty() -> torch.Tensor:
-            return outputs.empty(tuple(grad.shape), grad.dtype)
-
-        if self.name == ACTIVATION:
-            found = Gradients(empty())
-            kernel(grad, kept, kept_scale, found.x)
-            return found
-        vectors = [
-            outputs.empty((columns,), torch.float32) if parameter is not None else None for parameter in (self.weight, self.bias)
-        ]
-        if self.name == LAYER_NORM:
-            found = Gradients(empty(), None, *vectors)
-            kernel(grad, kept, kept_scale, mean, spread, self.weight, found.x, *vectors)
-            return found
-        found = Gradients(empty(), empty() if self.chain.residual else None, *vectors)
-        copied = () if copy is None else (copy.multiplier, self.image(copy.q), copy.scale, seed, offset)
-        parts = (grad,) if other is None else (grad, other)
-        kernel(
-            *map(self.image, parts), self.image(kept), kept_scale, mean, spread, self.weight, self.bias, EPS,
-            None if bits is None else bits.view(*self.images, bits.shape[1]), self.image(found.x), self.image(found.residual),
-            *vectors, *copied,
+        mean: torch.Tensor, spread: torch.Tensor, bits: torch.Tensor | None,
+    ) -> Written:  # fmt: skip
+        """Call a backward kernel on what a forward kernel wrote."""
+        call = Backward(
+            name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
+            grad=grad, kept=kept, kept_scale=kept_scale, mean=mean, spread=spread, bits=bits,
         )  # fmt: skip
-        return found
+        return call.run(kernel, outputs)
 
-    def expected_gradients(
-        self, grad: torch.Tensor, xhat: torch.Tensor, spread: torch.Tensor, is_open: torch.Tensor
-    ) -> tuple[Gradients, Gradients]:
-        """The formulas of docs/design/fused-chains.md in float64, and what float32 arithmetic may be off by.
 
-        Args:
-            grad: of the result.
-            xhat: what backward normalizes x to; of an activation: x.
-            spread: as in :class:`Written`.
-            is_open: where a ReLU behind a batch norm lets gradients through.
-        """
-        g = grad.double()
+@attrs.frozen(eq=False, kw_only=True)
+class Backward(_OfProducer):
+    """One backward call.
+
+    Attributes:
+        grad: of the result; other: its second part, of a chain that takes two.
+        kept: x or its 8-bit copy; kept_scale: of that; bits: where ReLU was open, where they are wanted.
+        mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows.
+        multiplier: of the gradient's copy, for each column.
+        wanted: names of the gradients that are.
+    """
+
+    grad: torch.Tensor
+    kept: torch.Tensor
+    kept_scale: torch.Tensor | None
+    mean: torch.Tensor | None
+    spread: torch.Tensor | None
+    bits: torch.Tensor | None
+    other: torch.Tensor | None = None
+    multiplier: torch.Tensor | None = None
+    seed: int = 21
+    offset: Any = 22
+    wanted: tuple[str, ...] = ("x", "residual", "weight", "bias")
+
+    @property
+    def asked(self) -> Asked:
+        """The producer's, with a second part of the gradient or a copy where the chain has them."""
+        copied, op = self.chain.grad_copy, f"{self.name}.grad_input"
+        copy = " multiplier q> scale> seed offset" if copied else ""
+        return Asked(
+            op,
+            f"grad {'other ' if self.chain.grad_sum else ''}{SIGNATURES[op]}{copy}",
+            (self.shape_of(self.grad),),
+            {"chain": self.chain},
+            {"seed": ("q",), "offset": ("q",)} if copied else {},
+            () if self.name == BATCH_NORM else ("grad", "kept"),
+        )
+
+    def allocate(self, outputs: Outputs) -> Written:
+        """All gradients that exist and are wanted, and the copy."""
+        shape, columns = tuple(self.grad.shape), self.grad.shape[1]
+        exist = {
+            "x": True,
+            "residual": self.name == BATCH_NORM and self.chain.residual,
+            "weight": self.weight is not None,
+            "bias": self.bias is not None,
+        }
+        written = Written()
+        for name in self.wanted:
+            if exist[name]:
+                is_matrix = name in ("x", "residual")
+                written[name] = outputs.empty(shape if is_matrix else (columns,), self.grad.dtype if is_matrix else torch.float32)
+        if self.chain.grad_copy:
+            written |= {"q": outputs.empty(shape, torch.int8), "scale": outputs.empty((1,), torch.float32)}
+        return written
+
+    def normalized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What backward normalizes x to (of an activation: x), and what float32 may be off by."""
+        of_batch, kept = self.name == BATCH_NORM, self.kept.double()
+        if self.kept_scale is not None:
+            xhat = kept * self.kept_scale.double().unsqueeze(0 if of_batch else 1)
+            return xhat, FINE * xhat.abs()
+        if self.name == ACTIVATION:
+            return kept, torch.zeros_like(kept)
+        mean, rstd = given(self.mean).double().unsqueeze(0 if of_batch else 1), self.rstd
+        xhat = (kept - mean) * rstd
+        return xhat, FINE * ((kept.abs() + mean.abs()) * rstd + xhat.abs())
+
+    @property
+    def rstd(self) -> torch.Tensor:
+        """σ⁻¹ of each channel or row in float64."""
+        spread = given(self.spread).double()
+        return (spread + EPS).rsqrt()[None] if self.name == BATCH_NORM else spread[:, None]
+
+    def check(self, written: Written) -> None:
+        """All gradients, by the formulas of docs/design/fused-chains.md in float64."""
+        g = (self.grad if self.other is None else self.grad + self.other).double()
+        (xhat, xhat_error), of_batch = self.normalized(), self.name == BATCH_NORM
         if self.name == ACTIVATION:
             x = xhat.clone().requires_grad_()
-            (derivative,) = torch.autograd.grad(_FUNCTIONS[self.chain.activation](x).sum(), x)
-            return Gradients(derivative * g), Gradients(8 * FINE * (1 + xhat.abs()) * g.abs())
-        of_batch = self.name == BATCH_NORM
-        dim, weight = (0 if of_batch else 1), 1.0 if self.weight is None else self.weight.double()
+            with torch.enable_grad():
+                (derivative,) = torch.autograd.grad(_FUNCTIONS[self.chain.activation](x).sum(), x)
+            check_close(written["x"], derivative * g, 8 * FINE * (1 + xhat.abs()) * g.abs(), "the gradient of x")
+            return
+        is_open, unsure = torch.ones_like(g, dtype=torch.bool), torch.zeros_like(g)
+        if self.bits is not None:
+            is_open = unpacked(self.bits)[:, : g.shape[1]]
+        elif of_batch and self.chain.activation is Activation.RELU:
+            _, z, error = with_parameters(self, xhat, xhat_error, 0.0)
+            is_open, unsure = z > 0, torch.where(z.abs() > 4 * error, 0.0, g.abs())  # where float32's errors decide
+        dim, weight = (0 if of_batch else 1), g.new_ones(g.shape[1]) if self.weight is None else self.weight.double()
         h = torch.where(is_open, g, 0.0)
-        inner = h if of_batch else h * weight
-        rstd = (spread.double() + EPS).rsqrt() if of_batch else spread.double()[:, None]
-        factor = rstd * weight if of_batch else rstd
-        count = max(h.shape[dim], 1)
+        terms = 8 * FINE * h.abs() + unsure
+        factor, of_terms = (self.rstd * weight, h) if of_batch else (self.rstd, h * weight)
+        sizes, count = terms if of_batch else terms * weight.abs(), max(h.shape[dim], 1)
 
         def formula(inner: torch.Tensor, factor: torch.Tensor, xhat: torch.Tensor, sign: float) -> torch.Tensor:
             means = inner.sum(dim, keepdim=True) + xhat * (inner * xhat).sum(dim, keepdim=True)
             return (inner + sign * means / count) * factor
 
-        of_weight, of_bias = (h * xhat).sum(0), h.sum(0)
-        sizes = Gradients(
-            8 * FINE * formula(inner.abs(), torch.as_tensor(factor).abs(), xhat.abs(), 1.0),
-            0.0 * h,
-            8 * FINE * (h * xhat).abs().sum(0),
-            8 * FINE * h.abs().sum(0),
-        )
-        return Gradients(formula(inner, torch.as_tensor(factor), xhat, -1.0), h, of_weight, of_bias), sizes
+        expected = {
+            "x": (formula(of_terms, factor, xhat, -1.0), formula(sizes, factor.abs(), xhat.abs(), 1.0)),
+            "residual": (h, unsure),
+            "weight": ((h * xhat).sum(0), (terms * xhat.abs()).sum(0)),
+            "bias": (h.sum(0), terms.sum(0)),
+        }
+        for name, (value, error) in expected.items():
+            if name in written:
+                check_close(written[name], value, error, f"the gradient of {name}")
+        if "q" in written and not g.numel():
+            assert written["scale"].item() == 1, "the scale of nothing is 1"
+        elif "q" in written:
+            times = g.new_ones(g.shape[1]) if self.multiplier is None else self.multiplier.double()
+            means = h.mean(0).abs(), (h * xhat).mean(0).abs()
+            known = h.abs().amax(0) + means[0] + xhat.abs().amax(0) * means[1]
+            most = (known * (factor * times).abs()).max()
+            value, error = (part * times for part in expected["x"])
+            scale, what = written["scale"].view(1, 1), "the copy of the gradient"
+            check_copy(written["q"], scale, value, error, most, self.variant.rounding, what)
+
+
+def with_parameters(
+    call: _OfProducer, xhat: torch.Tensor, xhat_error: torch.Tensor, added: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x̂ times weight plus bias, what comes before the activation, and what float32 may be off by in that."""
+    weight = xhat.new_ones(xhat.shape[1]) if call.weight is None else call.weight.double()
+    bias = xhat.new_zeros(xhat.shape[1]) if call.bias is None else call.bias.double()
+    affine = xhat * weight + bias
+    z = affine + added
+    return affine, z, xhat_error * weight.abs() + FINE * (affine.abs() + bias.abs() + z.abs())
 
 
 def given(x: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -9,37 +10,22 @@ import attrs
 import pytest
 
 from qsync_core.errors import BackendError
-from qsync_core.geometry import Geometry
-from qsync_core.ir.chain import ALONE, Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels import support
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest, Op
 from qsync_torch.conformance.subject import Subject, check_sentences
+from qsync_torch.conformance.table import TABLE
 
 INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32, rounding=Rounding.NEAREST)
-SAMPLES = {
-    Op.QUANTIZE: ((64, 128),),
-    Op.LINEAR_OUTPUT: ((64, 128), (96, 128)),
-    Op.LINEAR_GRAD_INPUT: ((64, 96), (96, 128)),
-    Op.LINEAR_GRAD_WEIGHT: ((64, 96), (64, 128)),
-    Op.CONV2D_OUTPUT: ((2, 32, 8, 8), (64, 32, 3, 3)),
-    Op.CONV2D_GRAD_INPUT: ((2, 64, 8, 8), (64, 32, 3, 3)),
-    Op.CONV2D_GRAD_WEIGHT: ((2, 64, 8, 8), (2, 32, 8, 8)),
-    **dict.fromkeys(support.BATCH_NORMS, ((2, 32, 8, 8),)),
-    **dict.fromkeys((*support.LAYER_NORMS, *support.ACTIVATIONS), ((64, 128),)),
-}
-"""Requests that a backend which offers an operator should have no reason to refuse."""
 AHEAD = frozenset({"float8_e5m2"})
 """Formats that kernels may offer before variants can name them."""
 CONFIG_TEXT = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
 
 
-def sample(subject: Subject, op: str, variant: Variant) -> KernelRequest:
-    """The sample request of an operator."""
-    geometry = Geometry(padding=(1, 1)) if op.startswith("conv2d") else Geometry()
-    chain = ChainForm(Activation.GELU) if op in support.ACTIVATIONS else ALONE
-    return subject.request(op, variant, SAMPLES[op], geometry=geometry, chain=chain)
+def samples(subject: Subject, op: str, variant: Variant) -> list[KernelRequest]:
+    """Requests of which a backend that offers the operator should have no reason to refuse all."""
+    asked = [case.draw(subject.device).asked for case in TABLE[op].typical]
+    return list(dict.fromkeys(subject.request(op, variant, each.shapes, **each.fields) for each in asked))
 
 
 def variants_of(compute: str) -> list[Variant]:
@@ -71,7 +57,7 @@ def test_its_specifications_are_data(subject: Subject) -> None:
         assert re.fullmatch(r"|\d+\.\d+", spec.min_compute_capability)
 
 
-@pytest.mark.parametrize("op", Op.ALL)
+@pytest.mark.parametrize("op", TABLE)
 def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> None:
     """An offer that every ordinary request is refused under is none."""
     offered = {compute for spec in subject.backend.kernel_specs() if spec.op == op for compute in spec.compute}
@@ -79,11 +65,13 @@ def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> No
     if not offered:
         pytest.skip(f"{subject.backend.name} does not offer {op} on {subject.device.type}")
     for compute in sorted(offered):
-        reasons = [subject.backend.unsupported_reasons(sample(subject, op, variant)) for variant in variants_of(compute)]
+        asked = [request for variant in variants_of(compute) for request in samples(subject, op, variant)]
+        reasons = [subject.backend.unsupported_reasons(request) for request in asked]
         if not all(reasons):
             break
     else:
-        pytest.fail(f"it offers {op} in {', '.join(sorted(offered))}, and refuses every request for it: {reasons}")
+        refused = sorted(set(itertools.chain(*reasons)))
+        pytest.fail(f"it offers {op} in {', '.join(sorted(offered))}, and refuses every request for it: {refused}")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +83,7 @@ def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> No
 )
 def test_it_refuses_with_sentences(subject: Subject, what: str, change: dict[str, Any]) -> None:
     """Users see every backend's reasons, and ``build`` refuses too."""
-    request = attrs.evolve(subject.request(Op.LINEAR_OUTPUT, INT8, SAMPLES[Op.LINEAR_OUTPUT]), **change)
+    request = attrs.evolve(samples(subject, Op.LINEAR_OUTPUT, INT8)[0], **change)
     reasons = subject.backend.unsupported_reasons(request)
     check_sentences(reasons)
     assert reasons, f"it has no reason against {what}"
@@ -103,33 +91,13 @@ def test_it_refuses_with_sentences(subject: Subject, what: str, change: dict[str
         subject.backend.build(request, KernelConfig())
 
 
-@pytest.mark.parametrize("op", Op.ALL)
-def test_zero_points_are_implemented_or_refused(subject: Subject, op: str) -> None:
-    """What test_affine.py computes may be offered; producers and int8 gradients of a weight get no zero point, nor does float8."""
-    subject.skip_unless_offered(op)
-    affine = attrs.evolve(INT8, symmetric=False)
-    check_sentences(subject.backend.unsupported_reasons(sample(subject, op, affine)))
-    impossible = []
-    if op in Op.PRODUCERS:
-        impossible.append(affine)
-    elif op.endswith(".grad_weight"):
-        impossible.append(attrs.evolve(affine, grad_weight=Precision.INT8))
-    elif not op.endswith(".grad_input"):
-        impossible.append(attrs.evolve(Variant.of(Precision.FLOAT8_E4M3FN), symmetric=False))
-    for variant in impossible:
-        reasons = subject.backend.unsupported_reasons(sample(subject, op, variant))
-        check_sentences(reasons)
-        assert reasons, f"it would run {op} as {variant.label} with zero points, which its kernels cannot know"
-
-
-@pytest.mark.parametrize("op", Op.ALL)
+@pytest.mark.parametrize("op", TABLE)
 def test_configurations_are_texts_that_plans_can_store(subject: Subject, op: str) -> None:
     """A backend has at least one configuration, each once, in the characters that plans reserve; an unknown one is refused."""
     for compute in Precision:
         if not subject.offers(op, compute):
             continue
-        for variant in variants_of(compute):
-            request = sample(subject, op, variant)
+        for request in itertools.chain.from_iterable(samples(subject, op, variant) for variant in variants_of(compute)):
             if subject.backend.unsupported_reasons(request):
                 continue
             texts = [config.text for config in subject.backend.candidate_configs(request)]

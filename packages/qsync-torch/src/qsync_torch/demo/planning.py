@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.formats import OutputFormats
@@ -15,13 +14,15 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
-from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer
-from qsync_torch.demo.messages import GROUPS, INFER, TRAIN
+from qsync_planner.reporting.ways_to_run import Job
 from qsync_torch.demo.probe import LADDER
 
+GROUPS = ("train", "infer")
+"""Device group of each rank; rank 0 is the strong worker."""
+TRAIN, INFER = GROUPS
 RANDOM_SEEDS = (11, 12)
 """Seeds of the two random mixed plans by which the prediction is tested."""
 
@@ -35,55 +36,40 @@ class Plans:
     probes: Mapping[str, PrecisionPlan]
 
 
-def cluster_toml(share: float, memory_bytes: int = 0, ladder: Sequence[Variant] = LADDER) -> str:
+def cluster_toml(share: float, ladder: Sequence[Variant] = LADDER) -> str:
     """The demo's cluster file: one strong and one weak worker on this machine's CPU."""
-    memory = f"memory = {memory_bytes}\n" if memory_bytes else ""
     return (
         'name = "demo"\n\n'
         f'[[group]]\nname = "{TRAIN}"\ndevice = "cpu"\ncount = 1\nrole = "train"\nbase = "float32"\n\n'
         f'[[group]]\nname = "{INFER}"\ndevice = "cpu"\ncount = 1\nrole = "infer"\nbase = "float32"\n'
-        f"ladder = {[rung.label for rung in ladder]}\nshare = {share}\n{memory}"
+        f"ladder = {[rung.label for rung in ladder]}\nshare = {share}\n"
     )
 
 
-def make_plans(
-    dag: PrecisionDag,
-    profiles: Mapping[str, Profile],
-    sensitivity: Sensitivity,
-    *,
-    memory_budget: str | int,
-    predict_check: bool,
-    ladder: Sequence[Variant] = LADDER,
-) -> Plans:
+def make_plans(job: Job, *, memory_budget: str | int, predict_check: bool) -> Plans:
     """All plans.
 
     Args:
+        job: what ``qsync prepare`` has measured, and its plan without a limit of memory.
         memory_budget: bytes that the weak worker may use; ``auto`` for a budget that float32 does not fit; ``none`` for no limit.
         predict_check: also make the probes.
-        ladder: rungs of the weak worker.
     """
-    share = profiles[INFER].device.share
-    unlimited = parse_cluster(cluster_toml(share, ladder=ladder), "the demo's cluster")
-    full = allocate(dag, unlimited, profiles, sensitivity, solver="full")
-    balanced = allocate(dag, unlimited, profiles, sensitivity, solver="dynamic-batch")
-    budget = 0
-    if memory_budget == "auto":
-        budget = _tight_budget(dag, unlimited, profiles)
-    elif memory_budget != "none":
-        budget = int(memory_budget)
-    cluster = parse_cluster(cluster_toml(share, budget, ladder), "the demo's cluster") if budget else unlimited
-    compared = {"full": full, "uniform": allocate(dag, cluster, profiles, sensitivity, solver="uniform")}
-    compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity)}
-    probes = _probes(dag, unlimited, profiles, full) if predict_check else {}
-    return Plans(cluster, compared, probes)
+    inputs, cluster = job.inputs, job.inputs.described
+    compared = {solver: allocate(inputs, Request(solver)) for solver in ("full", "uniform", "dynamic-batch")} | {"qsync": job.plan}
+    if memory_budget != "none":
+        budget = _tight_budget(job) if memory_budget == "auto" else int(memory_budget)
+        groups = (attrs.evolve(group, memory_bytes=budget) if group.name == INFER else group for group in cluster.groups)
+        cluster = attrs.evolve(cluster, groups=tuple(groups))
+        tight = Inputs(job.dag, cluster, inputs.profiles, inputs.sensitivity, communication=inputs.communication)
+        compared |= {"uniform": allocate(tight, Request("uniform")), "qsync": allocate(tight)}
+    return Plans(cluster, compared, _probes(job, compared["full"]) if predict_check else {})
 
 
-def _tight_budget(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> int:
+def _tight_budget(job: Job) -> int:
     """Halfway between what float32 and the lowest uniform rung that saves memory are predicted to need on the weak worker."""
-    replayer = Replayer(dag, cluster, profiles)
-    peaks = []
-    for rung in cluster.group(INFER).ladder:
-        peaks.append(replayer.replay({INFER: dict.fromkeys((o.op_id for o in dag.adjustable), rung)}).groups[INFER].peak_bytes)
+    replayer, op_ids = Replayer(job.inputs), [operator.op_id for operator in job.dag.adjustable]
+    ladder = job.cluster.group(INFER).ladder
+    peaks = [replayer.replay({INFER: dict.fromkeys(op_ids, rung)}).groups[INFER].peak_bytes for rung in ladder]
     return (peaks[-1] + min(peaks)) // 2
 
 
@@ -106,24 +92,19 @@ def recovered_share(dag: PrecisionDag, uniform: PrecisionPlan, plan: PrecisionPl
     return sum(flops for op_id, flops in low.items() if op_id not in still_low) / total if total else 0.0
 
 
-def _probes(
-    dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], template: PrecisionPlan
-) -> dict[str, PrecisionPlan]:
+def _probes(job: Job, template: PrecisionPlan) -> dict[str, PrecisionPlan]:
     """Uniform int8, uniform bfloat16 and two random mixtures, as plans that no solver made."""
-    ladder = cluster.group(INFER).ladder
-    op_ids = [operator.op_id for operator in dag.adjustable]
-    wanted: dict[str, dict[OpId, Variant]] = {}
-    for rung in ladder[:-1]:
-        wanted[f"uniform {rung.label}"] = dict.fromkeys(op_ids, rung)
+    ladder, op_ids = job.cluster.group(INFER).ladder, [operator.op_id for operator in job.dag.adjustable]
+    wanted = {f"uniform {rung.label}": dict.fromkeys(op_ids, rung) for rung in ladder[:-1]}
     for seed in RANDOM_SEEDS:
         choice = random.Random(seed).choice
         wanted[f"random {seed}"] = {op_id: choice(ladder) for op_id in op_ids}
-    replayer = Replayer(dag, cluster, profiles)
+    replayer, formats = Replayer(job.inputs), OutputFormats.of(job.dag)
     made = {}
     for name, variants in wanted.items():
         prediction = replayer.replay({INFER: variants})
         groups = tuple(
-            _with_variants(group, variants, profiles[INFER], name, OutputFormats.of(dag)) if group.group == INFER else group
+            _with_variants(group, variants, job.inputs.profiles[INFER], name, formats) if group.group == INFER else group
             for group in template.groups
         )
         made[name] = attrs.evolve(

@@ -18,14 +18,15 @@ LADDER = CPU_LADDER
 """Rungs that the weak group could have, lowest first."""
 LEANEST = LADDER[1]
 """The rung for a machine where none pays: 16-bit activations behind every operator halve what is kept for backward."""
-IMPORTS = 4
-"""How often processes one after the other will import torch and what comes with it: torchrun and its workers, twice."""
-_FIXED_S = 30.0
-"""Tracing, planning, writing the report."""
+IMPORTS = 3
+"""How often processes one after the other will import torch and what comes with it: to prepare and to train, on part of a core."""
+_FIXED_S = 40.0
+"""Tracing, the repetitions that short operators get all the same, planning, writing the report."""
 _STEPS = 200
 """What the rest costs at least, in the weak worker's float32 steps: profiling 90, training 40, calibrating 20, results 50."""
+_PARTS = (1, 2, 4, 8)
 _PROBED_PARTS = 4
-"""The batch is at least this part of the whole one; steps are probed at that size."""
+"""Steps are probed at this part of the whole batch."""
 
 
 @attrs.frozen
@@ -36,14 +37,12 @@ class Probe:
         batch_size, whole_batch_size: samples a step that fit into the time, and those of a quick machine.
         operator: the largest operator, which the rungs were tried with.
         ratios: its time at each low rung over float32's, forward and backward.
-        in_haste: whether even the smallest batch is not expected to end in time: everything is measured as little as possible.
     """
 
     batch_size: int
     whole_batch_size: int
     operator: str
     ratios: Mapping[Variant, float]
-    in_haste: bool = False
 
     @property
     def paying(self) -> tuple[Variant, ...]:
@@ -67,8 +66,6 @@ class Probe:
         if self.batch_size < self.whole_batch_size:
             less = f"{self.batch_size} samples a step instead of {self.whole_batch_size}, and less held-out data"
             said.append(f"This machine is slow or busy: {less}.")
-        if self.in_haste:
-            said.append("It is so slow that everything was measured as little as possible: expect predictions to be off.")
         measured = ", ".join(f"{rung.label} {ratio:.2f}" for rung, ratio in self.ratios.items())
         times = f"forward and backward of {self.operator} against float32: {measured} of its time"
         left_out = [rung.label for rung in self.ratios if rung not in self.ladder]
@@ -82,16 +79,15 @@ class Probe:
         return said
 
 
-def fitting_batch(sample_s: float, whole: int, seconds: float) -> tuple[int, bool]:
-    """Samples a step: all, a half or a quarter, the most that lets the demo end in time; and whether not even a quarter does.
+def fitting_batch(sample_s: float, whole: int, seconds: float) -> int:
+    """Samples a step: all, a half, a quarter or an eighth, the most that lets the demo end in time, or the least.
 
     Args:
         sample_s: time of a float32 step per sample, on what a worker gets of this machine now.
         whole: samples a step where time does not matter; seconds: how long it may take from here.
     """
-    sizes = [max(1, whole // parts) for parts in (1, 2, _PROBED_PARTS)]
-    fitting = [n for n in sizes if _FIXED_S + _STEPS * TARGET_RATIO * sample_s * n <= seconds]
-    return (fitting[0], False) if fitting else (sizes[-1], True)
+    sizes = [max(1, whole // parts) for parts in _PARTS]
+    return next((n for n in sizes if _FIXED_S + _STEPS * TARGET_RATIO * sample_s * n <= seconds), sizes[-1])
 
 
 def sample_seconds(job: Job) -> float:

@@ -17,7 +17,7 @@ from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_torch.demo.planning import infer_variants
 
 FOLDER = "h200_resnet50"
@@ -57,9 +57,9 @@ def replay_stored() -> Stored | None:
     dag = from_bytes(folder.joinpath("dag.qsync").read_bytes(), PrecisionDag)
     sensitivity = from_bytes(folder.joinpath("sensitivity.qsync").read_bytes(), Sensitivity)
     profiles = {g.name: from_bytes(folder.joinpath(f"profile.{g.name}.qsync").read_bytes(), Profile) for g in cluster.groups}
-    rows = []
+    rows, inputs = [], Inputs(dag, cluster, profiles, sensitivity)
     for name, solver in _SOLVERS.items():
-        plan = allocate(dag, cluster, profiles, sensitivity, solver=solver)
+        plan = allocate(inputs, Request(solver))
         operators = Counter(str(variant.compute) for variant in infer_variants(plan).values())
         peak = plan.group("infer").predicted_peak_bytes
         rows.append(StoredRow(name, plan.predicted_iteration_ns, operators, peak, plan.objective))

@@ -17,7 +17,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
 from qsync_torch.distributed.bounded_store import rank_timeout_s
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.process_group import in_process_group
 from qsync_torch.distributed.ranks import members_to_be, plan_facts, together, told_by_all, which_group_of_cluster
 
@@ -52,7 +52,7 @@ def run_folder_of(plan: Any) -> RunFolder | None:
     return RunFolder(path) if path.is_dir() or not (path.suffix == _PLAN_SUFFIX or path.exists()) else None
 
 
-def groups_present(what: str, run: RunFolder, group: str | None = None, members: Members | None = None) -> GroupsPresent:
+def groups_present(what: str, run: RunFolder, group: str | None = None, members: Mailbox | None = None) -> GroupsPresent:
     """The groups of all ranks; call it on every rank, which reads its own copy of the folder.
 
     Outside a process group it is this process's group alone.

@@ -20,17 +20,8 @@ from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_torch.distributed.bounded_store import StoreSilent, collective_timeout, rank_timeout_s
-from qsync_torch.distributed.exchange import (
-    Exchange,
-    Members,
-    Report,
-    beside,
-    by_value,
-    end_process,
-    grace_s,
-    rank_list,
-    store_has_gone,
-)
+from qsync_torch.distributed.exchange import Exchange, Report, by_value, end_process, grace_s, rank_list, store_has_gone
+from qsync_torch.distributed.mailbox import Mailbox, beside
 from qsync_torch.distributed.meeting import store_of_environment
 from qsync_torch.distributed.process_group import in_process_group
 
@@ -76,7 +67,7 @@ _NUMBERS = itertools.count()
 """Numbers of the process groups that this process makes, which are the same on all ranks."""
 
 
-def members_to_be(round_name: str, patience_s: float | None = None) -> Members | None:
+def members_to_be(round_name: str, patience_s: float | None = None) -> Mailbox | None:
     """The ranks that :func:`process_group_from_environment` will put into a process group, for :func:`together` before that.
 
     A rank that cannot join them (no MPS daemon, no such device) then says so: without, the others would wait for it in
@@ -84,7 +75,7 @@ def members_to_be(round_name: str, patience_s: float | None = None) -> Members |
 
     Args:
         round_name: what they do together, equal on all ranks.
-        patience_s: as :class:`Members` has it; by default what a process group has.
+        patience_s: as :class:`Mailbox` has it; by default what a process group has.
 
     Returns:
         None in a process that is alone; in a process group, whose ranks take part then by default.
@@ -96,7 +87,7 @@ def members_to_be(round_name: str, patience_s: float | None = None) -> Members |
         return None
     place, store = found
     patience_s = dist.constants.default_pg_timeout.total_seconds() if patience_s is None else patience_s
-    return Members(place.rank, range(place.world), store.under(f"qsync/{round_name}"), patience_s)
+    return Mailbox(place.rank, range(place.world), store.under(f"qsync/{round_name}"), patience_s)
 
 
 FindDevice = Callable[[], tuple[str, DeviceKind]]
@@ -201,7 +192,7 @@ def together(
     timeout_s: float | None = None,
     *,
     slow: bool = False,
-    group: dist.ProcessGroup | Members | None = None,
+    group: dist.ProcessGroup | Mailbox | None = None,
     may_hang: bool = False,
 ) -> Iterator[dict[str, str]]:
     """Run a block on every rank so that a refusal on one is a refusal on all (docs/training.md#when-a-rank-refuses).
@@ -259,7 +250,7 @@ def together(
 
 
 @contextmanager
-def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> Iterator[None]:
+def _ended_where_it_hangs(exchange: Exchange, members: Mailbox, what: str) -> Iterator[None]:
     """A block whose process ends some seconds after the other ranks have ended the round without it.
 
     Nothing in Python interrupts a collective that the main thread is in, so that another thread ends the process.
@@ -279,7 +270,7 @@ def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> It
 
 
 def told_by_all(
-    what: str, mine: Mapping[str, str], group: dist.ProcessGroup | Members | None = None
+    what: str, mine: Mapping[str, str], group: dist.ProcessGroup | Mailbox | None = None
 ) -> dict[int, Mapping[str, str]]:
     """What every rank of the job says of itself, by rank; through the store, as :func:`together`.
 
@@ -310,8 +301,8 @@ def _heard(exchange: Exchange, what: str) -> dict[int, Report]:
         raise
 
 
-def _members(group: dist.ProcessGroup | Members | None) -> Members | None:
-    return group if isinstance(group, Members) else Members.of_group(group)
+def _members(group: dist.ProcessGroup | Mailbox | None) -> Mailbox | None:
+    return group if isinstance(group, Mailbox) else Mailbox.of_group(group)
 
 
 @contextmanager

@@ -6,32 +6,25 @@ of each rank shows that its process lives, and looks whether the others do.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import attrs
 import torch.distributed as dist
 
 from qsync_core.errors import RankError
-from qsync_torch.distributed.bounded_store import BoundedStore, rank_timeout_s
-from qsync_torch.distributed.exchange import (
-    BEATS_PER_TIMEOUT,
-    Members,
-    beside,
-    end_process,
-    grace_s,
-    late,
-    no_sign_of_life,
-    store_has_gone,
-)
+from qsync_torch.distributed.bounded_store import rank_timeout_s
+from qsync_torch.distributed.exchange import BEATS_PER_TIMEOUT, end_process, grace_s, late, no_sign_of_life, store_has_gone
+from qsync_torch.distributed.mailbox import Mailbox, beside
 
 _LEFT = "left"
 
 
 @contextmanager
-def watched(what: str, members: Members | None) -> Iterator[None]:
+def watched(what: str, members: Mailbox | None) -> Iterator[None]:
     """Run a block on every rank, which ends with the process where another rank gives no sign of life or fails.
 
     The others' silence is noticed after ``QSYNC_RANK_TIMEOUT_S`` seconds.  This rank then has a moment to end by itself, where it
@@ -62,12 +55,11 @@ def watched(what: str, members: Members | None) -> Iterator[None]:
 
 
 class _Watch:
-    def __init__(self, what: str, members: Members) -> None:
+    def __init__(self, what: str, members: Mailbox) -> None:
         self._what, self._rank, self._timeout_s = what, members.rank, rank_timeout_s()
         self._others = [rank for rank in members.ranks if rank != members.rank]
-        store = members.store.own_connection()
-        number = store.add(f"qsync/watches/{self._rank}", 1)
-        self._store: BoundedStore = store.under(f"qsync/watch{number}")
+        self._box = attrs.evolve(members, store=members.store.own_connection()).part("qsync")
+        self._name = f"watch{self._box.count('watches')}"
         self._beats = 0
 
     def leave(self, error: str) -> None:
@@ -77,7 +69,8 @@ class _Watch:
 
     def run(self, done: threading.Event) -> None:
         """Show that this rank lives, and look after the others until one is missing."""
-        heard, since = dict.fromkeys(self._others, b""), dict.fromkeys(self._others, time.monotonic())
+        heard: dict[int, Any] = {}
+        since = dict.fromkeys(self._others, time.monotonic())
         while True:
             moment_s = grace_s(self._timeout_s)
             try:
@@ -95,26 +88,24 @@ class _Watch:
                 return
 
     def _say(self, state: dict[str, object]) -> None:
-        self._store.set(str(self._rank), json.dumps(state))
+        self._box.say(self._name, state)
 
-    def _failed(self, heard: dict[int, bytes], since: dict[int, float]) -> str:
+    def _failed(self, heard: dict[int, Any], since: dict[int, float]) -> str:
         """Hear the other ranks; which one has failed, as a sentence that may be empty."""
-        came = [rank for rank in since if heard[rank] or self._store.check([str(rank)])]
-        said = dict(zip(came, self._store.multi_get(list(map(str, came))) if came else [], strict=True))
-        for rank, state in said.items():
-            if state != heard[rank]:
+        for rank, state in self._box.heard(self._name, list(since)).items():
+            if state != heard.get(rank):
                 heard[rank], since[rank] = state, time.monotonic()
-            if (error := json.loads(state).get(_LEFT)) is not None:
+            if (error := state.get(_LEFT)) is not None:
                 del since[rank]
                 if error:
                     return f"rank {rank} has failed in {self._what} ({error}): see what it printed last"
         return ""
 
-    def _missing(self, heard: dict[int, bytes], since: dict[int, float]) -> str:
+    def _missing(self, heard: dict[int, Any], since: dict[int, float]) -> str:
         """Which rank has not come, or gives no sign of life any more, as a sentence that may be empty."""
         now = time.monotonic()
         silent = [rank for rank, last in since.items() if now - last >= self._timeout_s]
-        absent = [rank for rank in silent if not heard[rank]]
+        absent = [rank for rank in silent if rank not in heard]
         if absent:
             return late(absent, self._what, self._timeout_s, self._rank)
         return no_sign_of_life(silent, self._what, self._timeout_s, self._rank) if silent else ""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -23,11 +23,11 @@ from qsync_core.errors import RankError
 from qsync_core.plugins.doctor import JobFindings
 from qsync_torch.distributed.bounded_store import rank_timeout_s
 from qsync_torch.distributed.exchange import grace_s, store_has_gone
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.meeting import Place
 from qsync_torch.distributed.ranks import versions_text
 from qsync_torch.doctor.findings import job_findings
-from qsync_torch.doctor.mailbox import BEAT_S, PAUSE_S, Mailbox
-from qsync_torch.doctor.probe import SIZES
+from qsync_torch.doctor.probe import BEAT_S, MAIL, PAUSE_S, SIZES
 from qsync_torch.doctor.rank_facts import RankFacts
 from qsync_torch.doctor.seen import Seen, Trouble
 
@@ -83,7 +83,7 @@ class _Probe:
         if status and not self._said:
             self._said = True
             self._box.say("failed", self._reason(status))
-        if not self._tail_said and self._box.has("trouble"):
+        if not self._tail_said and self._box.posted("trouble"):
             self._tail_said = True
             self._box.say("warnings", [line for line in self._tail() if "NCCL WARN" in line or "[W" in line][-3:])
 
@@ -117,16 +117,16 @@ def doctor_of_job(timeout_s: float) -> JobFindings | None:
     place = Place.from_environment()
     if place is None:
         return None
-    box = Mailbox(place, holds=True)
+    box = Mailbox.at_place(place, MAIL, holds=True)
     with _naming_the_store():
-        box.beat("alive")
+        end_beats = box.beat_until_exit("alive", BEAT_S)
         box.say("here", [socket.gethostname(), versions_text()])
         probe = _Probe(box)
         try:
             with _told_to_end():
                 if place.rank != 0:
-                    return _follow(box, probe)
-                seen = _Gathering(box, probe, timeout_s).run()
+                    return _follow(box, probe, end_beats)
+                seen = _Gathering(box, probe, timeout_s, f"{place.host}:{place.port}").run()
                 findings = job_findings(seen)
                 return attrs.evolve(findings, finish=lambda: _let_go(box, findings.failed, seen))
         finally:
@@ -156,11 +156,11 @@ def _let_go(box: Mailbox, failed: bool, seen: Seen) -> None:
             time.sleep(PAUSE_S)
 
 
-def _follow(box: Mailbox, probe: _Probe) -> JobFindings:
-    rank, silence_s = box.place.rank, rank_timeout_s()
+def _follow(box: Mailbox, probe: _Probe, end_beats: Callable[[], None]) -> JobFindings:
+    rank, silence_s = box.rank, rank_timeout_s()
     try:
         beats, since = -1, time.monotonic()
-        while not box.has("over"):
+        while not box.posted("over"):
             probe.report()
             now = time.monotonic()
             if (found := box.beats("alive", [0])[0]) != beats:
@@ -169,6 +169,7 @@ def _follow(box: Mailbox, probe: _Probe) -> JobFindings:
                 raise RankError(f"rank 0 has given no sign of life for {silence_s:g} s while rank {rank} waited for what it found")
             time.sleep(PAUSE_S)
         failed = box.read("over")
+        end_beats()  # once rank 0 has heard that this one leaves, it may take the store with it
         box.say("left")
     except _ToldToEnd:
         raise RankError(
@@ -187,8 +188,8 @@ class _Troubled(Exception):
 class _Gathering:
     """Rank 0's part: one step after the other, until all have taken it or one has failed to."""
 
-    def __init__(self, box: Mailbox, probe: _Probe, timeout_s: float) -> None:
-        self._box, self._probe, self._timeout_s = box, probe, timeout_s
+    def __init__(self, box: Mailbox, probe: _Probe, timeout_s: float, master: str) -> None:
+        self._box, self._probe, self._timeout_s, self._master = box, probe, timeout_s, master
         self._step = _STEPS[0]
         self._backend = ""
 
@@ -223,7 +224,7 @@ class _Gathering:
         heard: dict[tuple[str, int], tuple[int, float]] = {}
         while missing := self._box.missing(step):
             self._probe.report()
-            if any(self._box.has(f"failed/{rank}") for rank in missing):
+            if self._box.heard("failed", missing):
                 raise _Troubled(self._trouble())
             now = time.monotonic()
             if now - begin > limit_s:
@@ -277,7 +278,7 @@ class _Gathering:
     def _seen(self, trouble: Trouble | None) -> Seen:
         came = self._box.heard("here")
         return Seen(
-            world=self._box.place.world,
+            world=len(self._box.ranks),
             hosts={rank: host for rank, (host, _) in came.items()},
             qsync={rank: qsync for rank, (_, qsync) in came.items()},
             facts=self._facts(),
@@ -286,7 +287,7 @@ class _Gathering:
             all_reduces={nbytes: self._box.heard(f"all-reduce {position}") for position, nbytes in enumerate(SIZES)},
             rounds=self._box.heard("rounds"),
             trouble=trouble,
-            master=f"{self._box.place.host}:{self._box.place.port}",
+            master=self._master,
         )
 
 

@@ -18,12 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.meeting import Place
-from qsync_torch.doctor.mailbox import Mailbox
 from qsync_torch.doctor.rank_facts import find_facts, own_device
 
 SIZES = tuple(mib << 20 for mib in (1, 4, 25, 100))
 """Bytes of the all-reduces: DDP's buckets are of 1 MiB (the first) and 25 MiB unless told otherwise."""
+MAIL = "qsync doctor"
+"""What the processes of one run of the doctor say to each other: messages by name and rank, and signs of life."""
+PAUSE_S = 0.1
+BEAT_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _NEVER = timedelta(days=1)
 """Time-out of the process group: the parent decides when something has taken too long."""
@@ -40,10 +44,12 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not to be left over, stopped or hung, when the parent is killed
     place = Place.from_environment()
     assert place is not None
-    box = Mailbox(place)
-    box.beat("probe alive")
+    box = Mailbox.at_place(place, MAIL)
+    box.beat_until_exit("probe alive", BEAT_S)
     box.say("facts", find_facts(place.rank).data())
-    plan = box.wait("plan")
+    while not box.posted("plan"):
+        time.sleep(PAUSE_S)
+    plan = box.read("plan")
     own = own_device()
     device = own if plan["backend"] == "nccl" else torch.device("cpu")
     work = product(own)

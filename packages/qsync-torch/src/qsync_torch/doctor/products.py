@@ -13,6 +13,7 @@ from qsync_core.kernels.requests import CallShapes
 from qsync_core.kernels.support import FIRST_TENSOR_CORES
 from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_torch.distributed.ranks import SHARE_VARIABLE
+from qsync_torch.kinds.table import OF_ROWS
 from qsync_torch.sharing.mps import Daemon
 from qsync_torch.sharing.right_shares import Probe, probe_by_process, wrong_sentences
 
@@ -20,7 +21,7 @@ SHARES = tuple(range(10, 100, 10))
 PRECISIONS = (Precision.FLOAT32, Precision.BFLOAT16, Precision.FLOAT16, Precision.INT8)
 _SIZES = ((50176, 192, 768), (50176, 768, 192), (4096, 1024, 4096), (8192, 2048, 8192))
 """(M, K, N) of layers of vision models and of language models."""
-CALLS = tuple(CallShapes("linear", (m, k), (n, k), (m, n)) for m, k, n in _SIZES)
+CALLS = tuple(CallShapes(OF_ROWS.name, (m, k), (n, k), (m, n)) for m, k, n in _SIZES)
 _AT_ONCE = 3
 
 

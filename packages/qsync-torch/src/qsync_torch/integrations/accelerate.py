@@ -75,7 +75,7 @@ def hybrid(
         hand_over(attrs.evolve(job, compiles=compiles(accelerator)), _CALLER)
     planned = plan_accelerator(accelerator, model, run, settings, options, _CALLER)
     applied = planned.applied
-    applied.meet_accumulation(steps)
+    applied.in_model.meet_accumulation(steps)
     accelerator.register_for_checkpointing(applied)
     accelerator.register_save_state_pre_hook(lambda *_: applied.share_buffers())
     accelerator.log(planned.metrics(), step=0)

@@ -89,7 +89,7 @@ class HybridStrategy(DDPStrategy):
             raise PlanError(f"{what} has no module {self._part!r}: HybridStrategy(..., module=...) names one") from None
         caller = attrs.evolve(_CALLER, run=run_folder_of(self._run))
         self._planned = planned = apply_for_trainer(model, self._run, self._settings(), self._plan_options, caller)
-        planned.applied.meet_accumulation(module.trainer.accumulate_grad_batches)
+        planned.applied.in_model.meet_accumulation(module.trainer.accumulate_grad_batches)
         self._ddp_kwargs |= planned.applied.ddp_options()
         if planned.needs_loss_scaling:
             self.precision_plugin = LossScaling(self.root_device.type)
@@ -107,7 +107,7 @@ class HybridStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step, after a look at the first one's batch where the plan is for the whole step."""
         if self._planned is not None and not self._part:
-            self._planned.applied.meet_batch(args, kwargs)
+            self._planned.applied.in_model.meet_batch(args, kwargs)
         return super().training_step(*args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -66,7 +66,7 @@ def hybrid(trainer: Trainer, *, run: Run = "run", name: str | None = None, **opt
     if is_wanted():
         hand_over(attrs.evolve(_job(trainer, name, settings.amp), compiles=compiles(trainer.accelerator)), _CALLER)
     planned = plan_accelerator(trainer.accelerator, trainer.model, run, settings, options, _CALLER)
-    planned.applied.meet_accumulation(trainer.args.gradient_accumulation_steps)
+    planned.applied.in_model.meet_accumulation(trainer.args.gradient_accumulation_steps)
     trainer.add_callback(PlanCallback(planned, trainer.log))
     return planned.applied
 

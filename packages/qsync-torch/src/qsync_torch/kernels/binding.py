@@ -20,9 +20,12 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, KernelChoice
 from qsync_core.kernels.requests import quantization_variant
+from qsync_core.kinds import kind_of
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel
+from qsync_torch.kinds.products import operand_of
+from qsync_torch.kinds.table import kind_with
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -122,7 +125,10 @@ class OperatorBinding(Bound):
 
     Attributes:
         variant, choice: as planned.
-        geometry: of a convolution; ``is_linear``: there is none.
+        called: the geometry of a convolution as the model calls it, None of a product of rows, which ``of_rows`` says.
+        turns_weight: PyTorch stores the weight in another layout than operators take it in.
+        geometry: the same as the kernels take it, of images with ``dimensions`` dimensions, batch and channels counted.
+        output_op, grad_input_op, grad_weight_op: names of its kernels' operators.
         steps: what is cast to what (:class:`~qsync_core.ir.semantics.OperatorSteps`).
         is_quantized: the operands are 8-bit.
         x_dtype, w_dtype, bias_dtype, output, grad_input: dtypes of the operands after their casts, of the result, and of the float
@@ -134,13 +140,16 @@ class OperatorBinding(Bound):
         grad: quantizations of the incoming gradient: ``grad[multiplied][transposed]``.
         wants_transposed: the product for the weight's gradient sums over rows in 8 bit, and integer tensor cores read operands
             whose summed dimension is contiguous.
-        conv2d_shapes: :meth:`conv2d_shape`, by the shapes of activation and filters; for shapes that are not those of a convolution
-            it raises what ``F.conv2d`` raises.
+        result_shapes: :meth:`result_shape`, by the shapes of activation and filters as the kernels take them; for shapes that are
+            not those of a convolution it raises what PyTorch's function raises.
     """
 
     def __init__(self, variant: Variant, choice: KernelChoice = ATEN, geometry: Geometry | None = None) -> None:
-        self.variant, self.choice, self.is_linear = variant, choice, geometry is None
-        self.geometry = geometry or NEUTRAL
+        self.variant, self.choice, self.of_rows, self.called = variant, choice, geometry is None, geometry
+        kind = kind_of(geometry)
+        self.geometry = NEUTRAL if geometry is None else geometry.with_dimensions(kind.as_run.dimensions)
+        self.dimensions, self.turns_weight = kind.as_run.dimensions + 2, kind.transposed
+        self.output_op, self.grad_input_op, self.grad_weight_op = kind.products
         steps = self.steps = steps_of(variant)
         self.is_quantized = steps.is_quantized
         self.x_dtype, self.w_dtype = TORCH_DTYPE[steps.x.precision], TORCH_DTYPE[steps.weight.precision]
@@ -150,7 +159,7 @@ class OperatorBinding(Bound):
         self.grad_float_weight_only = _float_dtype(steps.gradient_copies(input_gradient=False))
         self.grad_input_quantized = steps.grad_input.precision.needs_scale
         self.grad_weight_quantized = steps.grad_weight.precision.needs_scale
-        self.wants_transposed = self.grad_weight_quantized and self.is_linear
+        self.wants_transposed = self.grad_weight_quantized and self.of_rows
         activation = _role(choice, Op.QUANTIZE)
         self.x = quantization(steps.x, activation)
         self.x_transposed = quantization(steps.x, activation, transposed=True)
@@ -159,19 +168,19 @@ class OperatorBinding(Bound):
         gradient = eight_bit[0] if eight_bit else CastTarget(Precision.INT8)
         chosen = _role(choice, QUANTIZE_GRADIENT)
         self.grad = tuple(tuple(quantization(gradient, chosen, m, t, streamed=False) for t in (False, True)) for m in (False, True))
-        self.conv2d_shapes: Memo[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
-        self.conv2d_shapes = Memo(lambda shapes: self._checked_conv2d_shape(*shapes))
+        self.result_shapes: Memo[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
+        self.result_shapes = Memo(lambda shapes: self._checked_result_shape(*shapes))
         self._register("operator", variant, choice.backend, choice.config, geometry)
 
-    def conv2d_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+    def result_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a convolution's result, from those of activation and filters."""
         return (x[0], w[0], *self.geometry.output_size(x[2:], w[2:]))
 
-    def _checked_conv2d_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
-        g, shape = self.geometry, self.conv2d_shape(x, w)
+    def _checked_result_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+        g, shape = self.geometry, self.result_shape(x, w)
         if x[1] != g.groups * w[1] or w[0] % g.groups or min(shape[1:]) < 1:
             image, filters = (torch.empty(size, device="cpu") for size in (x, w))  # which it refuses before it computes anything
-            torch.nn.functional.conv2d(image, filters, None, g.stride, g.padding, g.dilation, g.groups)
+            kind_with(g).call(image, operand_of(filters, g if w[0] % g.groups == 0 else None), None, g)
         return shape
 
 

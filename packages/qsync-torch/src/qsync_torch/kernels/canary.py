@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.aten import float_products
-from qsync_torch.aten.quantize import affine_parts
+from qsync_torch.aten.quantize import affine_parts, scale_view
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
@@ -147,14 +147,14 @@ def smaller(call: CallShapes) -> CallShapes:
 
     What remains of each size by eight, in which kernels work, is kept.
     """
-    if call.kind == "linear":
+    if call.of_rows:
         n, k, rows = (_capped(size) for size in (*call.w, math.prod(call.x[:-1])))
         return attrs.evolve(call, x=(rows, k), w=(n, k), y=(rows, n))
     g, kernel = call.geometry, call.w[2:]
     groups = min(g.groups, _CPU_GROUPS)
     inputs, outputs = _capped(call.w[1]), _capped(call.w[0] // g.groups)
-    least = [g.dilation[i] * (kernel[i] - 1) + 1 - 2 * g.padding[i] for i in range(2)]
-    image = tuple(max(1, least[i], min(call.x[2 + i], _CPU_PIXELS + call.x[2 + i] % 2)) for i in range(2))
+    least = [1 if g.transposed else far + 1 - 2 * pad for far, pad in zip(g.reach(kernel), g.padding, strict=True)]
+    image = tuple(max(1, few, min(size, _CPU_PIXELS + size % 2)) for few, size in zip(least, call.x[2:], strict=True))
     geometry = attrs.evolve(g, groups=groups)
     x, y = (1, groups * inputs, *image), (1, groups * outputs, *geometry.output_size(image, kernel))
     return attrs.evolve(call, x=x, w=(groups * outputs, inputs, *kernel), y=y, geometry=geometry)
@@ -169,17 +169,17 @@ def float_products_of(call: CallShapes, variant: Variant, device: torch.device, 
     dtype, step = TORCH_DTYPE[variant.compute], STEPS[TORCH_DTYPE[variant.compute]]
     x, w = (torch.randn(shape, device=device, dtype=dtype) for shape in (call.x, call.w))
     bias = torch.randn(call.w[0], device=device, dtype=dtype)
-    linear, geometry = call.kind == "linear", call.geometry
-    if channels_last and not linear:
+    of_rows, geometry = call.of_rows, call.geometry
+    if channels_last and x.dim() == 4 and not of_rows:
         x, w = (operand.to(memory_format=torch.channels_last) for operand in (x, w))
     wanted = [w.requires_grad_()] + ([x.requires_grad_()] if call.input_gradient else [])
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        y = float_products.linear(x, w, bias) if linear else float_products.conv2d(x, w, bias, geometry)
+        y = float_products.product(x, w, bias, None if of_rows else geometry)
         grad = torch.randn_like(y)
         grads = torch.autograd.grad(y, wanted, grad)
 
     def flat(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().reshape(-1, tensor.shape[-1]) if linear else tensor.detach()
+        return tensor.detach().reshape(-1, tensor.shape[-1]) if of_rows else tensor.detach()
 
     fx, fw, fg = Factor(flat(x)), Factor(w.detach()), Factor(flat(grad))
     yield Product("output", fx, fw, flat(y), step, bias=bias, geometry=geometry)
@@ -195,7 +195,7 @@ def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         for argument in (arguments[1], *arguments[7:8]):
             argument.view(torch.int8).fill_(-128)
         return arguments
-    if arguments[0].dtype is torch.int8 and asked.request.op not in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
+    if arguments[0].dtype is torch.int8 and not asked.request.op.endswith(".output"):
         arguments[2].mul_(_INT8_SCALE)
     arguments[-1].fill_(math.nan)
     return arguments
@@ -246,9 +246,8 @@ def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
     zero = None
     if not variant.symmetric:
         scale, zero = affine_parts(scale)
-    shape = (-1, *(1,) * (x.dim() - 1)) if variant.x_granularity is Granularity.PER_CHANNEL else (*x.shape[:-1], 1)
-    step = scale if scale.numel() == 1 else scale.view(shape)
-    values = q.float() if zero is None else q.float() - (zero if zero.numel() == 1 else zero.view(shape))
+    step = scale_view(scale, x.dim(), variant.x_granularity, x.shape)
+    values = q.float() if zero is None else q.float() - scale_view(zero, x.dim(), variant.x_granularity, x.shape)
     allowed = step if variant.compute is Precision.INT8 else torch.maximum(x.abs() * 2.0**-3, step * 2.0**-9)
     error = ((values * step - x.float()).abs() / (1.01 * allowed + 1e-30)).nan_to_num(torch.inf).max()
     # A copy with too large a scale has small steps only in name.

@@ -8,12 +8,14 @@ The bound: let e be the errors of a row.  Signs that are drawn after the result 
 P(|Σ r_j e_j| > t · ‖e‖) <= 2 exp(-t² / 2).  Rounding keeps ‖e‖ below the format's step times the norm of the row, which for random
 operands is near sqrt(Σ_k x_k² · Σ_j w_jk²).
 
-Shapes: images (B, C, H, W), filters (O, C / groups, KH, KW), outputs (B, O, OH, OW).  Matrices are images of one pixel.
+Shapes: images (B, C, …) of any number of dimensions, filters (O, C / groups, …), outputs (B, O, …).  Matrices are images of one
+pixel.  A transposed convolution's output is an image that its activation is the output of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -32,7 +34,10 @@ _CHUNK = 1 << 22
 
 @attrs.frozen(eq=False)
 class Factor:
-    """An operand: ``(values - zero_point) * scale``, with one scale, one for each entry of dimension 0, or one for each row."""
+    """An operand, ``(values - zero_point) * scale``.
+
+    It has one scale, one for each entry of dimension 0, or some for each row, each of which is that of as many columns.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
@@ -46,8 +51,12 @@ class Factor:
                 continue
             each = part.double()
             if each.numel() > 1:
-                by_row = each.numel() != self.count
-                each = each.view((*self.values.shape[:-1], 1) if by_row else (-1, *(1,) * (self.values.dim() - 1)))[first:last]
+                if each.numel() == self.count:
+                    each = each.view(-1, *(1,) * (self.values.dim() - 1))
+                else:
+                    in_row = each.view(*self.values.shape[:-1], -1)
+                    each = in_row.repeat_interleave(self.values.shape[-1] // in_row.shape[-1], -1)
+                each = each[first:last]
             x = join(x, each)
         return _as_images(x)
 
@@ -140,14 +149,18 @@ class _Worst:
         self.infinite = self.infinite + (~torch.isfinite(part)).sum()
 
 
-def _windows(geometry: Geometry, kernel: tuple[int, int], image: tuple[int, int], out: tuple[int, int]) -> Iterator[Any]:
-    """Yield each place of a filter, with the slices of outputs and of pixels of the image that meet there."""
-    for i in range(kernel[0]):
-        for j in range(kernel[1]):
-            slices = [_meet(geometry, axis, place, image[axis], out[axis]) for axis, place in ((0, i), (1, j))]
-            if all(pair is not None for pair in slices):
-                (rows_y, rows_x), (columns_y, columns_x) = slices  # type: ignore[misc]
-                yield i, j, (slice(None), slice(None), rows_y, columns_y), (slice(None), slice(None), rows_x, columns_x)
+def _windows(geometry: Geometry, kernel: Sequence[int], image: torch.Tensor, out: torch.Tensor) -> Iterator[Any]:
+    """Yield each place of a filter, with the slices of outputs and of pixels of the image that meet there.
+
+    Of a transposed convolution the two change places.
+    """
+    small, large = (image, out) if geometry.transposed else (out, image)
+    for place in itertools.product(*map(range, kernel)):
+        slices = [_meet(geometry, axis, tap, large.shape[2 + axis], small.shape[2 + axis]) for axis, tap in enumerate(place)]
+        if all(pair is not None for pair in slices):
+            strided = [tuple(pair[side] for pair in slices if pair is not None) for side in range(2)]
+            of_small, of_large = ((slice(None), slice(None), *each) for each in strided)
+            yield (slice(None), *place), *((of_large, of_small) if geometry.transposed else (of_small, of_large))
 
 
 def _meet(geometry: Geometry, axis: int, place: int, size: int, out: int) -> tuple[slice, slice] | None:
@@ -160,25 +173,26 @@ def _meet(geometry: Geometry, axis: int, place: int, size: int, out: int) -> tup
 
 
 def _over_outputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filters (O, C / groups, KH, KW), each times a factor of its output, and their squares, summed over the outputs of each group:
-    two of (C, KH, KW)."""
+    """Filters (O, C / groups, …), each times a factor of its output, and their squares, summed over the outputs of each group: two
+    of (C, …)."""
     pairs = []
     # A group's outputs are summed together; weights with many groups are small.
     for first, last in weight.chunks() if groups == 1 else [(0, weight.count)]:
         part = weight.wide(first, last)
-        each = (part * factors[first:last].view(-1, 1, 1, 1), part**2)
+        each = (part * _by_first(factors[first:last], part), part**2)
         pairs.append([x.view(groups, -1, *part.shape[1:]).sum(1).reshape(-1, *part.shape[2:]) for x in each])
     weighted, squares = zip(*pairs, strict=True)
     return torch.stack(weighted).sum(0), torch.stack(squares).sum(0)
 
 
 def _over_inputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filters, each weight times a factor of its input channel, and their squares, summed over those: two of (O, KH, KW)."""
-    own = factors.view(groups, 1, -1).expand(-1, weight.count // groups, -1).reshape(weight.count, -1, 1, 1)
+    """Filters, each weight times a factor of its input channel, and their squares, summed over those: two of (O, …)."""
+    own = factors.view(groups, 1, -1).expand(-1, weight.count // groups, -1).reshape(weight.count, -1)
     pairs = []
     for first, last in weight.chunks():
         part = weight.wide(first, last)
-        pairs.append(((part * own[first:last]).sum(1), (part**2).sum(1)))
+        factor = own[first:last]
+        pairs.append(((part * factor.view(*factor.shape, *(1,) * (part.dim() - 2))).sum(1), (part**2).sum(1)))
     weighted, squares = zip(*pairs, strict=True)
     return torch.cat(weighted), torch.cat(squares)
 
@@ -189,7 +203,7 @@ def _scaled(value: torch.Tensor, scale: torch.Tensor | None, power: int = 1) -> 
 
 def _of_images(product: Product, generator: torch.Generator) -> _Worst:
     """Outputs, or gradients of the activation: summed over channels, so that each pixel has one sum."""
-    g, kernel, is_output = product.geometry, _size(product.second.values), product.what == "output"
+    g, kernel, is_output = product.geometry, _as_images(product.second.values[:1]).shape[2:], product.what == "output"
     signs = random_signs(product.found.shape[1], product.found, generator)
     filters, squares = (_over_outputs if is_output else _over_inputs)(product.second, signs, g.groups)
     constant = torch.zeros(2, dtype=torch.float64, device=signs.device)
@@ -201,13 +215,13 @@ def _of_images(product: Product, generator: torch.Generator) -> _Worst:
         given, found = product.first.wide(first, last), _as_images(product.found[first:last])
         sums = torch.zeros((2, given.shape[0], 1, *found.shape[2:]), dtype=torch.float64, device=given.device)
         image, out = (given, found) if is_output else (found, given)
-        for i, j, outputs, pixels in _windows(g, kernel, _size(image), _size(out)):
+        for place, outputs, pixels in _windows(g, kernel, image, out):
             read, written = (pixels, outputs) if is_output else (outputs, pixels)
             part = given[read]
-            sums[0][written] += (part * filters[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
-            sums[1][written] += (part**2 * squares[:, i, j].view(1, -1, 1, 1)).sum(1, keepdim=True)
+            sums[0][written] += (part * _by_channel(filters[place], part)).sum(1, keepdim=True)
+            sums[1][written] += (part**2 * _by_channel(squares[place], part)).sum(1, keepdim=True)
         worst.count(found)
-        total = (found * signs.view(1, -1, 1, 1)).sum(1, keepdim=True)
+        total = (found * _by_channel(signs, found)).sum(1, keepdim=True)
         worst.see(total, _scaled(sums[0], product.scale) + constant[0], _scaled(sums[1], product.scale, 2) + constant[1])
     return worst
 
@@ -223,16 +237,16 @@ def _of_filters(product: Product, generator: torch.Generator) -> _Worst:
     sums = torch.zeros((2, g.groups * group_channels, *found.shape[2:]), dtype=torch.float64, device=found.device)
     for first, last in _shared_chunks(product):
         grad, x = product.first.wide(first, last), product.second.wide(first, last)
-        weighted = (grad * weights.view(1, -1, 1, 1)).view(grad.shape[0], g.groups, -1, *grad.shape[2:])
+        weighted = (grad * _by_channel(weights, grad)).view(grad.shape[0], g.groups, -1, *grad.shape[2:])
         folded, squared = weighted.sum(2), (weighted**2).sum(2)
         folded, squared = (part.repeat_interleave(group_channels, 1) if g.groups > 1 else part for part in (folded, squared))
-        for i, j, outputs, pixels in _windows(g, _size(found), _size(x), _size(grad)):
-            part = x[pixels]
-            sums[0][:, i, j] += (part * folded[outputs]).sum((0, 2, 3))
-            sums[1][:, i, j] += (part**2 * squared[outputs]).sum((0, 2, 3))
+        for place, outputs, pixels in _windows(g, found.shape[2:], x, grad):
+            part, others = x[pixels], [0, *range(2, x.dim())]
+            sums[0][place] += (part * folded[outputs]).sum(others)
+            sums[1][place] += (part**2 * squared[outputs]).sum(others)
     worst = _Worst(product)
     worst.count(found)
-    total = (found * signs.view(-1, 1, 1, 1)).view(g.groups, -1, *found.shape[1:]).sum(1).reshape(sums[0].shape)
+    total = (found * _by_first(signs, found)).view(g.groups, -1, *found.shape[1:]).sum(1).reshape(sums[0].shape)
     worst.see(total, sums[0], sums[1])
     return worst
 
@@ -243,12 +257,15 @@ def _shared_chunks(product: Product) -> Iterator[tuple[int, int]]:
     return larger.chunks()
 
 
-def _size(x: torch.Tensor) -> tuple[int, int]:
-    """Height and width of images or filters; a matrix is of one pixel."""
-    return (int(x.shape[2]), int(x.shape[3])) if x.dim() == 4 else (1, 1)
+def _by_first(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(-1, *(1,) * (like.dim() - 1))
+
+
+def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *(1,) * (like.dim() - 2))
 
 
 def _as_images(x: torch.Tensor) -> torch.Tensor:
     """Images, or a matrix as images of one pixel, in float64."""
     x = x.double()
-    return x if x.dim() == 4 else x[:, :, None, None]
+    return x if x.dim() > 2 else x[:, :, None, None]

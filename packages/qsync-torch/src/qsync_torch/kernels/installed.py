@@ -9,7 +9,8 @@ import torch
 
 from qsync_core.kernels.backend import KernelRequest
 from qsync_core.plugins.registry import Registry
-from qsync_core.tuning.store import TuningStore, default_store_path, read_contents
+from qsync_core.tuning.store import TuningStore, default_store_path
+from qsync_core.tuning.store import check_store as check_records
 from qsync_torch.devices import device_type, tuning_software
 
 
@@ -40,7 +41,7 @@ def check_store(device: torch.device, path: Path | None = None) -> None:
         ArtifactError: when the file cannot be read, or is not a tuning store.
     """
     if device.type == "cuda":
-        read_contents(path or default_store_path())
+        check_records(path or default_store_path())
 
 
 def store_of_request(request: KernelRequest) -> TuningStore:

@@ -117,6 +117,9 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
+# Products of rows and of convolutions have one signature: what one of them does not need it does not read.
+
+
 def linear_output(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -145,31 +148,36 @@ def linear_grad_input(
     grad: torch.Tensor,
     w: torch.Tensor,
     scale: torch.Tensor,
+    x_shape: Sequence[int],
     binding: OperatorBinding,
     dtype: torch.dtype | None = None,
     *,
     straight: bool = False,
 ) -> torch.Tensor:
-    """(..., N) and (N, K) to (..., K) in ``dtype``, by default the variant's."""
+    """(..., N), or (M, N) of all rows, and (N, K) to ``x_shape`` (..., K) in ``dtype``, by default the variant's."""
     if not straight and not is_plain(grad):
-        return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, binding.key, dtype))
-    w_shape = w.shape
-    if grad.ndim == 2:
-        shape = grad.shape
-        out = grad.new_empty(shape[0], w_shape[1], dtype=dtype or binding.grad_input)
-        binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, shape, w_shape)(grad, w, scale, out)
+        return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, x_shape, binding.key, dtype))
+    if grad.ndim == 2 and len(x_shape) == 2:
+        out = grad.new_empty(*x_shape, dtype=dtype or binding.grad_input)
+        binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad.shape, w.shape)(grad, w, scale, out)
         return out
-    grad_MN, out = rows(grad), grad.new_empty(*grad.shape[:-1], w_shape[1], dtype=dtype or binding.grad_input)
-    binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w_shape)(grad_MN, w, scale, rows(out))
+    grad_MN, out = rows(grad), grad.new_empty(*x_shape, dtype=dtype or binding.grad_input)
+    binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w.shape)(grad_MN, w, scale, rows(out))
     return out
 
 
 def linear_grad_weight(
-    grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: OperatorBinding, *, straight: bool = False
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    w: torch.Tensor | None,
+    binding: OperatorBinding,
+    *,
+    straight: bool = False,
 ) -> torch.Tensor:
     """(..., N) and (..., K) to (N, K) in float32."""
     if not straight and not is_plain(grad):
-        return cast(torch.Tensor, _OPS.linear_grad_weight.default(grad, x, scale, binding.key))
+        return cast(torch.Tensor, _OPS.linear_grad_weight.default(grad, x, scale, w, binding.key))
     grad_MN, x_MK = rows(grad), rows(x)
     grad_shape, x_shape = grad_MN.shape, x_MK.shape
     out = grad.new_empty(grad_shape[1], x_shape[1], dtype=torch.float32)
@@ -188,14 +196,14 @@ def is_channels_last(x: torch.Tensor) -> bool:
 
 
 def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-    """Channels-last ``y`` in the layout that ``F.conv2d`` would give: channels-last where an operand is, else contiguous."""
+    """Channels-last ``y`` in the layout that PyTorch's function would give: channels-last where an operand is, else contiguous."""
     for x in operands:
         if is_channels_last(x):
             return y
     return y.contiguous()
 
 
-def conv2d_output(
+def convolution_output(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     w: torch.Tensor,
@@ -207,23 +215,28 @@ def conv2d_output(
 ) -> torch.Tensor:
     """(B, C, H, W) and (O, C / groups, KH, KW) of 8 bits to (B, O, OH, OW) in the output's format.
 
+    Images with fewer dimensions than the kernels take are taken as such of one row; so they are by the gradients.
+
     Raises:
-        RuntimeError: where operands do not fit each other, as ``F.conv2d`` does.
+        RuntimeError: where operands do not fit each other, as PyTorch's function does.
     """
+    if x.ndim < binding.dimensions:
+        out = convolution_output(x.unsqueeze(2), x_scale, w.unsqueeze(2), w_scale, bias, binding, straight=straight)
+        return out.squeeze(2)
     if not straight and not is_plain(x):
-        return cast(torch.Tensor, _OPS.conv2d_output.default(x, x_scale, w, w_scale, bias, binding.key))
-    out = _images(x, binding.conv2d_shapes[x.shape, w.shape], binding.output)
+        return cast(torch.Tensor, _OPS.convolution_output.default(x, x_scale, w, w_scale, bias, binding.key))
+    out = _images(x, binding.result_shapes[x.shape, w.shape], binding.output)
     if bias is not None and bias.shape != w.shape[:1]:
         raise RuntimeError(
             f"a convolution with {w.shape[0]} output channels has as many biases, got a bias of shape {list(bias.shape)}"
         )
-    binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)(x, x_scale, w, w_scale, bias, out)
+    binding.kernel(binding.output_op, x.device, x.shape, w.shape)(x, x_scale, w, w_scale, bias, out)
     return _in_layout_of(out, x, w)
 
 
 def _check_result(grad: torch.Tensor, x_shape: tuple[int, ...], w: torch.Tensor, binding: OperatorBinding) -> None:
     """Refuse a gradient that no convolution of this activation with these filters has."""
-    expected = binding.conv2d_shapes[x_shape, w.shape]
+    expected = binding.result_shapes[x_shape, w.shape]
     if grad.shape != expected:
         raise RuntimeError(
             f"a convolution of {list(x_shape)} with filters {list(w.shape)} gives {list(expected)}, and its gradient has the shape "
@@ -231,7 +244,12 @@ def _check_result(grad: torch.Tensor, x_shape: tuple[int, ...], w: torch.Tensor,
         )
 
 
-def conv2d_grad_input(
+def as_images(x: torch.Tensor, binding: OperatorBinding) -> torch.Tensor:
+    """Images with as many dimensions as the kernels take, those that are missing of size 1."""
+    return x.unsqueeze(2) if x.ndim < binding.dimensions else x
+
+
+def convolution_grad_input(
     grad: torch.Tensor,
     w: torch.Tensor,
     scale: torch.Tensor,
@@ -242,11 +260,14 @@ def conv2d_grad_input(
     straight: bool = False,
 ) -> torch.Tensor:
     """(B, O, OH, OW) and the filters to ``x_shape`` in ``dtype``, by default the variant's."""
+    if len(x_shape) < binding.dimensions:
+        images, filters, sizes = as_images(grad, binding), w.unsqueeze(2), (*x_shape[:2], 1, *x_shape[2:])
+        return convolution_grad_input(images, filters, scale, sizes, binding, dtype, straight=straight).squeeze(2)
     if not straight and not is_plain(grad):
-        return cast(torch.Tensor, _OPS.conv2d_grad_input.default(grad, w, scale, x_shape, binding.key, dtype))
+        return cast(torch.Tensor, _OPS.convolution_grad_input.default(grad, w, scale, x_shape, binding.key, dtype))
     dtype = dtype or binding.grad_input
     _check_result(grad, tuple(x_shape), w, binding)
-    kernel = binding.kernel(Op.CONV2D_GRAD_INPUT, grad.device, grad.shape, w.shape)
+    kernel = binding.kernel(binding.grad_input_op, grad.device, grad.shape, w.shape)
     make = getattr(kernel, "make_gradient", None)
     if make is not None:
         made: torch.Tensor = make(grad, w, scale, x_shape)
@@ -257,16 +278,25 @@ def conv2d_grad_input(
     return _in_layout_of(out, grad)
 
 
-def conv2d_grad_weight(
+def convolution_grad_weight(
     grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: OperatorBinding, *, straight: bool = False
 ) -> torch.Tensor:
     """(B, O, OH, OW) and (B, C, H, W) to the filters' shape and layout, which ``w`` has, in float32."""
+    if x.ndim < binding.dimensions:
+        images = as_images(grad, binding), x.unsqueeze(2)
+        return convolution_grad_weight(*images, x_scale, w.unsqueeze(2), binding, straight=straight).squeeze(2)
     if not straight and not is_plain(grad):
-        return cast(torch.Tensor, _OPS.conv2d_grad_weight.default(grad, x, x_scale, w, binding.key))
+        return cast(torch.Tensor, _OPS.convolution_grad_weight.default(grad, x, x_scale, w, binding.key))
     _check_result(grad, x.shape, w, binding)
     out = torch.empty_like(w, dtype=torch.float32)
-    binding.kernel(Op.CONV2D_GRAD_WEIGHT, grad.device, grad.shape, x.shape)(grad, x, x_scale, out)
+    binding.kernel(binding.grad_weight_op, grad.device, grad.shape, x.shape)(grad, x, x_scale, out)
     return out
+
+
+OUTPUT = {True: linear_output, False: convolution_output}
+"""The products of operands in 8 bit, by whether an operator is one of rows; likewise their gradients."""
+GRAD_INPUT = {True: linear_grad_input, False: convolution_grad_input}
+GRAD_WEIGHT = {True: linear_grad_weight, False: convolution_grad_weight}
 
 
 # The operators behind the functions above.  ``binding`` is the key of an OperatorBinding, ``quantization`` of a Quantization.
@@ -322,37 +352,46 @@ for _name, _run, _fake, _results in (
             _fake,
         )
 
-define(
-    "linear_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
-    lambda x, x_scale, w, w_scale, bias, key: linear_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
-    lambda x, x_scale, w, w_scale, bias, key: x.new_empty((*x.shape[:-1], w.shape[0]), dtype=_operator(key).output),
-)
-define(
-    "linear_grad_input(Tensor grad, Tensor w, Tensor scale, str binding, ScalarType? dtype=None) -> Tensor",
-    lambda grad, w, scale, key, dtype=None: linear_grad_input(grad, w, scale, _operator(key), dtype, straight=True),
-    lambda grad, w, scale, key, dtype=None: grad.new_empty(
-        (*grad.shape[:-1], w.shape[1]), dtype=dtype or _operator(key).grad_input
-    ),
-)
-define(
-    "linear_grad_weight(Tensor grad, Tensor x, Tensor scale, str binding) -> Tensor",
-    lambda grad, x, scale, key: linear_grad_weight(grad, x, scale, _operator(key), straight=True),
-    lambda grad, x, scale, key: grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32),
-)
-define(
-    "conv2d_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
-    lambda x, x_scale, w, w_scale, bias, key: conv2d_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
-    lambda x, x_scale, w, w_scale, bias, key: _in_layout_of(
-        _images(x, _operator(key).conv2d_shape(x.shape, w.shape), _operator(key).output), x, w
-    ),
-)
-define(
-    "conv2d_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor",
-    lambda grad, w, scale, shape, key, dtype=None: conv2d_grad_input(grad, w, scale, shape, _operator(key), dtype, straight=True),
-    lambda grad, w, scale, shape, key, dtype=None: _in_layout_of(_images(grad, shape, dtype or _operator(key).grad_input), grad),
-)
-define(
-    "conv2d_grad_weight(Tensor grad, Tensor x, Tensor x_scale, Tensor w, str binding) -> Tensor",
-    lambda grad, x, x_scale, w, key: conv2d_grad_weight(grad, x, x_scale, w, _operator(key), straight=True),
-    lambda grad, x, x_scale, w, key: torch.empty_like(w, dtype=torch.float32),
-)
+
+def _fake_output(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: Any, bias: Any, key: str) -> torch.Tensor:
+    binding = _operator(key)
+    if binding.of_rows:
+        return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=binding.output)
+    return _in_layout_of(_images(x, binding.result_shape(x.shape, w.shape), binding.output), x, w)
+
+
+def _fake_grad_input(
+    grad: torch.Tensor, w: torch.Tensor, scale: Any, x_shape: Sequence[int], key: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    binding = _operator(key)
+    dtype = dtype or binding.grad_input
+    return grad.new_empty(x_shape, dtype=dtype) if binding.of_rows else _in_layout_of(_images(grad, x_shape, dtype), grad)
+
+
+def _fake_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: Any, w: torch.Tensor, key: str) -> torch.Tensor:
+    if _operator(key).of_rows:
+        return grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
+    return torch.empty_like(w, dtype=torch.float32)
+
+
+def _define_products(name: str, of_rows: bool) -> None:
+    output, grad_input, grad_weight = OUTPUT[of_rows], GRAD_INPUT[of_rows], cast(Callable[..., Any], GRAD_WEIGHT[of_rows])
+    define(
+        f"{name}_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
+        lambda x, x_scale, w, w_scale, bias, key: output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
+        _fake_output,
+    )
+    define(
+        f"{name}_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor",
+        lambda grad, w, scale, shape, key, dtype=None: grad_input(grad, w, scale, shape, _operator(key), dtype, straight=True),
+        _fake_grad_input,
+    )
+    define(
+        f"{name}_grad_weight(Tensor grad, Tensor x, Tensor scale, Tensor? w, str binding) -> Tensor",
+        lambda grad, x, scale, w, key: grad_weight(grad, x, scale, w, _operator(key), straight=True),
+        _fake_grad_weight,
+    )
+
+
+_define_products("linear", True)
+_define_products("convolution", False)

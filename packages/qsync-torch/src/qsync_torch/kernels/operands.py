@@ -29,7 +29,7 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         found = torch.rand(count, device=device) * 0.01 + 0.001
         return found if symmetric else torch.cat([found, torch.full_like(found, -128.0)])
 
-    if request.op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
+    if request.op.endswith(".output"):
         x, w = (_random(shape, variant.compute, device) for shape in (first_shape, second_shape))
         bias = torch.randn(result[1], device=device) if request.op == Op.LINEAR_OUTPUT else None
         x_scale, w_scale = (
@@ -37,7 +37,7 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
             scales(second_shape, variant.w_granularity),
         )
         return x, x_scale, w, w_scale, bias, _empty(result, variant.output, device)
-    if request.op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
+    if request.op.endswith(".grad_input"):
         grad, w = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
         eight_bit = variant.grad_input.needs_scale
         scale = torch.rand(1, device=device) if eight_bit else scales(second_shape, variant.w_granularity)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qsync_core.geometry import NEUTRAL, Geometry, Pair
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -21,8 +21,9 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.apply.handles import in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.apply.planned_modules import put_plan
-from qsync_torch.observing.collector import OperatorCall, product
-from qsync_torch.operators.conv2d import resolve_geometry
+from qsync_torch.kinds.kind import OperatorKind, Settings
+from qsync_torch.kinds.products import operand_of, product
+from qsync_torch.observing.collector import OperatorCall
 
 _ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
 
@@ -90,7 +91,7 @@ class _HookedCall:
     follows_casts = True
 
     def __init__(self, model: _HookedModel, fqn: str) -> None:
-        self.orientations: set[bool] = set()
+        self.forms: set[tuple[str, bool]] = set()
         self._model, self._fqn = model, fqn
 
     def is_on(self, owner: torch.nn.Module) -> bool:
@@ -101,24 +102,15 @@ class _HookedCall:
         """Whether a tensor is a parameter or buffer of the model, or a view of one."""
         return stores(self._model.model, x)
 
-    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the observed operator where the model calls ``F.linear``."""
-        return self._model.run(self._model.next_of(self._fqn, input), input, weight, bias, NEUTRAL)
-
-    def conv2d(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Pair = 1,
-        padding: Pair | str = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
+    def run(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings = ()
     ) -> torch.Tensor:
-        """Run the observed operator where the model calls ``F.conv2d``."""
-        # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
-        x, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
-        return self._model.run(self._model.next_of(self._fqn, x), x, weight, bias, geometry)
+        """Run the observed operator where the model calls the function of its kind."""
+        geometry = NEUTRAL
+        if kind.prepare is not None:
+            # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
+            input, geometry = kind.prepare(input, weight, settings)
+        return self._model.run(self._model.next_of(self._fqn, input), input, operand_of(weight, geometry), bias, geometry)
 
 
 @contextmanager

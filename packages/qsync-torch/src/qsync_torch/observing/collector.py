@@ -10,11 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import attrs
 import torch
-import torch.nn.functional as F
 
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.dag import Operator, PrecisionDag
@@ -23,6 +22,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastTarget
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
+from qsync_torch.kinds.products import product, product_gradients
 from qsync_torch.observing.rounding_noise import element_variance
 
 Term = tuple[Variant | None, str]
@@ -95,35 +95,15 @@ def low_precision(variants: Iterable[Variant]) -> tuple[Variant, ...]:
     return tuple(variant for variant in dict.fromkeys(variants) if variant != Variant.plain(Precision.FLOAT32))
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
-    """The operator itself: linear for a matrix of weights, else conv2d."""
-    if weight.dim() == 2:
-        return F.linear(x, weight, bias)
-    return F.conv2d(x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
-
-
-def product_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry, *, by_x: bool = True, by_weight: bool = True
-) -> tuple[Any, Any]:
-    """Gradients of :func:`product` by ``x`` and by ``weight``, given that of its output; None for one that is not computed."""
-    if weight.dim() == 2:
-        rows = grad.reshape(-1, grad.shape[-1])
-        return grad @ weight if by_x else None, rows.t() @ x.reshape(-1, x.shape[-1]) if by_weight else None
-    g = geometry
-    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-        grad, x, weight, None, g.stride, g.padding, g.dilation, False, [0, 0], g.groups, [by_x, by_weight, False]
-    )
-    return grad_x, grad_weight
-
-
 def parameter_of(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """What the model stores of a weight that an operator was handed, and whether the weight (N, K) is its transpose.
+    """What the model stores of a weight that an operator was handed, and whether its first two dimensions are exchanged in that.
 
-    The transpose of a parameter is a new tensor in every call; everything else is what it is.
+    The weight (N, K) of a parameter (K, N), or the filters of a transposed convolution, are a new tensor in every call; everything
+    else is what it is.
     """
     stored = weight._base
-    if isinstance(stored, torch.nn.Parameter) and stored.dim() == 2:
-        turned = stored.t()
+    if isinstance(stored, torch.nn.Parameter) and stored.dim() > 1:
+        turned = stored.transpose(0, 1)
         if (weight.shape, weight.stride()) == (turned.shape, turned.stride()):
             return stored, True
     return weight, False
@@ -136,7 +116,7 @@ class OperatorCall:
     Attributes:
         operator: its entry in the PrecisionDag.
         x: the activation input (N×…×K, or N×C×H×W), float32.
-        weight: the weight, float32.
+        weight: the weight, output channels first, float32.
         bias: the bias, or None.
         grad_output: gradient of the loss with respect to the output, float32.
         geometry: strides, padding, dilation and groups of a convolution; neutral for linear.

@@ -21,8 +21,9 @@ from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
+from qsync_torch.kinds.products import product
 from qsync_torch.observing.call_hooks import hooked_calls
-from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, parameter_of, product
+from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, parameter_of
 from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.observing.second_derivatives import refuse_checkpointing, second_derivatives
 
@@ -58,7 +59,7 @@ class _Weights:
         stored, is_transposed = parameter_of(weight)
         used = self._trainable.setdefault(id(stored), stored if stored.requires_grad else stored.detach().requires_grad_())
         self.by_operator[operator.op_id] = used, is_transposed
-        return product(x, used.t() if is_transposed else used, bias, geometry)
+        return product(x, used.transpose(0, 1) if is_transposed else used, bias, geometry)
 
 
 @attrs.frozen(eq=False)
@@ -131,7 +132,7 @@ class HessianCollector:
             found[op_id, None, terms.WEIGHT_NUMEL] = float(weight.numel())
             for variant in variants:
                 cast = steps_of(variant).weight
-                read = weight.t() if is_transposed else weight
+                read = weight.transpose(0, 1) if is_transposed else weight
                 error = element_variance(read, cast.precision, cast.granularity, cast.rounding)
                 found[op_id, variant, terms.WEIGHT_ERROR] = float(error.sum(dtype=torch.float64))
         return found

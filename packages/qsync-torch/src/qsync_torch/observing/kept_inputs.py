@@ -72,7 +72,7 @@ class ProducerCalls(TorchFunctionMode):
         self._operators = {kind: [o for o in dag.operators if o.kind == kind] for kind in _KINDS.values()}
         self._kinds = {operator.op_id: operator.kind for operator in dag.operators}
         self._chains = {chain.name: chain for chain in chains_of(dag) if chain.may_round_input}
-        self._convolutions = {operator.op_id for operator in dag.adjustable if operator.kind == "conv2d"}
+        self._convolutions = {operator.op_id for operator in dag.adjustable if operator.is_convolution}
         self._counts: Counter[str] = Counter()
         self._unlike: set[OpId] = set()
 

@@ -23,7 +23,8 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.noise import EXACT, GradientCopies
 from qsync_core.ir.semantics import CastTarget
-from qsync_torch.observing.collector import parameter_of, product
+from qsync_torch.kinds.products import product
+from qsync_torch.observing.collector import parameter_of
 from qsync_torch.observing.mask_flips import Masks
 from qsync_torch.observing.rounding_noise import Scales, cast_scale
 from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
@@ -146,7 +147,7 @@ class NoiseResponse:
         bias_copy = None if bias is None else self.copy(bias)
         output = differentiable_product(x_copy, weight_copy, bias_copy, geometry)
         bias_values = None if bias is None else bias.detach()
-        kept = output.detach() if weight.dim() == 4 else None
+        kept = output.detach() if weight.dim() > 2 else None
         site = Site(operator, geometry, x.detach(), weight.detach(), bias_values, weight, bias, len(self._masks.seen), kept)
         self.sites.append(site)
         places = ((Place.X, x_copy), (Place.WEIGHT, weight_copy), (Place.BIAS, bias_copy), (Place.OUTPUT, output))
@@ -244,7 +245,7 @@ def lowered_copies(
     stored, is_transposed = parameter_of(site.parameter)
     of_weight = direction.get(stored)
     if of_weight is not None and is_transposed:
-        of_weight = of_weight.t()
+        of_weight = of_weight.transpose(0, 1)
     by_weight = torch.zeros_like(h) if of_weight is None else product(site.x, of_weight, None, site.geometry)
     by_input = h - by_weight - by_bias
     if copies.to_weight.precision.needs_scale:
@@ -268,4 +269,4 @@ def _multiplied(site: Site, copies: GradientCopies, grad: torch.Tensor, h: torch
 
 def _by_output_channel(site: Site, values: torch.Tensor) -> torch.Tensor:
     """A number per output channel, to be broadcast to the output."""
-    return values.view(-1, 1, 1) if site.weight.dim() == 4 else values
+    return values.view(-1, *(1,) * (site.weight.dim() - 2))

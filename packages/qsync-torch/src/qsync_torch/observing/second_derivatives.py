@@ -1,4 +1,4 @@
-"""Second derivatives of a model: where they come from for linear and conv2d, and what is reported where a function has none.
+"""Second derivatives of a model: where they come from for operators, and what is reported where a function has none.
 
 PyTorch's own double backward is right, but for a convolution takes the gradient of the output for the filter of a convolution,
 which on a GPU is ten times as slow; and a linear call is composed of views and transposes, each with derivatives of its own.
@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.op_id import OpId
-from qsync_torch.observing.collector import CollectorUnavailable, product, product_gradients
+from qsync_torch.kinds.products import bias_gradient, product, product_gradients
+from qsync_torch.observing.collector import CollectorUnavailable
 
 _SIGNS = ("is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
@@ -55,8 +56,8 @@ def refuse_checkpointing(op_id: OpId) -> None:
 
 
 def differentiable_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
-    """:func:`~qsync_torch.observing.collector.product`, to be differentiated twice."""
-    if weight.dim() == 4 and x.dim() != 4:  # an image without a batch
+    """:func:`~qsync_torch.kinds.products.product`, to be differentiated twice."""
+    if weight.dim() > 2 and x.dim() != weight.dim():  # an image without a batch
         return product(x, weight, bias, geometry)
     output: torch.Tensor = _Product.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
     return output
@@ -74,10 +75,7 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad_x, grad_weight = _ProductBackward.apply(grad, x, weight, ctx.geometry, needed[0])  # type: ignore[no-untyped-call]
-        others = (0, 2, 3) if weight.dim() == 4 else tuple(range(grad.dim() - 1))
-        grad_bias = None
-        if needed[2]:
-            grad_bias = grad.sum(dim=others) if others else grad
+        grad_bias = bias_gradient(grad, ctx.geometry if weight.dim() > 2 else None) if needed[2] else None
         return grad_x, grad_weight, grad_bias, None
 
 

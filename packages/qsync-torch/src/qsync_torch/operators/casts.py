@@ -33,7 +33,7 @@ from qsync_core.ir.profile import CastKey
 from qsync_torch.aten.random_bits import Offset, as_kernels_take, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kernels.binding import Memo, OperatorBinding
-from qsync_torch.kernels.library_ops import is_plain, quantize, quantize_transposed, rows
+from qsync_torch.kernels.library_ops import as_images, is_plain, quantize, quantize_transposed, rows
 
 
 @functools.lru_cache(maxsize=64)
@@ -248,7 +248,7 @@ def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seed: int, strea
         straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``weight``.
     """
     # Integer products read the rows of a matrix; the transpose of a (K, N) parameter is copied.
-    dense = weight.contiguous() if binding.is_linear else weight
+    dense = weight.contiguous() if binding.of_rows else weight
     return Operand(*quantize(dense, binding.w, seed, _offset(stream, straight), straight=straight))
 
 
@@ -329,8 +329,8 @@ def cast_gradient(
     multiplier = w_scale if multiplied else None
     transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
     quantization = binding.grad[multiplier is not None][transpose]
-    # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of four.
-    source, offset = rows(grad) if binding.is_linear else grad, _offset(stream, straight)
+    # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of images.
+    source, offset = rows(grad) if binding.of_rows else as_images(grad, binding), _offset(stream, straight)
     if transpose:
         q, scale, _, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
         return Gradient(grad, wide, q, scale, transposed, multiplier)
@@ -357,10 +357,7 @@ class Saved(NamedTuple):
 
 
 BackwardProducts = Callable[[Gradient, Saved, OperatorBinding, Needs, bool], Grads]
-"""Both backward products of an operator, from the saved copies; the last argument says whether they skip the dispatcher.
-
-The gradient of the activation comes in the variant's format, or in the activation's where the product is an 8-bit one; those of
-weight and bias come in float32."""
+"""Both backward products of an operator, from the saved copies (:func:`qsync_torch.operators.products.backward_products`)."""
 
 
 def apply_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -15,9 +14,9 @@ import torch.distributed as dist
 
 from qsync_core.cli.output import open_console, progress_lines, say
 from qsync_core.progress import ProgressCallback
-from qsync_torch.distributed.bounded_store import BoundedStore
-from qsync_torch.distributed.exchange import Members, beside
+from qsync_torch.distributed.mailbox import Mailbox, beside
 
+_PURPOSE = "qsync/prepare/board"
 _TELL_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
 _SHORTEST_PART_S = 0.1
@@ -39,7 +38,7 @@ class Board:
         clock: seconds.
     """
 
-    members: Members | None
+    members: Mailbox | None
     label: str = ""
     clock: Callable[[], float] = time.monotonic
     _notes: int = 0
@@ -74,7 +73,7 @@ class Board:
                     self._show(self.rank, done, total, f"{self.label}{text}")
             elif now - self._told >= _TELL_EVERY_S:
                 self._told = now
-                self._set(f"state/{self.rank}", [self._notes, done, total, f"{self.label}{text}"])
+                self._post("state", [self._notes, done, total, f"{self.label}{text}"])
 
         return update
 
@@ -107,7 +106,7 @@ class Board:
 
     def _tell(self, said: str | list[Any]) -> None:
         """What rank 0 is to show whatever follows it: a note, or a state."""
-        self._set(f"note/{self.rank}/{self._notes}", said)
+        self._post(f"note {self._notes}", said)
         self._notes += 1
 
     @contextmanager
@@ -124,10 +123,10 @@ class Board:
             ending.callback(self.end)
             yield
 
-    def _set(self, name: str, value: object) -> None:
+    def _post(self, name: str, value: object) -> None:
         assert self.members is not None
         with suppress(dist.DistError):  # that the store has gone is noticed where it is needed
-            self.members.store.under("qsync/prepare/board").set(name, json.dumps(value))
+            self.members.part(_PURPOSE).say(name, value)
 
 
 class _Reader:
@@ -135,33 +134,34 @@ class _Reader:
 
     def __init__(self, board: Board, ranks: Sequence[int]) -> None:
         self._board, self._read = board, dict.fromkeys(ranks, 0)
-        self._last: dict[int, bytes] = {}
+        self._last: dict[int, list[Any]] = {}
 
     def run(self, done: threading.Event) -> None:
         """Show what the others say until ``done``, and then the rest."""
         if self._board.members is None:
             return
-        store = self._board.members.store.under("qsync/prepare/board")
+        box = self._board.members.part(_PURPOSE)
         with suppress(dist.DistError):
             while True:
                 last = done.wait(_LOOK_EVERY_S)
                 for rank in self._read:
-                    self._look(store, rank)
+                    self._look(box, rank)
                 if last:
                     return
 
-    def _look(self, store: BoundedStore, rank: int) -> None:
-        while store.check([name := f"note/{rank}/{self._read[rank]}"]):
-            said = json.loads(store.get(name))
+    def _look(self, box: Mailbox, rank: int) -> None:
+        while found := box.heard(name := f"note {self._read[rank]}", [rank]):
+            said = found[rank]
             if isinstance(said, str):
                 self._board._say(said)
             elif self._board._show is not None:
                 self._board._show(rank, *said)
-            store.delete_key(name)
+            box.forget(name, rank=rank)
             self._read[rank] += 1
-        if store.check([f"state/{rank}"]) and (state := store.get(f"state/{rank}")) != self._last.get(rank):
+        state = box.heard("state", [rank]).get(rank)
+        if state is not None and state != self._last.get(rank):
             self._last[rank] = state
-            before, *shown = json.loads(state)
+            before, *shown = state
             if self._board._show is not None and before == self._read[rank]:  # else what was told since is later
                 self._board._show(rank, *shown)
 

@@ -27,7 +27,7 @@ from qsync_core.run_folder import RunFolder, key_of
 from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.bounded_store import rank_timeout_s
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.ranks import (
     KIND_OF_DEVICE,
     VERSIONS,
@@ -150,7 +150,7 @@ def prepare(request: Request) -> Prepared:
         QSyncError: on every rank; the folder then continues from what is finished.
     """
     started = time.monotonic()
-    with watched(WHAT, members_to_be("watch") or Members.of_group(None)):
+    with watched(WHAT, members_to_be("watch") or Mailbox.of_group(None)):
         # A script runs before there is a process group, because it may make that itself.
         load = _of_script(request) if is_script(request.job) else lambda: (load_job(request.job, request.batch_size), None)
         with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
@@ -158,7 +158,7 @@ def prepare(request: Request) -> Prepared:
 
 
 def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepared:
-    members = Members.of_group(None)
+    members = Mailbox.of_group(None)
     if members is not None:
         members = attrs.evolve(members, patience_s=_LONGEST_PART_S)
     board = Board(members)
@@ -274,10 +274,9 @@ class _Flow:
         Raises:
             PlanError: naming what does not.
         """
-        from qsync_planner.allocator.allocate import check_wishes
+        from qsync_planner.allocator import Request
 
-        asked = self.request.asked
-        check_wishes(asked.solver, asked.objective, asked.omega_limit, asked.tolerance, asked.batch)
+        Request(**self.request.asked.said)
 
     def _profiled(self, dag: PrecisionDag, cluster: Cluster | Sequence[Group]) -> dict[str, int]:
         """Read a step in the base precision, in nanoseconds, of each group that has a profile of this job; for rank 0."""
@@ -319,13 +318,13 @@ class _Flow:
             ClusterError: on every rank, when it is wrong, or two disks have different ones, or options say the same things.
         """
         run, text, state = self.folder.run, "", ""
-        if self.folder.rank == 0 and self.request.cluster is not None:
-            text, state = self.request.cluster, "given"
-        else:
-            with self.folder.together(), suppress(OSError, UnicodeDecodeError):
-                found = read_whole(run.cluster, MAX_FILE_BYTES, "cluster files").decode("utf-8") if self.folder.writes else ""
-                if found and is_changed(found):
-                    text, state = found, "known" if CLUSTER in self._on_disk else "changed"
+        with self.folder.together(), suppress(OSError, UnicodeDecodeError):
+            if self.folder.rank == 0 and self.request.cluster is not None:
+                text, state = self.request.cluster, "given"
+            elif self.folder.writes and is_changed(
+                found := read_whole(run.cluster, MAX_FILE_BYTES, "cluster files").decode("utf-8")
+            ):
+                text, state = found, "known" if CLUSTER in self._on_disk else "changed"
         told = self.folder.told({"cluster": text, "state": state})
         for wanted in ("given", "changed", "known"):
             texts = {rank: said["cluster"] for rank, said in told.items() if said["state"] == wanted}

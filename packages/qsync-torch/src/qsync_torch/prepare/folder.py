@@ -6,18 +6,18 @@ that there is: machines that share a disk have one, the others each their own.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
+from filelock import BaseFileLock, FileLock, Timeout
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import to_plain
@@ -26,8 +26,7 @@ from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.run_folder import RunFolder
-from qsync_torch.distributed.bounded_store import BoundedStore
-from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.mailbox import PIECE_BYTES, Mailbox
 from qsync_torch.distributed.ranks import together, told_by_all
 from qsync_torch.prepare.ledger import (
     Part,
@@ -47,10 +46,8 @@ CLUSTER = "cluster"
 GRAPH = "graph"
 """The part that is the job's graph; its digest is an input, by that name, of all that is made from it."""
 _CANNOT_WRITE = "cannot write "
-_PIECE_BYTES = 4 << 20
-"""A TCPStore takes values of up to 8 MiB."""
 _NONCE = re.compile("[0-9a-f]{16}")
-_MOST_PIECES = MAX_BYTES // _PIECE_BYTES + 1
+_MOST_PIECES = MAX_BYTES // PIECE_BYTES + 1
 
 T = TypeVar("T")
 
@@ -81,7 +78,7 @@ class Folder:
     """
 
     run: RunFolder
-    members: Members | None
+    members: Mailbox | None
     writes: bool
     parts: dict[str, Part] = attrs.field(factory=dict)
     made: list[str] = attrs.field(factory=list)
@@ -124,9 +121,8 @@ class Folder:
         Raises:
             QSyncError: on every rank, when one cannot write.
         """
-        prefix = f"qsync/prepare/{self._rounds}"
         self._rounds += 1
-        pieces = self._put(prefix, made)
+        pieces = self._put(made)
         said = {
             "parts": json.dumps({name: to_plain(one.part(name)) for name, one in made.items()}),
             "pieces": json.dumps(pieces),
@@ -143,7 +139,7 @@ class Folder:
                 for name, part in news.parts.items():
                     if self.writes and part.file and (path := file_of(name, self.run)):
                         own = rank == self.rank
-                        data = made[name].data if own else self._take(f"{prefix}/{rank}/{name}", news.pieces.get(name, 0))
+                        data = made[name].data if own else self._files.take(name, rank, news.pieces.get(name, 0))
                         if sha256_of(data) != part.sha256:
                             raise QSyncError(f"rank {rank} sent another content of {name} than its digest says; start it again")
                         path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +149,7 @@ class Folder:
             if self.writes:
                 write_parts(self.run.ledger, self.parts)
         for name, count in pieces.items():
-            for piece in range(count):
-                self._store.delete_key(f"{prefix}/{self.rank}/{name}/{piece}")
+            self._files.unsend(name, count)
 
     def told(self, facts: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
         """What every rank says, by rank."""
@@ -195,25 +190,14 @@ class Folder:
         return from_bytes(self.read(name), kind, name=name)
 
     @property
-    def _store(self) -> BoundedStore:
+    def _files(self) -> Mailbox:
+        """What files of this round go through."""
         assert self.members is not None
-        return self.members.store
+        return self.members.part(f"qsync/prepare/{self._rounds}")
 
-    def _put(self, prefix: str, made: Mapping[str, Made]) -> dict[str, int]:
-        """How many pieces of each file this rank has put into the store."""
-        if self.members is None:
-            return {}
-        counts = {}
-        for name, one in made.items():
-            starts = range(0, len(one.data), _PIECE_BYTES)
-            for piece, start in enumerate(starts):
-                data: Any = one.data[start : start + _PIECE_BYTES]  # bytes, which torch's stubs leave out
-                self._store.set(f"{prefix}/{self.rank}/{name}/{piece}", data)
-            counts[name] = len(starts)
-        return counts
-
-    def _take(self, prefix: str, count: int) -> bytes:
-        return b"".join(self._store.get(f"{prefix}/{piece}") for piece in range(count))
+    def _put(self, made: Mapping[str, Made]) -> dict[str, int]:
+        """How many pieces of each file this rank has sent."""
+        return {name: self._files.send(name, one.data) for name, one in made.items()} if self.members else {}
 
 
 @attrs.frozen
@@ -264,7 +248,7 @@ def of_rank(rank: int, read: Callable[[Any], T], said: Any) -> T:
 
 
 @contextmanager
-def open_folder(path: Path, members: Members | None) -> Iterator[Folder]:
+def open_folder(path: Path, members: Mailbox | None) -> Iterator[Folder]:
     """The run folder, locked against another ``qsync prepare`` for as long as the block runs.
 
     Raises:
@@ -282,24 +266,25 @@ def open_folder(path: Path, members: Members | None) -> Iterator[Folder]:
             own = folder.run.ledger.parent
             own.mkdir(parents=True, exist_ok=True)
             token = own / f"{nonce}-{folder.rank}"
-            token.write_text(socket.gethostname())
+            token.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         with folder.together(), _writing(path):
             # By exact names, which no file system has remembered as missing.
             ranks = members.ranks if members else [0]
             first = next((rank for rank in ranks if (own / f"{nonce}-{rank}").exists()), folder.rank)
             folder.writes = first == folder.rank
             if folder.writes:
-                lock = _lock(folder.run.lock, path)
-                for left in own.glob("*-*"):  # by one that was killed
-                    if not left.name.startswith(nonce):
-                        left.unlink(missing_ok=True)
+                others = [left for left in own.glob("*-*") if not left.name.startswith(nonce)]
+                lock = FileLock(folder.run.lock)
+                _take(lock, path, others)
+                for left in others:  # by one that was killed
+                    left.unlink(missing_ok=True)
         yield folder
     finally:
         with suppress(OSError):
             if token is not None:
                 token.unlink(missing_ok=True)
         if lock is not None:
-            os.close(lock)
+            lock.release()
 
 
 def merge_disks(folder: Folder, *, fresh: bool = False) -> Parts:
@@ -368,27 +353,23 @@ def _advising() -> Iterator[None]:
         ) from None
 
 
-def _lock(file: Path, path: Path) -> int:
-    """An open descriptor of the lock, which goes with the process that holds it.
+def _take(lock: BaseFileLock, path: Path, tokens: Iterable[Path]) -> None:
+    """Lock a folder, until the process that holds the lock ends.
+
+    Args:
+        lock: of the folder.
+        path: of the folder.
+        tokens: that others have left in it: they say who they are.
 
     Raises:
         QSyncError: when another process holds it.
         OSError: when it cannot be written.
     """
-    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(lock, 200).decode(errors="replace").strip()
-        os.close(lock)
+        lock.acquire(timeout=0)
+    except Timeout:
+        holders = ", ".join(sorted(token.read_text(errors="replace")[:200] for token in tokens if token.is_file()))
         raise QSyncError(
-            f"another 'qsync prepare' works in {path}{f' ({holder})' if holder else ''}; wait until it is done, or give this one a "
-            "folder of its own with -o"
+            f"another 'qsync prepare' works in {path}{f' ({holders})' if holders else ''}; wait until it is done, or give this one "
+            "a folder of its own with -o"
         ) from None
-    try:
-        os.truncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    except OSError:
-        os.close(lock)
-        raise
-    return lock

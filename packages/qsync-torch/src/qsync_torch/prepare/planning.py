@@ -19,9 +19,8 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import key_of
 from qsync_planner import __version__
-from qsync_planner.allocator import allocate
+from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.indicate import indicate
-from qsync_planner.matching import under_base
 from qsync_planner.replayer.replay import Replayer, plan_variants
 from qsync_planner.reporting import write_report
 from qsync_planner.reporting.page import require_pages
@@ -175,15 +174,17 @@ class Planning:
         inputs: Mapping[str, str],
     ) -> dict[str, Made]:
         """The plan of some groups; where one that was to train has no memory for it, each in its own role."""
-        as_described = tuple(group for group in self.cluster.groups if group.name in names)
+        described = attrs.evolve(cluster, groups=tuple(group for group in self.cluster.groups if group.name in names))
+        request = Request(**self.asked.said)
+        matched = Inputs(self.dag, cluster, profiles, sensitivity, communication=costs)
         try:
             try:
-                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, **self.asked.said)
+                found = allocate(matched, request)
             except InfeasibleError:
-                if cluster.groups == as_described:
+                if cluster == described:
                     raise
-                cluster = attrs.evolve(cluster, groups=as_described)
-                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, **self.asked.said)
+                matched = Inputs(self.dag, described, profiles, sensitivity, communication=costs)
+                found = allocate(matched, request)
         except InfeasibleError as error:
             if len(names) == len(self.cluster.groups):
                 raise
@@ -191,16 +192,8 @@ class Planning:
             return {f"plan {key}": Made(inputs, value=str(error))}
         made = {f"plan {key}": Made(inputs, to_bytes(found))}
         if set(found.local_batches.values()) <= {self.dag.batch_size}:  # of others no single operator's cost is known
-            made[f"timeline {key}"] = Made(inputs, self._timeline(found, cluster, profiles, costs))
+            made[f"timeline {key}"] = Made(inputs, _timeline(found, matched))
         return made
-
-    def _timeline(
-        self, plan: PrecisionPlan, cluster: Cluster, profiles: Mapping[str, Profile], costs: CollectiveCosts | None
-    ) -> bytes:
-        cluster, _ = under_base(cluster, self.dag)
-        settings = plan.communication.settings if plan.communication else PYTORCH_DEFAULTS
-        replayer = Replayer(self.dag, cluster, profiles, communication=costs, settings=settings)
-        return to_bytes(replayer.timeline(plan_variants(plan, cluster)))
 
     def tell_start(self) -> dict[str, Made]:
         """The part ``start``: what to type to train."""
@@ -247,3 +240,8 @@ class Planning:
             of_job=True,
         )
         return None
+
+
+def _timeline(plan: PrecisionPlan, inputs: Inputs) -> bytes:
+    settings = plan.communication.settings if plan.communication else PYTORCH_DEFAULTS
+    return to_bytes(Replayer(inputs, settings=settings).timeline(plan_variants(plan, inputs.cluster)))

@@ -21,9 +21,9 @@ from qsync_torch.distributed.alone import Alone
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.kinds.products import operand_of
 from qsync_torch.operators.casts import GRAD, Gradient, Grads, Saved, Seeds, W, cast_gradient, cast_input, cast_weight
-from qsync_torch.operators.conv2d import QuantizedConv2d, conv2d_backward, conv2d_product
-from qsync_torch.operators.linear import QuantizedLinear, linear_backward, linear_product
+from qsync_torch.operators.products import QuantizedProduct, backward_products, forward_product
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.running_loss import map_tensors, outputs_of
 
@@ -101,12 +101,12 @@ def make_case(
 def adjustable_case(
     operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, choice: KernelChoice
 ) -> BenchmarkCase:
-    """A linear or convolution in a variant.
+    """An operator of a kind in a variant.
 
     Forward starts from operands in the compute format; backward from a gradient in the gradient format, and leaves the weight's
     gradient in float32 (:class:`~qsync_core.ir.profile.OpCost`).
     """
-    geometry = operator.geometry if operator.kind == "conv2d" else None
+    geometry = operator.geometry if operator.is_convolution else None
     binding = operator_binding(variant, choice, geometry)
     x = torch.randn(operator.input_shapes[0], device=device)
     if operator.input_stride:
@@ -116,7 +116,7 @@ def adjustable_case(
     first = layouts[operator.parameters[0]] if operator.parameters else torch.empty(0)
     is_computed = tuple(first.shape) != operator.parameter_shape  # weight_norm: the weight is none of the parameters that it reads
     parameter = (
-        torch.empty(operator.weight_shape, device=device) if is_computed else torch.empty_like(first, device=device)
+        torch.empty(operator.parameter_shape, device=device) if is_computed else torch.empty_like(first, device=device)
     ).normal_()
     parameter.requires_grad_()
     bias = None
@@ -136,7 +136,6 @@ def _float_case(
     bias: torch.Tensor | None,
     x_needs_gradient: bool,
 ) -> BenchmarkCase:
-    product: Callable[..., torch.Tensor] = linear_product if operator.kind == "linear" else conv2d_product
     dtype = binding.x_dtype
     x = x.to(dtype).requires_grad_(x_needs_gradient)
     trained = [tensor for tensor in (parameter, bias) if tensor is not None]
@@ -144,10 +143,15 @@ def _float_case(
 
     def make_ready() -> ReadyCall:
         # The weight's cast is made here, with its autograd node: its backward brings the gradient to float32.
-        cast = (parameter.t() if operator.is_transposed else parameter).to(dtype)
-        return ReadyCall(partial(product, x, None, cast, None, bias, binding), wanted)
+        cast = _weight_of(operator, parameter).to(dtype)
+        return ReadyCall(partial(forward_product, x, None, cast, None, bias, binding), wanted)
 
     return BenchmarkCase(make_ready, (x,), tuple(trained))
+
+
+def _weight_of(operator: Operator, parameter: torch.Tensor) -> torch.Tensor:
+    """The weight that an operator reads, output channels first, of what the model stores."""
+    return parameter.t() if operator.is_transposed else operand_of(parameter, operator.geometry)
 
 
 def _quantized_case(
@@ -158,7 +162,7 @@ def _quantized_case(
     bias: torch.Tensor | None,
     x_needs_gradient: bool,
 ) -> BenchmarkCase:
-    weight = parameter.t() if operator.is_transposed else parameter
+    weight = _weight_of(operator, parameter)
     with torch.no_grad():
         q_x = cast_input(x, binding, Seeds())
         q_w = cast_weight(weight, binding, W, q_x.stream)
@@ -166,11 +170,9 @@ def _quantized_case(
     x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
     place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
     needs = (x_needs_gradient, True, bias is not None)
-    is_linear = operator.kind == "linear"
-    function, products = (QuantizedLinear, linear_backward) if is_linear else (QuantizedConv2d, conv2d_backward)
     kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
     saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
-    apply = partial(function.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x)
+    apply = partial(QuantizedProduct.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x)
 
     def forward() -> Any:
         if operator.is_transposed:  # quantization reads a copy in the order of the rows
@@ -178,7 +180,7 @@ def _quantized_case(
         return apply()
 
     def backward(gradient: Gradient) -> Grads:
-        found = products(gradient, saved, binding, needs)
+        found = backward_products(gradient, saved, binding, needs)
         if operator.is_transposed and found[1] is not None:  # gradients have the layout of their parameters
             found[1].t().contiguous()
         return found
@@ -189,7 +191,7 @@ def _quantized_case(
         return BenchmarkCase(lambda: call, (kept_x,), trained, binding.grad_float)
     # The casts of the gradient are timed on their own, so the copies are made here.
     incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
-    if not is_linear and x.is_contiguous(memory_format=torch.channels_last):
+    if operator.is_convolution and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         incoming = incoming.to(memory_format=torch.channels_last)
     gradient = cast_gradient(incoming, q_w.scale, binding, needs, GRAD, q_x.stream)
     call = ReadyCall(forward, (parameter,), lambda grad: backward(gradient))

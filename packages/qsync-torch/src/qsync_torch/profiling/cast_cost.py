@@ -19,6 +19,7 @@ from qsync_core.ir.profile import CastKey, CastModel
 from qsync_core.ir.semantics import CastSite, casts
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_core.kinds import KINDS
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import quantization_of
 from qsync_torch.kernels.library_ops import quantize
@@ -65,7 +66,9 @@ def possible_casts(ladder: Sequence[Variant]) -> dict[CastKey, frozenset[CastSit
 
 def _any_operator(op_class: OpClass, arity: int) -> Operator:
     source = OpId("$input.x")
-    return Operator(OpId("any"), "linear", op_class, (source,) * arity, ((1, 1),) * arity, output_shape=(1, 1), weight_shape=(1, 1))
+    return Operator(
+        OpId("any"), next(iter(KINDS)), op_class, (source,) * arity, ((1, 1),) * arity, output_shape=(1, 1), weight_shape=(1, 1)
+    )
 
 
 def cast_shapes(dag: PrecisionDag, sites: Collection[CastSite], granularity: Granularity) -> list[tuple[int, ...]]:

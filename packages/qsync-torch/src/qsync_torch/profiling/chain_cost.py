@@ -98,7 +98,7 @@ def distinct_chains(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[ChainI
 def _is_of_images(dag: PrecisionDag, chain: Chain) -> bool:
     """Whether rows of the result are positions of images, as convolutions read them."""
     if chain.product_readers:
-        return dag[chain.product_readers[0]].kind == "conv2d"
+        return dag[chain.product_readers[0]].is_convolution
     return len(dag[chain.last].output_shape) == 4
 
 

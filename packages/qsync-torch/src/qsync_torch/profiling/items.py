@@ -50,9 +50,9 @@ class Item:
 def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceKind = DeviceKind.CPU) -> list[Item]:
     """Each distinct (cost key, variant) once, with all operators that share it.
 
-    Adjustable operators in every variant of the ladder, dependent and guarded ones in every format an activation can arrive in,
-    fixed ones in float32 and those that ``apply_`` cannot address in the base, unless autocast runs them in another format.  Graph
-    inputs cost nothing and are left out.
+    Adjustable operators in every variant of the ladder that their kind runs in, dependent and guarded ones in every format an
+    activation can arrive in, fixed ones in float32 and those that ``apply_`` cannot address in the base, unless autocast runs them
+    in another format.  Graph inputs cost nothing and are left out.
     """
     formats = [Variant.plain(precision) for precision in activation_precisions(ladder)]
     holders: dict[tuple[object, ...], list[Operator]] = {}
@@ -66,7 +66,7 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceK
         forced = _under_autocast(dag.base, device, first)
         variants: Sequence[Variant] = [Variant.plain(dag.base if first.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32)]
         if first.is_adjustable:
-            variants = ladder
+            variants = [variant for variant in ladder if first.row.in_8_bit or not variant.compute.needs_scale]
         elif forced is not None:
             variants = [forced]
         elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):

@@ -28,8 +28,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.timeline import Interval, Timeline
 from qsync_torch.devices import active_autocast, job_software
 from qsync_torch.distributed.process_group import own_rank, rank_count
-from qsync_torch.operators.conv2d import QuantizedConv2d
-from qsync_torch.operators.linear import QuantizedLinear
+from qsync_torch.operators.products import QuantizedProduct
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import op_name
 
@@ -40,8 +39,8 @@ _RECORDED = 2
 """Steps run under the profiler; the last is kept, the first pays for what the profiler sets up."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
-_LOWERED = {QuantizedLinear.__name__: "linear", QuantizedConv2d.__name__: "conv2d"}
-"""Autograd functions that stand where a lowered functional call was."""
+_LOWERED = QuantizedProduct.__name__
+"""The autograd function that stands where a lowered functional call was."""
 _COLLECTIVE = re.compile(r"(?:gloo:|nccl(?:Dev)?Kernel_)([A-Za-z_]+)")
 """A collective's event on a CPU's or a device's communication; the first group begins with what it does."""
 _COLLECTIVES = {"allreduce": "all-reduce", "broadcast": "broadcast", "allgather": "all-gather", "reducescatter": "reduce-scatter"}
@@ -353,8 +352,8 @@ def _forward_spans(events: Sequence[Event], dag: PrecisionDag, marked: set[str],
             marked_id = OpId.parse(event.name.removeprefix(RANGE))
             op_id: OpId | None = marked_id
             position = dag.index.get(marked_id, position - 1) + 1
-        elif "::" in event.name or event.name in _LOWERED:
-            found = _find(dag, position, marked, _plain_name(event.name))
+        elif "::" in event.name or event.name == _LOWERED:
+            found = _find(dag, position, marked, event.name)
             op_id = None if found is None else dag.operators[found].op_id
             position = position if found is None else found + 1
         else:
@@ -365,13 +364,14 @@ def _forward_spans(events: Sequence[Event], dag: PrecisionDag, marked: set[str],
     return spans
 
 
-def _find(dag: PrecisionDag, position: int, marked: set[str], name: str) -> int | None:
-    """Position of the next operator of that name before the next marked one."""
+def _find(dag: PrecisionDag, position: int, marked: set[str], event_name: str) -> int | None:
+    """Position of the next operator that an event may be of, before the next marked one."""
+    name = op_name(event_name.rpartition("::")[2])
     for index in range(position, len(dag.operators)):
         operator = dag.operators[index]
         if operator.op_id.fqn in marked:
             return None
-        if _aten_name(operator) == name:
+        if operator.is_adjustable if event_name == _LOWERED else _aten_name(operator) == name:
             return index
     return None
 
@@ -379,10 +379,6 @@ def _find(dag: PrecisionDag, position: int, marked: set[str], name: str) -> int 
 def _aten_name(operator: Operator) -> str:
     call = operator.attributes.get(CALL_ATTRIBUTE)
     return op_name(json.loads(call)["op"].removeprefix("aten.")) if call else operator.kind
-
-
-def _plain_name(event_name: str) -> str:
-    return _LOWERED.get(event_name) or op_name(event_name.rpartition("::")[2])
 
 
 def _backward_spans(

@@ -150,6 +150,8 @@ def profile(
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
     items = distinct_items(dag, variants, type_.kind)
+    if floats := [operator for operator in dag.adjustable if not operator.row.in_8_bit]:
+        note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
     for item in items:
         if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
             chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
@@ -316,7 +318,7 @@ def left_out_sentence(wrong: WrongKernels, device: str) -> str:
 
 def layout_advice(dag: PrecisionDag, variants: Sequence[Variant]) -> str:
     """What to change where convolutions copy their images for the kernels of tensor cores; empty where none does."""
-    convolutions = [operator for operator in dag.adjustable if operator.kind == "conv2d"]
+    convolutions = [operator for operator in dag.adjustable if operator.is_convolution and len(operator.output_shape) == 4]
     # An image of one channel or of one pixel is both at once.
     copied = sum(
         operator.attributes.get("memory_format") != "channels_last" and 1 not in (x[1], x[2] * x[3])

@@ -1,6 +1,6 @@
 """One pass over the exported graph, from nodes to operators in the making (:class:`~qsync_torch.tracing.graph_values.Draft`).
 
-Precondition: the graph of :func:`~qsync_torch.tracing.export.export_step`.  Postcondition: every linear and convolution call is a
+Precondition: the graph of :func:`~qsync_torch.tracing.export.export_step`.  Postcondition: every call of a kind's function is a
 draft; views, integer work and assertions are not; every draft's inputs stand before it.
 """
 
@@ -15,12 +15,16 @@ import attrs
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT, OpClass
-from qsync_torch.operators.addresses import CONV2D, LINEAR, Addresses
+from qsync_core.ir.functions import function_of
+from qsync_torch.kinds.kind import OperatorKind, TracedCall
+from qsync_torch.kinds.table import IN_ATEN
+from qsync_torch.operators.addresses import Addresses
 from qsync_torch.tracing import classify
 from qsync_torch.tracing.aten_call import encode_call
 from qsync_torch.tracing.export import ExportedStep
-from qsync_torch.tracing.flops import other_flops, product_flops
+from qsync_torch.tracing.flops import other_flops
 from qsync_torch.tracing.gradient_order import FakeRun
 from qsync_torch.tracing.graph_values import Draft, Read, Storage, Value, float_tensor, static_shape
 from qsync_torch.tracing.names import Scopes
@@ -104,9 +108,7 @@ class GraphWalk:
         self._parameter_sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._modules = dict(model.named_modules())
         addresses = Addresses(model)
-        self._addresses = {
-            kind: {name: addresses.of(parameter, kind) for name, parameter in model.named_parameters()} for kind in (LINEAR, CONV2D)
-        }
+        self._addresses = {name: addresses.of(parameter) for name, parameter in model.named_parameters()}
         self._entries: dict[torch.fx.Node, Entry] = {}
         self._views: dict[int, dict[Value, int]] = {}
         """Tensors of a draft's result that operators have read, in that order, by draft: the result itself, or views of it."""
@@ -285,8 +287,8 @@ class GraphWalk:
 
     def _draft(self, node: torch.fx.Node, reads: Sequence[Read], output: torch.Tensor) -> Draft:
         name = _op_name(node)
-        operands = _operands(name, reads)
-        reads = reads if operands is None else [read for read in operands if read is not None]
+        found = _operands(name, reads)
+        reads = reads if found is None else [read for read in found[1] if read is not None]
         scope, module = self._scopes.scope_of(node, self._outer)
         # Zero-dimensional activations beside others take no part in type promotion.
         activations = [read for read in reads if read.is_activation]
@@ -297,9 +299,9 @@ class GraphWalk:
         draft.in_loss = (
             is_loss or scope == LOSS_SCOPE or any(self.drafts[read.producer].in_loss for read in reads if read.is_activation)
         )
-        if operands is not None and not draft.in_loss:
-            draft.kind = CONV2D if name == CONV2D else LINEAR
-            self._adjustable(draft, node, *operands)
+        if found is not None and not draft.in_loss:
+            draft.kind = found[0].name
+            self._adjustable(draft, node, found[0], *found[1])
         else:
             _other(draft, reads, activations, output)
         if is_loss:
@@ -329,43 +331,44 @@ class GraphWalk:
         """Whether its value requires a gradient; nodes of subgraphs, which the fake run does not see, count as if."""
         return node.name in self._run.requires_grad or node.name not in self._run.storage
 
-    def _adjustable(self, draft: Draft, node: torch.fx.Node, x: Read | None, weight: Read | None, bias: Read | None) -> None:
-        transposed = draft.name not in (LINEAR, CONV2D)
+    def _adjustable(
+        self, draft: Draft, node: torch.fx.Node, kind: OperatorKind, x: Read | None, weight: Read | None, bias: Read | None
+    ) -> None:
+        transposed = kind.aten[draft.name].transposed
         caller = None if transposed else draft.module
         if x is None or not x.is_activation or weight is None:
             draft.op_class = OpClass.FIXED  # a product of parameters and buffers alone
             if not transposed:
-                draft.address = classify.address_of(caller, draft.scope, draft.kind, weight, self._addresses[draft.kind])
+                draft.address = classify.address_of(caller, draft.scope, kind, weight, self._addresses)
             return
         nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
-        draft.address = classify.address_of(caller, draft.scope, draft.kind, weight, self._addresses[draft.kind])
+        draft.address = classify.address_of(caller, draft.scope, kind, weight, self._addresses)
         is_own_call = bool(draft.address) and draft.address == draft.scope
         draft.not_applicable = classify.weight_reason(weight, bias, is_own_call) or nested or classify.layout_reason(x)
         if weight.is_activation and not weight.value.storage.weight_only:
             draft.flops = 2 * math.prod(draft.output_shape) * x.tensor.shape[-1]
             return  # a product of two activations, which stays dependent
         draft.op_class = OpClass.ADJUSTABLE
-        draft.weight_shape = static_shape(weight.tensor)
-        if draft.kind == LINEAR:
-            draft.attributes = classify.linear_attributes(x)
+        module = self._modules.get(draft.address, draft.module)
+        call = TracedCall(x.tensor, weight.tensor, None if bias is None else bias.tensor, _arguments(node), module)
+        draft.attributes, reason = kind.describe(call)
+        draft.not_applicable = draft.not_applicable or reason
+        stored = static_shape(weight.tensor)
         if transposed:
-            draft.weight_shape, draft.attributes = draft.weight_shape[::-1], {**draft.attributes, WEIGHT_LAYOUT: TRANSPOSED}
-            draft.not_applicable = draft.not_applicable or classify.addmm_reason(weight, bias, _arguments(node))
-        draft.flops = product_flops(draft.output_shape, draft.weight_shape)
-        if draft.kind == CONV2D:
-            draft.attributes, reason = classify.conv2d_attributes(x, weight, _arguments(node))
-            draft.not_applicable = (
-                draft.not_applicable or classify.padding_reason(self._modules.get(draft.address, draft.module)) or reason
-            )
+            draft.weight_shape, draft.attributes = stored[::-1], {**draft.attributes, WEIGHT_LAYOUT: TRANSPOSED}
+        else:
+            draft.weight_shape = kind.row.parameter_shape(stored, Geometry.of(draft.attributes).groups)
+        draft.flops = kind.row.flops(static_shape(x.tensor), draft.weight_shape, draft.output_shape)
 
 
-def _operands(name: str, reads: Sequence[Read]) -> tuple[Read | None, Read | None, Read | None] | None:
-    """Activation, weight and bias of a linear or convolution; None for other operators."""
-    if name not in classify.OPERANDS:
+def _operands(name: str, reads: Sequence[Read]) -> tuple[OperatorKind, tuple[Read | None, Read | None, Read | None]] | None:
+    """The kind of a call, and its activation, weight and bias; None for what is of no kind."""
+    if name not in IN_ATEN:
         return None
+    kind, names = IN_ATEN[name]
     by_argument = {read.argument: read for read in reads}
-    x, weight, bias = map(by_argument.get, classify.OPERANDS[name])
-    return (x, weight, bias) if name in (LINEAR, CONV2D) or classify.is_transposed_linear(x, weight) else None
+    x, weight, bias = map(by_argument.get, (names.x, names.weight, names.bias))
+    return (kind, (x, weight, bias)) if not names.transposed or classify.is_whole_matrix(x, weight) else None
 
 
 def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:
@@ -377,8 +380,9 @@ def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], out
     if classify.is_loss(draft.name):
         draft.kind = "loss"
     elif activations and draft.parameters and not draft.in_loss:
-        draft.not_applicable = classify.unsupported_reason(draft.name)
-        if draft.not_applicable and draft.name not in classify.RECURRENT:
+        function = function_of(draft.name)
+        draft.not_applicable = function.refused
+        if draft.not_applicable and not function.is_recurrent:
             draft.op_class = OpClass.ADJUSTABLE
 
 

@@ -15,11 +15,7 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.cluster import Cluster
-from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
-from qsync_core.ir.profile import Profile
-from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import MAX_TOLERANCE, check_training_memory, move_to_uniform, time_limit_ns
@@ -32,7 +28,7 @@ from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, 
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution, rounded_up
 from qsync_planner.estimating.marks import estimated_groups
-from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
+from qsync_planner.matching import Inputs
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.process_memory import ProcessMemory
 from qsync_planner.replayer.replay import Replayer
@@ -159,10 +155,7 @@ class Tradeoff:
 
 
 def tradeoff(
-    dag: PrecisionDag,
-    cluster: Cluster,
-    profiles: Mapping[str, Profile],
-    sensitivity: Sensitivity | None,
+    inputs: Inputs,
     *,
     budgets: int = BUDGETS,
     limits: int = LIMITS,
@@ -172,30 +165,22 @@ def tradeoff(
     """Find the curve.  The same inputs give the same result.
 
     Args:
-        dag: the model.
-        cluster: device groups; a group's own memory budget is the largest that is considered.
-        profiles: costs by group name.
-        sensitivity: Ω.
+        inputs: of the plans, with a sensitivity; a group's own memory budget is the largest that is considered.
         budgets: memory budgets, at least 1; every group gets the same share of the way from the least to the most.
         limits: time limits for each budget, at least 3.
         effort: how far to go for one point.
         progress: receives what is being solved.
 
     Raises:
-        PlanError: without a sensitivity or without HiGHS; for artifacts that do not belong together, or have no time in them.
+        PlanError: without a sensitivity or without HiGHS, or for profiles that have no time in them.
         InfeasibleError: when a group's memory budget is too small for any plan.
     """
-    if sensitivity is None:
+    if inputs.sensitivity is None:
         raise PlanError("the trade-off curve needs a sensitivity; make one with 'qsync indicate'")
     require_solver("the trade-off curve")
     if budgets < 1 or limits < 3:
         raise PlanError(f"a trade-off curve has at least 1 memory budget and 3 time limits, got {budgets} and {limits}")
-    profiles = one_of_each(profiles)
-    check_profiles(dag, cluster, profiles)
-    check_sensitivity(sensitivity, dag)
-    cluster, _ = under_base(cluster, dag)
-    problem = build_problem(dag, cluster, profiles, sensitivity, with_chains=True)
-    curve = _Curve(problem, Replayer(dag, cluster, profiles), effort)
+    curve = _Curve(build_problem(inputs, with_chains=True), Replayer(inputs), effort)
     levels = curve.levels(budgets)
     if not all(level.uniform_ns for level in levels):
         raise PlanError("by these profiles a step takes no time, which no time limit is a multiple of; measure them again")
@@ -204,12 +189,12 @@ def tradeoff(
             progress(number * limits, len(levels) * limits, f"{_sizes(level.given) or 'no memory limit'}, {text}")
     points = curve.points()
     return Tradeoff(
-        dag.model,
-        sensitivity.indicator,
+        inputs.dag.model,
+        inputs.sensitivity.indicator,
         tuple(level.budgets for level in levels),
         points,
         {"full": curve.full.prediction.iteration_ns, "uniform": levels[-1].uniform_ns},
-        estimated_groups(profiles),
+        estimated_groups(inputs.profiles),
         tuple(level.given for level in levels),
     )
 

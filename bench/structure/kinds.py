@@ -1,0 +1,94 @@
+"""Rows S5 and S6: where the code names kinds of operators, and how many files a new kind or a new rung touches."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+KINDS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+"""What ATen calls them; modules of PyTorch and constants have the same names in other letters."""
+_PLAIN = {name.replace("_", "") for name in KINDS}
+_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
+HOMES = ("kinds", "kernels", "aten", "models")
+"""Rooms that are about kinds: their tables, kernels, named models.  Backends in packages of their own are kernels."""
+_OTHER = re.compile(r"linear_(fit|attributes)|fit_linear|linear_sum|LinearLR|linear program", re.IGNORECASE)
+
+
+def named_kinds(source: str) -> list[tuple[int, str]]:
+    """The names of kinds in code: identifiers, and texts that are nothing but names; prose and docstrings are not.
+
+    Returns:
+        Line and name of each.
+    """
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return [(line, text) for node in ast.walk(tree) for line, text in _texts(node) if id(node) not in prose and _names_one(text)]
+
+
+def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
+    line = getattr(node, "lineno", 0)
+    for field in ("id", "attr", "name", "asname", "module", "arg"):
+        if isinstance(text := getattr(node, field, None), str):
+            yield line, text.rpartition(".")[2]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w. ]+", node.value):
+        words = node.value.split()
+        if len(words) == 1 or any("_" in word for word in words):  # a name, or names in a row of a table
+            yield from ((line, word) for word in words)
+
+
+def _names_one(text: str) -> bool:
+    """Whether an identifier has a kind's name in it: ``Conv2d``, ``_conv2d``, ``LINEAR_OUTPUT``, ``QuantizedLinear``."""
+    if _OTHER.search(text):
+        return False
+    words = [word.lower() for word in _WORDS.findall(text)]
+    joined = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    return bool(joined & _PLAIN)
+
+
+def files_that_name_kinds(tree: Path) -> dict[str, list[tuple[int, str]]]:
+    """By path, every file of the packages outside of the rooms that are about kinds, with where it names one."""
+    found = {}
+    for path in sorted(tree.glob("packages/*/src/**/*.py")):
+        rooms = path.relative_to(tree / "packages").with_suffix("").parts
+        if rooms[0].startswith("qsync-kernels") or any(home in rooms for home in HOMES):
+            continue
+        if names := named_kinds(path.read_text()):
+            found[str(path.relative_to(tree))] = names
+    return found
+
+
+BLOCK_SCALES = Path(__file__).with_name("block_scales.patch")
+"""Int8 activations with one scale per 128 columns, on the reference backend, with the test that it does what it should."""
+
+
+def files_of_patch(tree: Path) -> list[str]:
+    """The files that :data:`BLOCK_SCALES` touches, those of tests not counted.
+
+    Raises:
+        subprocess.CalledProcessError: when it does not apply to the tree any more: make it anew.
+    """
+    subprocess.run(["git", "apply", "--check", str(BLOCK_SCALES)], cwd=tree, check=True)
+    return _beside_tests(re.findall(r"^\+\+\+ b/(.+)$", BLOCK_SCALES.read_text(), re.MULTILINE))
+
+
+def _beside_tests(paths: list[str]) -> list[str]:
+    return [path for path in paths if "/tests/" not in path and not path.startswith("tests/")]
+
+
+def files_of_commit(tree: Path, subject: str) -> list[str]:
+    """The files that the latest commit of a subject has touched, those of tests not counted.
+
+    Raises:
+        LookupError: when there is no such commit.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=tree, capture_output=True, text=True, check=True).stdout
+
+    commit = git("log", "-1", "--format=%H", "--fixed-strings", f"--grep={subject}").strip()
+    if not commit:
+        raise LookupError(f"no commit says {subject!r}")
+    return _beside_tests(git("show", "--name-only", "--format=", commit).split())

@@ -1,0 +1,482 @@
+"""Products: ``KIND.output``, ``KIND.grad_input`` and ``KIND.grad_weight`` of every kind of operator that has kernels of its own.
+
+The table follows from that of kinds (:mod:`qsync_torch.kinds.table`): a kind's function is linear in both operands, so that float64
+has both gradients by automatic differentiation, and its sizes are :data:`IMAGES`, in as many dimensions as it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from qsync_core.geometry import NEUTRAL, Geometry
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
+from qsync_torch.conformance.operands import LAYOUTS, Outputs, dense, floats, integers, laid_out, large_integers, powers_of_two
+from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kinds.convolution import other_layout
+from qsync_torch.kinds.kind import OperatorKind
+from qsync_torch.kinds.table import OPERATOR_KINDS
+
+FLOATS = (Precision.FLOAT32, Precision.BFLOAT16, Precision.FLOAT16)
+TENSOR, CHANNEL, ROW = Granularity.PER_TENSOR, Granularity.PER_CHANNEL, Granularity.PER_ROW
+STEP = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+"""Relative error of one term of a product in a float format: rounding of both factors, TF32 for float32."""
+HALF_STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Relative error of one rounding of a float32 number."""
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
+SIGNATURES = {"output": "x x_scale w w_scale bias out>", "grad_input": "grad w w_scale out>", "grad_weight": "grad x x_scale out>"}
+"""The third operand of an int8 gradient is that gradient's scale."""
+
+
+@attrs.frozen
+class Size:
+    """Shapes of x and w, with output channels first, and the geometry."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    geometry: Geometry = NEUTRAL
+
+
+@attrs.frozen(eq=False)
+class Kind:
+    """A kind of operator whose products kernels compute.
+
+    Attributes:
+        operator: what it is.
+        sizes: by a name for people; the first two are where formats are multiplied with each other.
+        typical: names of sizes at which all other checks are made.
+        empty: by the part, sizes with nothing in x, w or the sum.
+        large: by the part, sizes at which sums of one sign pass 2²⁴, up to which float32 would be exact.
+        overflows: the request of an output whose int32 sum could overflow, and of one that only a zero point makes overflow.
+    """
+
+    operator: OperatorKind
+    sizes: dict[str, Size]
+    typical: tuple[str, ...]
+    empty: dict[str, dict[str, Size]]
+    large: dict[str, dict[str, Size]]
+    overflows: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether x is a matrix, whose rows may have scales and which may have any strides."""
+        return self.operator.row.of_rows
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+        """The result of two operands, as PyTorch's function has it."""
+        return self.operator.call(x, other_layout(w, geometry.groups) if geometry.transposed else w, None, geometry)
+
+    def gradient(
+        self, part: str, grad: torch.Tensor, other: torch.Tensor, shape: tuple[int, ...], geometry: Geometry
+    ) -> torch.Tensor:
+        """The gradient of x or of w in float64: what is linear has it at zeros."""
+        with torch.enable_grad():
+            zeros = torch.zeros(shape, dtype=torch.float64, device=grad.device, requires_grad=True)
+            y = self.forward(*((zeros, other) if part == "grad_input" else (other, zeros)), geometry)
+        (found,) = torch.autograd.grad(y, zeros, grad)
+        return found
+
+    def output_shape(self, size: Size) -> tuple[int, ...]:
+        """The shape of the result."""
+        x, w = (torch.empty(shape, device="meta") for shape in (size.x, size.w))
+        return tuple(self.forward(x, w, size.geometry).shape)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Product(Call):
+    """One call of a product.
+
+    Attributes:
+        kind, part, size: which product.
+        out: format of the result.
+        exact: scales are powers of two and the bias whole numbers, so that integers leave nothing to round before the result is.
+    """
+
+    kind: Kind
+    part: str
+    size: Size
+    out: Precision
+    exact: bool
+    grad: torch.Tensor | None = None
+    x: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
+    w: torch.Tensor | None = None
+    w_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def asked(self) -> Asked:
+        """Both factors' shapes and the geometry; matrices, scales and bias have any strides, images are channels-last."""
+        names = ("grad", "x", "x_scale", "w", "w_scale", "bias")
+        return Asked(
+            f"{self.kind.operator.name}.{self.part}",
+            SIGNATURES[self.part],
+            tuple(tuple(x.shape) for x in self._factors),
+            {"geometry": self.size.geometry},
+            any_strides=tuple(name for name in names if (x := getattr(self, name)) is not None and x.dim() <= 2),
+        )
+
+    @property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.x if self.part == "output" else self.grad
+        second = self.x if self.part == "grad_weight" else self.w
+        assert first is not None
+        assert second is not None
+        return first, second
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        if self.part != "output":
+            return self.size.x if self.part == "grad_input" else self.size.w
+        return self.kind.output_shape(self.size)
+
+    def allocate(self, outputs: Outputs) -> Written:
+        """Dense; of four dimensions channels-last."""
+        return Written(out=outputs.empty(self._shape, TORCH_DTYPE[self.out], channels_last=len(self._shape) > 2))
+
+    def product(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """What the product of two factors is in float64; exact for integers."""
+        if self.part == "output":
+            return self.kind.forward(first, second, self.size.geometry)
+        return self.kind.gradient(self.part, first, second, self._shape, self.size.geometry)
+
+    def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both factors in float64, times their scales and without their zero points."""
+        first, second = (x.double() for x in self._factors)
+        if self.part == "grad_input":
+            return first, scaled(second, self.w_scale)
+        scale, zero_point = self.x_scale, None
+        if not self.variant.symmetric and scale is not None:
+            scale, zero_point = scale.chunk(2)
+        if self.part == "output":
+            return scaled(first, scale, zero_point), scaled(second, self.w_scale)
+        if self.variant.grad_weight.needs_scale:  # one for each output channel
+            return scaled(first.transpose(0, 1), scale).transpose(0, 1), second
+        return first, scaled(second, scale, zero_point)
+
+    def check(self, written: Written) -> None:
+        """Integers: every element is the expected one, or a few roundings away; floats: the errors of all terms."""
+        first, second = self.dequantized()
+        product = self.product(first, second)
+        bias = torch.zeros((), dtype=torch.float64, device=product.device)
+        if self.bias is not None:
+            bias = self.bias.double().view(1, -1, *(1,) * (product.dim() - 2))
+        expected, out = product + bias, written["out"]
+        if not all(x.dtype is torch.int8 for x in self._factors):
+            magnitude = self.product(first.abs(), second.abs()) + bias.abs()
+            computed = self.variant.output if self.part == "output" else getattr(self.variant, self.part)
+            check_near(out, expected, magnitude, TORCH_DTYPE[computed], self._partial_sums(first, second))
+        elif self.exact:
+            largest = torch.finfo(out.dtype).max  # what is larger may be infinite or this
+            rounded = expected.float().to(out.dtype)
+            assert torch.equal(out.clamp(-largest, largest), rounded.clamp(-largest, largest)), mismatch(out, rounded)
+        else:
+            allowed = 2.0**-21 * (product.abs() + bias.abs()) + HALF_STEP[out.dtype] * expected.abs() + 2.0**-25
+            error = ((out.double() - expected).abs() / allowed).max().item()
+            assert error <= 1, f"errors up to {error:.2f} times those of one rounding to {out.dtype}"
+
+    def _partial_sums(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | int:
+        """How many sums in the gradient's format add up to an element of a convolution's gradient.
+
+        A GPU sums in float32 throughout.  A CPU without 16-bit instructions has one matrix product in float32 for each position of
+        the filters (or for each image), stores it in the gradient's format, and adds these up in that format.
+        """
+        if first.device.type != "cpu" or self.part == "output" or first.dim() == 2:
+            return 1
+        if self.part == "grad_weight":
+            return self.size.x[0]
+        terms = self.product(torch.ones_like(first), torch.ones_like(second))
+        filters = self.size.w[0] // self.size.geometry.groups
+        return terms / filters
+
+
+def scaled(x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None = None) -> torch.Tensor:
+    """``scale * (x - zero_point)`` for one number or one per entry of dimension 0; an empty scale, of a float format, is 1."""
+    if scale is None or not scale.numel():
+        return x
+    along = (-1, *(1,) * (x.dim() - 1))
+    return (x if zero_point is None else x - zero_point.double().view(along)) * scale.double().view(along)
+
+
+def mismatch(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Where two tensors differ first."""
+    wrong = (found != expected).nonzero()
+    if not len(wrong):
+        return "equal"
+    place = tuple(wrong[0].tolist())
+    return f"{len(wrong)} of {found.numel()} elements differ, first {found[place]} instead of {expected[place]} at {place}"
+
+
+def check_near(
+    found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype, partial_sums: torch.Tensor | int
+) -> None:
+    """Errors of the terms, and one rounding of the result; ``magnitude`` is the sum of the terms' magnitudes.
+
+    A sum of n ``partial_sums`` that are stored in ``dtype`` is rounded n - 1 times more, each time by at most the unit roundoff u
+    of what has been added up so far.  Together that is at most ku / (1 - ku) of the magnitude, with k = n - 1 (Higham, *Accuracy
+    and Stability of Numerical Algorithms*, lemma 3.1 and equation 3.4).
+    """
+    error = (found.double() - expected).abs()
+    more = HALF_STEP[dtype] * (torch.as_tensor(partial_sums, device=error.device) - 1).clamp(min=0)
+    allowed = STEP[dtype] * (0.5 * magnitude + expected.abs()) + more / (1 - more) * magnitude + 1e-30
+    worst = (error / allowed).max().item() if error.numel() else 0.0
+    assert bool((error <= allowed).all()), f"errors up to {worst:.1f} times what is allowed"
+
+
+@attrs.frozen(kw_only=True)
+class Draw:
+    """How the operands of a product are drawn.
+
+    Attributes:
+        variant: its formats and granularities; out: of the result.
+        bias: whether there is one; exact: as in :class:`Product`; large: integers of one sign, whose sums grow with every term.
+        zero_points: of the activation's rows, in turn, under a variant that is not symmetric.
+        one_scale: for all channels of an int8 gradient of the weight.
+    """
+
+    variant: Variant = INT8
+    out: Precision = Precision.FLOAT32
+    bias: bool = False
+    exact: bool = True
+    large: bool = False
+    zero_points: tuple[float, ...] = (-128.0, 127.0, 0.0, -7.0)
+    one_scale: bool = False
+
+    def __call__(self, kind: Kind, part: str, size: Size, device: torch.device, seed: int = 1) -> Product:
+        """Draw one call."""
+        x_shape, w_shape, y_shape, variant = size.x, size.w, kind.output_shape(size), self.variant
+        compute, gradient = variant.compute, variant.compute if part == "output" else getattr(variant, part)
+
+        def values(shape: tuple[int, ...], precision: Precision, seed: int) -> torch.Tensor:
+            if precision is Precision.INT8:
+                return dense((large_integers if self.large else integers)(shape, device, seed))
+            return dense(floats(shape, TORCH_DTYPE[precision], device, seed))
+
+        def scales(count: int, step: float = 1.0) -> torch.Tensor:
+            if not compute.needs_scale:
+                return torch.empty(0, device=device)
+            if self.exact:
+                return torch.ones(count, device=device) if self.large else powers_of_two(count, device)
+            return (torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.1).to(device) * step
+
+        step = 1e-2 if compute is Precision.INT8 else 1.0
+        x_scale = scales(x_shape[0] if variant.x_granularity is ROW else 1)
+        x = values(x_shape, compute, seed)
+        if not variant.symmetric:
+            count = x_scale.numel()
+            if part != "grad_input":
+                x_scale = torch.cat([x_scale, torch.tensor(self.zero_points).repeat(count)[:count].to(device)])
+            if x.numel():
+                x[(0,) * x.dim()] = x[(-1,) * x.dim()] = -128
+        call = functools.partial(Product, kind=kind, part=part, variant=variant, size=size, out=self.out, exact=self.exact)
+        channels = y_shape[1]
+        w_scale = scales(channels if variant.w_granularity is CHANNEL else 1, step).flip(0)
+        if part == "output":
+            bias = None
+            if self.bias:
+                bias = torch.arange(channels, dtype=torch.float32, device=device) - 9
+                bias = bias if self.exact else floats((channels,), torch.float32, device, seed + 2)
+            return call(x=x, x_scale=x_scale, w=values(w_shape, compute, seed + 1), w_scale=w_scale, bias=bias)
+        grad = values(y_shape, gradient, seed + 2)
+        if part == "grad_input":
+            return call(grad=grad, w=values(w_shape, compute, seed + 1), w_scale=scales(1) if gradient.needs_scale else w_scale)
+        if gradient.needs_scale:
+            x_scale = scales(1 if self.one_scale else channels)
+        return call(grad=grad, x=x, x_scale=x_scale)
+
+
+def formats(part: str, gradient: Precision, **more: Any) -> Variant:
+    """An int8 operator whose ``part``, a gradient, is computed in one format."""
+    return attrs.evolve(INT8, grad_input=gradient, grad_weight=gradient, **more)
+
+
+def draws(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]]:
+    """All formats, granularities and scales of a part, by name, of which each is tried at a kind's first sizes."""
+    if part == "output":
+        for x, w, bias in itertools.product(by, (TENSOR, CHANNEL), (True, False)):
+            variant = attrs.evolve(INT8, x_granularity=x, w_granularity=w)
+            yield f"scales by {x} and {w}{', bias' if bias else ''}", Draw(variant=variant, bias=bias)
+        for output in FLOATS:
+            yield f"any scales, {output}", Draw(variant=attrs.evolve(INT8, output=output), out=output, bias=True, exact=False)
+            affine = attrs.evolve(INT8, output=output, symmetric=False)
+            yield f"zero point, {output}", Draw(variant=affine, out=output, bias=True)
+            eight = attrs.evolve(Variant.of(Precision.FLOAT8_E4M3FN, w_granularity=TENSOR), output=output)
+            yield f"float8, {output}", Draw(variant=eight, out=output, bias=True, exact=False)
+            yield f"in {output}", Draw(variant=Variant.of(output), out=output, bias=True, exact=False)
+        return
+    for precision in FLOATS:
+        out = precision if part == "grad_input" else Precision.FLOAT32
+        for w in (TENSOR, CHANNEL) if part == "grad_input" else (CHANNEL,):
+            yield f"from {precision}, weight by {w}", Draw(variant=formats(part, precision, w_granularity=w), out=out, exact=False)
+        for x in by:
+            variant = formats(part, precision, symmetric=False, x_granularity=x)
+            yield f"from {precision}, zero point by {x}", Draw(variant=variant, out=out, exact=False, zero_points=(-101.0,))
+        yield f"in {precision}", Draw(variant=Variant.of(precision), out=out, exact=False)
+        eight = formats(part, Precision.INT8)
+        if part == "grad_input":
+            yield f"int8 to {precision}", Draw(variant=eight, out=precision)
+    if part == "grad_weight":
+        yield "int8, one scale", Draw(variant=eight, one_scale=True)
+
+
+def everywhere(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]]:
+    """What is tried at every size of a kind."""
+    if part == "output":
+        yield "no bias", Draw()
+        for output in FLOATS:
+            yield f"{output}, bias", Draw(variant=attrs.evolve(INT8, output=output), out=output, bias=True)
+        for x, zero_points in ((TENSOR, (-128.0,)), (by[-1], (90.0, -7.0, 127.0, -128.0))):
+            affine = attrs.evolve(INT8, symmetric=False, x_granularity=x)
+            yield f"zero point {zero_points[0]:.0f} by {x}", Draw(variant=affine, bias=True, zero_points=zero_points)
+        return
+    yield "int8", Draw(variant=formats(part, Precision.INT8))
+    for precision in FLOATS:
+        out = precision if part == "grad_input" else Precision.FLOAT32
+        yield f"from {precision}", Draw(variant=formats(part, precision), out=out, exact=False)
+
+
+def typical(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]]:
+    """What all other checks are made with, the simplest first."""
+    if part == "output":
+        for x in by:
+            yield f"int8 by {x}", Draw(variant=attrs.evolve(INT8, x_granularity=x), bias=True)
+        yield "zero point", Draw(variant=attrs.evolve(INT8, symmetric=False), bias=True, zero_points=(3.0,))
+        return
+    float32 = formats(part, Precision.FLOAT32)
+    yield "from float32", Draw(variant=float32, exact=False)
+    yield "int8", Draw(variant=formats(part, Precision.INT8))
+    if part == "grad_weight":
+        yield "zero point", Draw(variant=attrs.evolve(float32, symmetric=False), exact=False, zero_points=(3.0,))
+
+
+def entry_of(kind: Kind, part: str) -> Entry:
+    """The table's entry of one product of a kind."""
+    op = f"{kind.operator.name}.{part}"
+    by = (TENSOR, ROW) if kind.has_rows else (TENSOR,)
+
+    def case(name: str, size: Size, draw: Draw) -> Case:
+        return Case(f"{op}, {name}", functools.partial(draw, kind, part, size))
+
+    first = dict(list(kind.sizes.items())[:2])
+    sized = [(everywhere, kind.sizes), (draws, first), (everywhere, kind.empty.get(part, {}))]
+    values = [
+        case(f"{size}, {name}", of, draw) for drawn, sizes in sized for name, draw in drawn(part, by) for size, of in sizes.items()
+    ]
+    eight = Draw(variant=formats(part, Precision.INT8), large=True)
+    values += [case(f"{size}, large sums", of, eight) for size, of in kind.large.get(part, {}).items()]
+    if kind.has_rows:
+        values += [Case(f"{op}, random {number}", functools.partial(random_matrices, kind, part, number)) for number in range(24)]
+    affine, size = attrs.evolve(INT8, symmetric=False), kind.sizes[kind.typical[0]]
+    impossible: dict[str, Impossible] = {}
+    if part == "output":
+        impossible["float8 with a zero point"] = (attrs.evolve(affine, compute=Precision.FLOAT8_E4M3FN), (size.x, size.w))
+        for variant, overflow in zip((INT8, affine), kind.overflows, strict=False):
+            impossible[f"a sum of {overflow[0][1]} products{'' if variant.symmetric else ' with a zero point'}"] = variant, overflow
+    elif part == "grad_weight":
+        wrong = attrs.evolve(affine, grad_weight=Precision.INT8)
+        impossible["an int8 gradient of the weight with a zero point"] = (wrong, (kind.output_shape(size), size.x))
+    chosen = [case(f"{size}, {name}", kind.sizes[size], draw) for size in kind.typical for name, draw in typical(part, by)]
+    return Entry(values=values, typical=chosen, impossible=impossible)
+
+
+def random_matrices(kind: Kind, part: str, number: int, device: torch.device) -> Product:
+    """A product of matrices of no particular kind, in any granularity and format of the result."""
+    choose = random.Random(number)
+    m, k, n = (choose.choice((1, 2, 7, 8, 16, 31, 64, 100, 257)) for _ in range(3))
+    output, x, w = choose.choice(FLOATS), choose.choice((TENSOR, ROW)), choose.choice((TENSOR, CHANNEL))
+    x = TENSOR if part == "grad_weight" else x  # which sums over rows
+    variant = formats(part, Precision.INT8, output=output, x_granularity=x, w_granularity=w)
+    out = Precision.FLOAT32 if part == "grad_weight" else output
+    call = Draw(variant=variant, out=out, bias=choose.random() < 0.5)(kind, part, Size((m, k), (n, k)), device, number)
+    return call.changed(**{name: laid_out_at_random(x, choose) for name, x in call.operands.items() if x.dim() == 2})
+
+
+def laid_out_at_random(x: torch.Tensor, choose: random.Random) -> torch.Tensor:
+    """The values of a matrix under other strides."""
+    return laid_out(x, choose.choice(LAYOUTS))
+
+
+def matrices(*sizes: tuple[int, int, int]) -> dict[str, Size]:
+    """Products of M rows of K numbers for N columns."""
+    return {f"{m}x{k}x{n}": Size((m, k), (n, k)) for m, k, n in sizes}
+
+
+Images = dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]
+"""Shapes of images and filters, and geometries, by name."""
+
+
+def images(operator: OperatorKind, found: Images) -> dict[str, Size]:
+    """Sizes of a convolution, from those of two-dimensional images: of fewer dimensions without the first, of more with others."""
+    count = operator.row.dimensions
+
+    def fitting(two: tuple[int, ...], more: int) -> tuple[int, ...]:
+        return two[-count:] if count <= 2 else (more,) * (count - 2) + two
+
+    def fitted(x: tuple[int, ...], w: tuple[int, ...], groups: int = 1, **geometry: tuple[int, int]) -> Size:
+        stride, dilation = (fitting(geometry.get(name, (1, 1)), 1) for name in ("stride", "dilation"))
+        padding, extra = (fitting(geometry.get(name, (0, 0)), 0) for name in ("padding", "output_padding"))
+        shapes = (*x[:2], *fitting(x[2:], 3)), (*w[:2], *fitting(w[2:], 2))
+        return Size(*shapes, Geometry(stride, padding, dilation, groups, operator.row.transposed, extra))
+
+    return {name: fitted(x, w, **geometry) for name, (x, w, geometry) in found.items()}
+
+
+def of_matrices(operator: OperatorKind) -> Kind:
+    """The kind that multiplies rows."""
+    ordinary = [(64, 128, 96), (33, 72, 40), (5, 7, 11), (1, 16, 8), (130, 4096, 64), (17, 100, 3), (256, 264, 512), (9, 21, 5)]
+    nothing = {
+        "output": matrices((0, 32, 16), (16, 32, 0), (16, 0, 24), (6, 0, 4)),
+        "grad_input": matrices((0, 16, 8)),
+        "grad_weight": matrices((0, 48, 40)),
+    }
+    large = {
+        "output": matrices((64, 2048, 64), (17, 16_400, 24)),
+        "grad_input": matrices((24, 40, 4096)),
+        "grad_weight": matrices((4096, 40, 24)),
+    }
+    overflows = ((64, 133_152), (64, 133_152)), ((64, 66_320), (64, 66_320))
+    sizes = matrices(*ordinary, (17, 4100, 24), (48, 64, 32))
+    return Kind(operator, sizes, ("48x64x32", "9x21x5"), nothing, large, overflows)
+
+
+IMAGES: Images = {
+    "3x3, padded": ((2, 32, 9, 10), (64, 32, 3, 3), {"padding": (1, 1)}),
+    "1x1": ((2, 64, 7, 7), (96, 64, 1, 1), {}),
+    "3x3": ((2, 32, 9, 10), (64, 32, 3, 3), {}),
+    "3x3, stride 2": ((2, 32, 9, 10), (64, 32, 3, 3), {"padding": (1, 1), "stride": (2, 2)}),
+    "1x1, stride 2": ((2, 64, 8, 7), (32, 64, 1, 1), {"stride": (2, 2)}),
+    "1x1, many positions": ((3, 16, 33, 32), (24, 16, 1, 1), {}),
+    "dilated": ((2, 16, 12, 12), (32, 16, 3, 3), {"padding": (2, 2), "dilation": (2, 2)}),
+    "uneven": ((1, 16, 11, 8), (16, 16, 3, 2), {"padding": (0, 1), "stride": (2, 1), "dilation": (1, 2)}),
+    "groups": ((2, 64, 8, 8), (64, 32, 3, 3), {"padding": (1, 1), "groups": 2}),
+    "depthwise": ((2, 32, 8, 8), (32, 1, 3, 3), {"padding": (1, 1), "groups": 32}),
+    "image": ((2, 3, 16, 16), (64, 3, 7, 7), {"padding": (3, 3), "stride": (2, 2)}),
+    "odd channels": ((3, 5, 7, 6), (11, 5, 3, 3), {"padding": (1, 1)}),
+    "many channels": ((1, 512, 5, 5), (64, 512, 3, 3), {"padding": (1, 1)}),
+}
+"""What convolutions are tried at, in two dimensions."""
+
+
+def of_images(operator: OperatorKind) -> Kind:
+    """A kind of convolution."""
+    extra: Images = {"one more": ((2, 32, 9, 10), (64, 32, 3, 3), {"padding": (1, 1), "stride": (2, 2), "output_padding": (1, 1)})}
+    nothing = {"output": images(operator, {"empty batch": ((0, 32, 6, 6), (64, 32, 3, 3), {})})}
+    wide: Images = {"3x3": ((1, 512, 5, 5), (32, 512, 3, 3), {"padding": (1, 1)}), "1x1": ((1, 4096, 3, 3), (32, 4096, 1, 1), {})}
+    many: Images = {"many filters": ((1, 16, 5, 5), (512, 16, 3, 3), {"padding": (1, 1)})}
+    large = {"output": images(operator, wide), "grad_input": images(operator, many)}
+    typical = "3x3, padded", "1x1", "1x1, stride 2", "groups", "depthwise"
+    return Kind(operator, images(operator, IMAGES | (extra if operator.row.transposed else {})), typical, nothing, large)
+
+
+KINDS = [(of_matrices if kind.row.of_rows else of_images)(kind) for kind in OPERATOR_KINDS.values() if kind.row.as_run is kind.row]
+"""Every kind of operator that has kernels of its own."""
+ENTRIES = {f"{kind.operator.name}.{part}": entry_of(kind, part) for kind in KINDS for part in SIGNATURES}
+"""The table of their products."""

@@ -1,0 +1,9 @@
+"""The table: for every operator that a backend may offer, the calls that each check is put to."""
+
+from __future__ import annotations
+
+from qsync_torch.conformance import producer_entries, products, quantization
+from qsync_torch.conformance.calls import Entry
+
+TABLE: dict[str, Entry] = quantization.ENTRIES | products.ENTRIES | producer_entries.ENTRIES
+"""Entries by the names of their operators."""
