@@ -38,7 +38,7 @@ def test_every_command_is_named():
 
 def test_environment_variables_are_those_that_the_source_reads():
     source = "".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
-    read = set(re.findall(r"(?:environ(?:\.get)?[\[(]|_VARIABLE = )\"(QSYNC_\w+)\"", source))
+    read = set(re.findall(r"(?:environ(?:\.get)?[\[(]|[A-Z]_VARIABLE = )\"(QSYNC_\w+)\"", source))
     assert {name for name in named(SECTIONS["Commands"]) if name.startswith("QSYNC_")} == read
 
 
