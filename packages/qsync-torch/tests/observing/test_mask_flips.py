@@ -78,6 +78,17 @@ def test_max_pooling_is_pytorchs(name):
         assert torch.equal(f, e)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"kernel_size": 2}, {"kernel_size": (3,), "stride": 1, "padding": 1}, {"kernel_size": 3, "dilation": 2, "ceil_mode": True}],
+)
+def test_max_pooling_of_rows_is_pytorchs(options):
+    found, expected = _both(lambda x: F.max_pool1d(x, **options), 2, 3, 17)
+    assert len(found[3].seen) == 1
+    for f, e in zip(found[:3], expected[:3], strict=True):
+        assert torch.equal(f, e)
+
+
 def test_modules_of_max_pooling_too():
     found, expected = _both(nn.MaxPool2d(3, 2, 1, ceil_mode=True), 2, 3, 6, 7)
     assert len(found[3].seen) == 1

@@ -87,7 +87,7 @@ class HutchinsonCollector:
     def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> float:
         """The time of a step in that of forward and backward passes over its batch, as measured on an H200: arithmetic is less than
         half of it, small kernels the rest (rows I6 of docs/results/indicator.json)."""
-        masks = any(operator.kind in ("relu", "max_pool2d") for operator in dag.operators)
+        masks = any(operator.kind in ("relu", "max_pool1d", "max_pool2d") for operator in dag.operators)
         return _PASSES_WITH_MASKS if masks else _PASSES
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:

@@ -31,6 +31,7 @@ FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
 
 
 _pool: Callable[..., Any] = F.max_pool2d
+_row_pool: Callable[..., Any] = F.max_pool1d
 """Max pooling without its overloads, which accept literals only."""
 
 
@@ -154,6 +155,24 @@ def _max_pool(
     return _MaxPool.apply(a, geometry, masks.add(a))  # type: ignore[no-untyped-call]
 
 
+def _max_pool_of_rows(
+    masks: Masks,
+    a: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """``F.max_pool1d``, as a pooling of images of one row."""
+    if a.dim() != 3 or return_indices:
+        return _row_pool(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    kernel, steps = _pair(kernel_size)[1], stride if stride not in (None, [], ()) else kernel_size
+    row = (0, _pair(padding)[1]), (1, _pair(dilation)[1])
+    return _max_pool(masks, a.unsqueeze(2), (1, kernel), (1, _pair(steps)[1]), *row, ceil_mode).squeeze(2)
+
+
 def _pair(value: Any) -> tuple[int, int]:
     return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
@@ -166,6 +185,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.relu_: _relu_in_place,
     F.max_pool2d: _max_pool,
     torch.max_pool2d: _max_pool,
+    F.max_pool1d: _max_pool_of_rows,
+    torch.max_pool1d: _max_pool_of_rows,
 }
 
 
