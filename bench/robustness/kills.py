@@ -363,9 +363,10 @@ def compare_profiles(
 
 
 def tuned_rows(path: Path) -> list[str]:
-    """What a tuning store says, row by row."""
+    """Of what a tuning store has a row: a configuration that is measured again keeps its row, with the better measurement."""
     measurements, records = read_store(path)
-    return [*map(repr, measurements), *map(repr, records)]
+    measured = [f"measurement of {key.text} in {config}" for key, config, _ in measurements]
+    return [*measured, *(f"search of {record.key.text} that ended with {record.config}" for record in records)]
 
 
 def compare_tuning(where: str, out: Path, reference: bytes, known: list[str] | None, folder: Path, findings: Findings) -> None:

@@ -19,6 +19,7 @@ import attrs
 import allocator  # noqa: F401  (puts synthetic on the path)
 from indicator.accuracy.methods import FULL, HALF, INDICATORS, RANDOM, SETTINGS, UNIFORM, Setting, Task
 from indicator.measuring import BFLOAT16, FLOAT32
+from indicator.published import named
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.dag import PrecisionDag
@@ -90,7 +91,7 @@ class Planner:
 
     def _planned(self, setting: Setting, task: Task) -> Planned:
         name = INDICATORS[task.method]
-        indicator = RandomScheme(task.seed) if task.method == RANDOM else name
+        indicator = RandomScheme(task.seed) if task.method == RANDOM else named(name)
         sensitivity = indicate(None if task.method == RANDOM else self.observed, self.dag, setting.ladder, indicator)
         cluster, profiles = self._job(setting.ladder)
         if setting.memory:
