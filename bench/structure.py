@@ -1,11 +1,12 @@
 """Rows H1 to H10 and S1 to S6 of ``docs/results/structure.json``: how the source is arranged, and what that costs when it runs.
 
     python bench/structure.py [--test-command 18.5 | --measure-tests] [--rounds 3]
-    python bench/structure.py --only S1,S2,S5,S6
+    python bench/structure.py --only S1,S2,S3,S5,S6
 
-S1 and S2 say what the source has to do with PyTorch's insides, S5 where it names kinds of operators, S6 what a new rung touches.
-Each H row is measured in this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was another.  Cycles, floors, sizes
-and citations are read from the source; H5 and H6 from a traced call; H7 is processor time of fresh processes that take turns.
+S1 and S2 say what the source has to do with PyTorch's insides, S3 and S4 how long it is, S5 where it names kinds of operators, S6
+what a new rung touches. Each H row is measured in this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was
+another. Cycles, floors, sizes and citations are read from the source; H5 and H6 from a traced call; H7 is processor time of fresh
+processes that take turns.
 
 ``--tree DIR`` measures another checkout and prints only; ``--list`` prints every cycle, citation and frame behind the rows,
 ``--profile`` where the time of H7 goes, both instead of writing.
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,28 @@ def rung_rows(tree: Path) -> Iterator[Row]:
 
 NEW_KIND = "conv1d is an adjustable kind"
 """Subject of the commit that added one."""
-INSIDES = {"S1": replaced_rows, "S2": insides_rows, "S5": kind_rows, "S6": rung_rows}
+
+
+def size_rows(tree: Path) -> Iterator[Row]:
+    """S3 and S4."""
+    parts = {f"{path.name}": _lines((path / "src").rglob("*")) for path in sorted((tree / "packages").iterdir()) if path.is_dir()}
+    yield row("S3", "lines of packages/*/src: Python, C++ and templates", sum(parts.values()), "lines", _listed(parts), "≤ 54000")
+    rest = {name: _lines((tree / name).rglob("*")) for name in ("tests", "bench", "examples")}
+    rest["packages/*/tests"] = sum(_lines((path / "tests").rglob("*")) for path in (tree / "packages").iterdir())
+    yield row("S4", "lines of tests, benchmarks and examples", sum(rest.values()), "lines", _listed(rest), "≤ 68000")
+
+
+def _lines(paths: Iterable[Path]) -> int:
+    return sum(
+        path.read_bytes().count(b"\n") for path in paths if path.suffix in (".py", ".h", ".hpp", ".cu", ".cuh", ".inl", ".j2")
+    )
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return "; ".join(f"{name} {count}" for name, count in parts.items())
+
+
+INSIDES = {"S1": replaced_rows, "S2": insides_rows, "S3": size_rows, "S5": kind_rows, "S6": rung_rows}
 """Rows that ``--only`` measures by themselves."""
 
 
