@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -192,9 +193,11 @@ def test_ranks_with_different_jobs_are_told_so(disks):
 def test_two_in_one_folder_and_a_lock_that_the_dead_do_not_hold(tmp_path):
     run, go = tmp_path / "run", tmp_path / "go"
     with started([run], [{"WAIT_FOR": str(go)}]) as (first,):
-        lock = run / ".prepare" / "lock"
-        while not (lock.exists() and lock.read_text()):
+        end = time.monotonic() + TIMEOUT_S
+        while not (run / ".prepare" / "lock").exists():
             assert first.poll() is None, first.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.05)
         (refused,) = prepare([run])
         assert refused.status == 1
         assert f"another 'qsync prepare' works in {run} (process {first.pid} on {socket.gethostname()})" in refused.sentence
