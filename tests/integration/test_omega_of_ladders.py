@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from bench.indicator.published import named
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -66,7 +67,7 @@ def _observed(*variants: Variant):
 
 
 def _omega(observed, variant: Variant) -> dict[str, dict[str, float]]:
-    found = {c.name: indicate(observed, _dag(), [variant], c.name).omega for c in COLLECTORS}
+    found = {c.name: indicate(observed, _dag(), [variant], named(c.name)).omega for c in COLLECTORS}
     return {name: {str(op_id): by[variant] for op_id, by in omega.items()} for name, omega in found.items()}
 
 
