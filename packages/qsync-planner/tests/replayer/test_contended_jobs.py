@@ -253,9 +253,9 @@ def test_other_buckets_are_other_collectives() -> None:
 
 def test_fewer_ranks_than_measured_take_the_forms_of_a_ring() -> None:
     whole = hand_job(count=2)
-    assert whole.collective_ns == (20, 20)  # of four ranks, as measured: a tree of depth 2, up and down
+    assert whole.collective_ns == (20, 20)  # of four ranks, as measured: the 6 rounds of a ring
     part = Replayer(whole.inputs.part(["strong"]), like=whole)
-    assert part.collective_ns == (10, 10)  # two ranks: 2 rounds
+    assert part.collective_ns == (7, 7)  # two ranks: 2 of these rounds
     more = attrs.evolve(whole.cluster, groups=tuple(attrs.evolve(group, count=3) for group in whole.cluster.groups))
     with pytest.raises(ClusterError, match="measured with 2 ranks of group 'strong', but cluster 'two' has 3; run 'qsync com"):
         Inputs(whole.dag, more, whole.profiles, communication=whole.communication)
