@@ -127,13 +127,16 @@ def bits_of(x):
 
 @triton.jit
 def row_checksums(bits, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Checksum of each row of a (ROWS, BLOCK) tile of bit patterns; BLOCK is a multiple of 8.
+    """Checksum of each row of a (ROWS, BLOCK) tile of bit patterns.
 
     Summed by eights first, because what is made of the sums is laid out as they are: among threads as the calls of the random
     generator are, one for eight elements.  Sums in the tile's own layout have every call made by several threads: five times the
     time of the whole kernel on an H100.
     """
-    return tl.sum(tl.sum(tl.reshape(bits, (ROWS, BLOCK // 8, 8)), axis=2), axis=1)
+    if BLOCK >= 8:
+        return tl.sum(tl.sum(tl.reshape(bits, (ROWS, BLOCK // 8, 8)), axis=2), axis=1)
+    else:
+        return tl.sum(bits, axis=1)
 
 
 @triton.jit
