@@ -271,15 +271,6 @@ def check_observations(
     _check_graph(ObservationError, start, observations, observed, dag, digest(dag), advice)
 
 
-def check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag) -> None:
-    """The sensitivity belongs to this graph.
-
-    Raises:
-        PlanError: naming the first operators that differ.
-    """
-    _check_sensitivity(sensitivity, dag, digest(dag))
-
-
 def _check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag, wanted: str) -> None:
     advice = "run 'qsync observe' and 'qsync indicate' on the job that was traced"
     _check_graph(PlanError, "the sensitivity is of", sensitivity, sensitivity.omega, dag, wanted, advice)

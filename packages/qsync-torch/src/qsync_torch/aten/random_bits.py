@@ -92,19 +92,11 @@ def write_stream(stream: Offset, out: torch.Tensor) -> None:
         out.copy_(stream)
 
 
-_NUMBER = "qsync_number"
-
-
-def remember_number(offset: torch.Tensor, number: int) -> None:
-    """Say what a tensor holds, so that the host need not wait for its device to know."""
-    setattr(offset, _NUMBER, number)
-
-
 def known_number(offset: Offset) -> int | None:
     """The number that an offset is; None where only its device knows."""
     if isinstance(offset, int):
         return offset
-    return int(offset) if offset.device.type == "cpu" else getattr(offset, _NUMBER, None)
+    return int(offset) if offset.device.type == "cpu" else None
 
 
 def as_kernels_take(offset: Offset) -> Offset:

@@ -1,7 +1,7 @@
 """What operators are called: by the module whose forward they are, else by their weight (docs/artifacts.md#names-of-operators).
 
-Tracing names operators with it and ``apply_`` finds them with it.  A weight is an identity that stays: it does not depend on how
-often, in what order or from where a model calls ``F.linear``, nor on whether a module is called or its ``forward`` is.
+Tracing names operators with it, and ``apply_`` finds them by these names. A weight is an identity that stays: it does not depend
+on how often, in what order or from where a model calls ``F.linear``, nor on whether a module is called or its ``forward`` is.
 """
 
 from __future__ import annotations

@@ -127,11 +127,6 @@ class CastCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def held_casts(self) -> int:
-        """How many cast tensors it holds now."""
-        return sum(entry.value is not None for entry in self._entries.values())
-
 
 _QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
 """Formats that are quantized; a float operator takes 8-bit inputs too."""
