@@ -1,6 +1,7 @@
 """Row C2: the canary on GPUs, share by share, and what is wrong there.
 
     python bench/cluster/canary.py [--out FOLDER] [--raw FOLDER] [--seconds 340] [--shares 10,20,…] [--changed 40,60]
+                                    [--gpus 2,3]
 
 Each GPU has an MPS daemon of its own, and processes under each share multiply in every format on every backend: each result is
 compared with the exact one in full (float64, which is certified by a random vector), and shown to the canary.  Then a small model
@@ -61,20 +62,22 @@ def main() -> None:
     parser.add_argument("--changed", default="", help="shares at which it is tried what makes wrong products right: 40,60")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--gpus", default="", help="which of this machine's are used; all unless said: 2,3")
     options = parser.parse_args()
     if options.worker:
         found = WORKERS[options.worker](options)
         options.result.write_text(json.dumps(found))
         return
-    gpus = gpu_names()
+    names = gpu_names()
+    gpus = [int(gpu) for gpu in options.gpus.split(",") if gpu] or list(range(len(names)))
     if not gpus:
         print("canary: skipped, it needs a GPU and MPS, and nvidia-smi names none")
         return
     with tempfile.TemporaryDirectory(prefix="qsync-canary-", ignore_cleanup_errors=True) as folder:
         raw = options.raw or Path(folder) / "raw"
         raw.mkdir(parents=True, exist_ok=True)
-        found = Runs(Path(folder), raw, len(gpus), options).all()
-    report(found, options, f"{len(gpus)} {gpus[0]}")
+        found = Runs(Path(folder), raw, gpus, options).all()
+    report(found, options, f"{len(gpus)} {names[0]}")
 
 
 def gpu_names() -> list[str]:
@@ -87,9 +90,9 @@ def gpu_names() -> list[str]:
 class Runs:
     """The processes, several on each GPU."""
 
-    def __init__(self, folder: Path, raw: Path, gpus: int, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, raw: Path, gpus: Sequence[int], options: argparse.Namespace) -> None:
         self.raw, self.gpus, self.options, self.begin = raw, gpus, options, time.monotonic()
-        self.environments = [self._daemon(folder / f"mps{gpu}", gpu) for gpu in range(gpus)]
+        self.environments = {gpu: self._daemon(folder / f"mps{gpu}", gpu) for gpu in gpus}
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
     @staticmethod
@@ -133,21 +136,21 @@ class Runs:
         shares = [int(share) for share in self.options.shares.split(",")]
         found: list[dict[str, Any]] = []
         try:
-            with ThreadPoolExecutor(1) as side, ThreadPoolExecutor(AT_ONCE * self.gpus) as pool:
-                reference = side.submit(self.one, "reference", 0, None)
+            with ThreadPoolExecutor(1) as side, ThreadPoolExecutor(AT_ONCE * len(self.gpus)) as pool:
+                reference = side.submit(self.one, "reference", self.gpus[0], None)
                 changed = [int(share) for share in self.options.changed.split(",") if share]
                 jobs = [(share, "", {}) for share in (*shares, *LOOKED_AT)] if self.options.look else []
                 jobs += [(share, *change) for share in changed for change in CHANGES.items()]
                 found += list(pool.map(
-                    lambda n: self.one("look", n[0] % self.gpus, n[1][0], n[1][1], 60, **n[1][2]), enumerate(jobs)
+                    lambda n: self.one("look", self.gpus[n[0] % len(self.gpus)], n[1][0], n[1][1], 60, **n[1][2]), enumerate(jobs)
                 ))  # fmt: skip
                 if self.options.look:
-                    found.append(self.one("green", 0, None, limit_s=60))
+                    found.append(self.one("green", self.gpus[0], None, limit_s=60))
                 found.append(reference.result())
-                found += list(pool.map(lambda n: self.one("share", n[0] % self.gpus, n[1]), enumerate(shares)))
-            found.append(self.one("cost", self.gpus - 1, 50))
+                found += list(pool.map(lambda n: self.one("share", self.gpus[n[0] % len(self.gpus)], n[1]), enumerate(shares)))
+            found.append(self.one("cost", self.gpus[-1], 50))
         finally:
-            for own in self.environments:
+            for own in self.environments.values():
                 subprocess.run(
                     ["nvidia-cuda-mps-control"], input=b"quit -t 5\n", env={**os.environ, **own}, timeout=30, check=False
                 )
