@@ -181,7 +181,7 @@ def check_affine(x: torch.Tensor, q: torch.Tensor, both: torch.Tensor, variant: 
 
 
 def check_unbiased(q: torch.Tensor, y: torch.Tensor) -> None:
-    """The errors of many numbers y have the mean 0 and the variance f(1 - f) of their fractions f, within five standard errors each."""
+    """The errors of many numbers y have the mean 0 and the variance f(1 - f) of their fractions f, each to five standard errors."""
     error, fraction = q.double() - y, y - y.floor()
     each = fraction * (1 - fraction)
     variance = each.sum().item()
