@@ -63,7 +63,7 @@ class Factor:
     zero_point: torch.Tensor | None = None
 
     def part(self, first: int, last: int) -> torch.Tensor:
-        """Entries ``first`` to ``last`` of dimension 0 as images: in float32, or as they are stored where PyTorch multiplies that."""
+        """Entries ``first`` to ``last`` of dimension 0 as images; in float32 where PyTorch does not multiply their format."""
         x = self.values[first:last]
         x = x if x.dtype in _PLAIN else x.float()
         for part, join in ((self.zero_point, torch.sub), (self.scale, torch.mul)):
