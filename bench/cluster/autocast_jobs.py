@@ -98,8 +98,8 @@ class Ended:
 
     @property
     def stages(self) -> list[str]:
-        """What ``qsync prepare`` says of how long its stages took."""
-        return [line.partition("] ")[2] for line in self.text.splitlines() if _TOOK.match(line)]
+        """What ``qsync prepare`` says of how long its stages took, and when they ended."""
+        return [line for line in self.text.splitlines() if _TOOK.match(line)]
 
 
 @attrs.frozen
