@@ -219,7 +219,8 @@ def _sum(x: torch.Tensor, *dims: int, keepdim: bool = False) -> torch.Tensor:
 
 def _squares(x: torch.Tensor, *dims: int) -> torch.Tensor:
     """Sum squares; a norm reads 16 bits without a copy in float32."""
-    return torch.linalg.vector_norm(x, dim=dims, dtype=torch.float32).square()
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=dims, dtype=torch.float32)
+    return norm.square()
 
 
 def _folded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
