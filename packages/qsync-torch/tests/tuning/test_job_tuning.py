@@ -21,6 +21,7 @@ from qsync_core.tuning.record import TuningRecord
 from qsync_core.tuning.search import Effort
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.installed import open_store, store_of_request
+from qsync_torch.kernels.selection import find_backends
 from qsync_torch.plugin import qsync_describe_device
 from qsync_torch.profiling.items import distinct_items
 from qsync_torch.tracing.trace import trace
@@ -267,7 +268,7 @@ def test_compilers_are_ended_with_the_time_and_others_are_measured(dag, install)
     one, two = Compiling("one", configs=("a",)), NamedBackend("two", configs=("a",))
     install(one, two)
     requests, store = distinct_requests(dag, (INT8,), "cpu", ""), open_store(CPU)
-    found = tune_requests(requests, [one, two], store, CPU, effort=QUICK, seconds=2)
+    found = tune_requests(requests, list(find_backends(("one", "two"))), store, CPU, effort=QUICK, seconds=2)
     assert interrupted.is_set()
     assert found.requests
     assert {record.key.backend for entry in found.requests for record in entry.records} == {"two"}

@@ -15,6 +15,7 @@ from qsync_core.errors import BackendError, QSyncError
 from qsync_core.kernels.backend import (
     BACKEND_API_VERSION,
     CompilingBackend,
+    InterruptibleBackend,
     Kernel,
     KernelBackend,
     KernelConfig,
@@ -155,6 +156,11 @@ class CheckedCompilingBackend(CheckedBackend):
     def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> object:
         """Compile the candidates of requests that the backend supports, into its cache."""
         return self._ask("compile_ahead", lambda found: found, requests, arch, progress)
+
+    def interrupt_compiling(self) -> None:
+        """End its compilers, where it can."""
+        if isinstance(self._backend, InterruptibleBackend):
+            self._ask("interrupt_compiling", lambda found: found)
 
 
 def _raise_backend_error(sentence: str, error: BaseException) -> NoReturn:

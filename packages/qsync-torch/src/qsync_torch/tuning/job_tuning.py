@@ -30,7 +30,7 @@ from qsync_torch.tuning.compiling import BackgroundCompiler, LimitedBackend, gro
 from qsync_torch.tuning.kernel_timing import KernelTimer, device_peaks, rotating_sets
 
 DEFAULT_EFFORT = Effort()
-TUNING_S = 60.0
+TUNING_S = 90.0
 """How long a job's kernels are tuned where no more is asked for: ``qsync profile`` and ``qsync prepare``."""
 _OPERATIONS_PER_BYTE = 400
 """8-bit operations in the time of one byte of memory; T4, A100 and H200 have 400 to 420."""
