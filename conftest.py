@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 
 import pytest
 
@@ -11,8 +10,8 @@ import pytest
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with slow tests first: all processes wait for a long file that one of them begins last."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    slow = {item.path for item in items if any(item.get_closest_marker(name) for name in ("slow", "distributed"))}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

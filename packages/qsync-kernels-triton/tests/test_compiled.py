@@ -27,6 +27,7 @@ def kernels(request, tmp_path_factory):
     return request.param, found
 
 
+@pytest.mark.slow
 def test_every_kernel_fits_the_shared_memory_of_its_chip(kernels):
     capability, found = kernels
     assert {name: facts["shared"] for name, facts in found.items() if facts["shared"] > SHARED_MEMORY[capability]} == {}

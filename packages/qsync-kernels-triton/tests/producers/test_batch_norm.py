@@ -272,6 +272,7 @@ def test_gradients_from_x_and_from_its_8_bit_copy(outputs, shape, activation, re
 
 
 @each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)]})
+@pytest.mark.slow
 def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
     """The other gradients to the bit; the copy rounds ∂x times the multiplier, with a scale that nothing exceeds."""
     case = Case(shape, activation, residual, mean=0.5).run(outputs)

@@ -30,6 +30,7 @@ def kernels(request, tmp_path_factory):
     return {name.rsplit(" ", 1)[0]: facts for name, facts in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+@pytest.mark.slow
 def test_what_is_compiled_reads_16_bytes_a_thread_and_sums_in_one_order(kernels):
     assert {name for name, facts in kernels.items() if facts["shared"] > SHARED_MEMORY} == set()
     narrow = {"channel_coefficients", "finish_sums", "gradient_reach", "normalize_positions odd e4m3"}

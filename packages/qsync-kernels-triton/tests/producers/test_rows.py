@@ -256,6 +256,7 @@ SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]
 
 
 @each_once({"shape, held": SEVERAL, "config": [SMALL, ProducerConfig()], "granularity": [ROW, TENSOR], "residual": [False, True]})
+@pytest.mark.slow
 def test_rows_held_in_several_tiles(outputs, shape, held, config, granularity, residual):
     assert cut_by_rows(*shape, row_plans.ONE_READ, config).held == held
     grad = random(*shape, seed=9)

@@ -46,6 +46,7 @@ def gradients_compiled(x, how, kind, *, forward=False, backward=False):
 
 
 @pytest.mark.parametrize("kind", [hooks, diffusion, *nightly(clipped, separate, attached, reentrant)])
+@pytest.mark.slow
 def test_compiled_autograd_runs_again_what_ran(x, kind):
     assert equal(gradients_compiled(x, "functions", kind, backward=True), gradients_compiled(x, "functions", kind))
 

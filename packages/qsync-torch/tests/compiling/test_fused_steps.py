@@ -291,6 +291,7 @@ def test_gradient_checkpointing(fused):
     assert distance(found, unfused) < 1e-3
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_no_gradients():
     model, x = ResNet(), images()
     for name, parameter in model.named_parameters():
