@@ -68,6 +68,7 @@ def gradients(
     return products.product_gradients(grad, x, w, geometry, by_x, by_weight)
 
 
+@torch.compiler.allow_in_graph  # traced, it would save its operands past the hooks of a checkpoint that runs it again
 class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(
