@@ -27,7 +27,7 @@ _EFFORT = Effort(min_repeats=5, max_repeats=20, budget_s=0.1)
 _MASK, _DROPOUT = 3, 4
 """Places among the arguments of ``scaled_dot_product_attention``."""
 _WORTH_SAYING = 0.02
-"""Of a step."""
+"""The share of a step from which on it is said."""
 
 
 def masks_told(dag: PrecisionDag, device: torch.device, step_ns: int) -> str:
