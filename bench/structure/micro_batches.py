@@ -1,7 +1,7 @@
 """Row S11: the error of a step's gradient under accumulation, when random numbers follow from data, against independent rounding.
 Row S11b: whether rounding is unbiased over steps on the same data.
 
-    python bench/structure/micro_batches.py [--trials 600] [--steps 4000] [--json]
+    python bench/structure/micro_batches.py [--trials 600] [--within .008] [--steps 4000] [--json]
 
 The gradient of a step of eight micro-batches is computed in int8 over and over.  Operators either take the step alone as their
 offset, as in training, or an offset of its own for every micro-batch: independent rounding.  The ratio of their root mean square
@@ -107,13 +107,23 @@ def errors(case: Case, trials: int, offset_of: Callable[[int, int], int]) -> tor
     return torch.stack([error.square().sum() for error in found])
 
 
-def ratio(case: Case, trials: int) -> Ratio:
-    """Root mean square errors of both, over so many steps each."""
-    derived = errors(case, trials, lambda trial, _: trial)
-    independent = errors(case, trials, lambda trial, batch: (1 << 20) + trial * MICRO_BATCHES + batch)
-    value = math.sqrt(derived.mean() / independent.mean())
-    relative = sum(float(squares.var() / trials / squares.mean() ** 2) for squares in (derived, independent))
-    return Ratio(value, value * math.sqrt(relative) / 2)
+def ratio(case: Case, trials: int, within: float = math.inf) -> Ratio:
+    """Root mean square errors of both, over so many steps each, and over more until the standard error is ``within`` a bound."""
+    derived, independent = torch.zeros(0), torch.zeros(0)
+    while True:
+        first = len(derived)
+        derived = torch.cat([derived, errors(case, trials, lambda trial, _, first=first: first + trial)])
+        apart = errors(case, trials, lambda trial, batch, first=first: (1 << 20) + (first + trial) * MICRO_BATCHES + batch)
+        independent = torch.cat([independent, apart])
+        value = math.sqrt(derived.mean() / independent.mean())
+        relative = sum(float(squares.var() / len(squares) / squares.mean() ** 2) for squares in (derived, independent))
+        found = Ratio(value, value * math.sqrt(relative) / 2)
+        if found.standard_error <= within or len(derived) >= _MOST * trials:
+            return found
+
+
+_MOST = 20
+"""Times the number of trials, where the errors of single steps scatter."""
 
 
 @attrs.frozen
@@ -184,12 +194,13 @@ def _bias(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", nargs="?", help="whose packages are measured, for the message alone")
-    parser.add_argument("--trials", type=int, default=600)
+    parser.add_argument("--trials", type=int, default=600, help="at least, of each kind of data")
+    parser.add_argument("--within", type=float, default=0.008, help="standard error of a ratio at most")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--json", action="store_true", help="print one value that a program can read")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    ratios = {name: ratio(case, asked.trials) for name, case in cases().items()}
+    ratios = {name: ratio(case, asked.trials, asked.within) for name, case in cases().items()}
     found = biases(asked.steps)
     if asked.json:
         listed = [(name, one.value, one.standard_error) for name, one in ratios.items()]
