@@ -28,7 +28,7 @@ class Products(NamedTuple):
 
 @attrs.frozen
 class Kind:
-    """One row.
+    """A kind of operators: one row of the table.
 
     Attributes:
         name: ATen's plain name.
@@ -51,7 +51,7 @@ class Kind:
 
     @property
     def as_run(self) -> Kind:
-        """The kind whose kernels run it."""
+        """The kind whose kernels run this one."""
         return KINDS[self.runs_as] if self.runs_as else self
 
     @functools.cached_property

@@ -25,7 +25,7 @@ class CutlassBackend:
     offset_tensors = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """What the backend offers, as data only."""
         eight_bit = ("int8", "float8_e4m3fn")
         all_formats = (*eight_bit, "float16", "bfloat16")
         return (

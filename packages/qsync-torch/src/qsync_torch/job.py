@@ -121,7 +121,7 @@ def check_shapes(name: str, model: torch.nn.Module) -> None:
 
 @attrs.frozen(eq=False)
 class Job:
-    """What is trained.
+    """A training job: the model with its data, loss and optimizer.
 
     Attributes:
         name: the model's name in artifacts and messages.

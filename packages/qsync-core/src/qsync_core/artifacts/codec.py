@@ -74,7 +74,7 @@ def to_plain(value: Any) -> dict[str, Any]:
 
 
 def from_plain(value: Any, kind: type[T]) -> T:
-    """The artifact of that kind.
+    """Make an artifact of a kind from plain values.
 
     Raises:
         CodecError: naming the place and what was expected there.

@@ -51,7 +51,7 @@ Shapes = Sequence[Sequence[int]]
 
 @attrs.frozen
 class Function:
-    """One row of the table.
+    """What a function of PyTorch takes and gives, a row of the table.
 
     Attributes:
         op_class: dependent, guarded or fixed, where nothing else about a call makes it fixed.

@@ -25,7 +25,7 @@ from qsync_core.ir.variant import Variant
 
 
 class CastSite(enum.StrEnum):
-    """Where around an operator a cast happens."""
+    """The place around an operator at which a cast happens."""
 
     INPUT = "input"
     """Forward: an activation, from the format it arrives in to the operator's compute format."""

@@ -25,7 +25,7 @@ class Interval:
 
     @property
     def end_ns(self) -> int:
-        """When it ends."""
+        """The time at which the interval ends, in nanoseconds."""
         return self.start_ns + self.duration_ns
 
 

@@ -121,7 +121,7 @@ class Variant:
 
     @property
     def in_float32(self) -> Variant:
-        """The same, delivering float32."""
+        """The variant that differs in delivering float32."""
         return self if self.output is Precision.FLOAT32 else attrs.evolve(self, output=Precision.FLOAT32)
 
     def known_as(self, known: Container[Variant]) -> Variant | None:

@@ -120,7 +120,7 @@ class KernelBackend(Protocol):
     api_version: int
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """What the backend offers, as data only."""
         ...
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:

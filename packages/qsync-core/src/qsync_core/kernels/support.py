@@ -151,7 +151,7 @@ def overflow_reasons(request: KernelRequest) -> Iterator[str]:
 
 
 def layout_reasons(request: KernelRequest) -> Iterator[str]:
-    """Operands are not dense."""
+    """Say which operands are not dense."""
     if not request.contiguous:
         layout = " channels-last" if request.op in Op.CONVOLUTIONS else ""
         yield f"it needs dense{layout} operands, and these are not; copy them first"

@@ -90,7 +90,7 @@ class CheckedBackend:
         return f"{type(self).__name__}({self._backend!r})"
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """What the backend offers, as data only."""
 
         def check(found: Any) -> Sequence[KernelSpec]:
             specs = self._list("kernel_specs", "KernelSpec", KernelSpec, found)

@@ -39,7 +39,7 @@ class GroupPrediction(NamedTuple):
 
     @property
     def bucket_ready_ns(self) -> tuple[int, ...]:
-        """When each bucket's gradients are complete, from the start of the group's step."""
+        """The times at which each bucket's gradients are complete, from the start of the group's step."""
         return self.bucket_ready.value
 
     def as_dict(self) -> dict[str, object]:
@@ -91,7 +91,7 @@ class Prediction:
 
     @property
     def bucket_end_ns(self) -> tuple[int, ...]:
-        """When each bucket's collective ends, counted from the end of the last collective of the step before."""
+        """The times at which each bucket's collective ends, counted from the end of the last collective of the step before."""
         return self._bucket_end.value
 
     def as_dict(self) -> dict[str, object]:

@@ -292,7 +292,7 @@ _SETTLE_STEPS = 64
 
 
 def predicted_timeline(model: str, dfg: GlobalDfg, iteration_ns: int, peak_bytes: Mapping[str, int]) -> Timeline:
-    """When every node of one steady step runs, one rank shown per group.
+    """Show when every node of one steady step runs, one rank per group.
 
     The step is shown from the moment at which the first group's device begins it.  A CPU that runs ahead dispatches a later step
     meanwhile; its dispatch is drawn from the start of the picture.

@@ -175,7 +175,7 @@ class StepTimes(NamedTuple):
 
     @property
     def bucket_ready_ns(self) -> tuple[int, ...]:
-        """Per bucket when its gradients are complete in the steady state, if dispatch does not bind through its sum and no
+        """When each bucket's gradients are complete in the steady state, if dispatch does not bind through its sum and no
         collective slows the rank down."""
         return self.bucket_ready.value
 

@@ -21,7 +21,7 @@ LOW_BASES = frozenset(PRECISION[dtype] for dtype in LOW_FLOATS)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its first parameter is; the CPU for a model without parameters."""
+    """The device of a model's first parameter; the CPU for a model without parameters."""
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 

@@ -187,7 +187,7 @@ def _multiplied(w: Handle, kind: OperatorKind, spelling: Spelling, args: tuple[A
 
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None
 
 
 _Prepared = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]

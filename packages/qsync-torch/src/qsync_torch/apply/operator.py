@@ -116,7 +116,7 @@ class InForce:
         self._buffers = None
 
     def casts_of(self, x: torch.Tensor) -> CastCache | None:
-        """Where casts of an activation are shared, until the job's ranks write into some: a collective leaves no new version.
+        """The cache of casts of an activation, until the job's ranks write into some: a collective leaves no new version.
 
         Nor does what a script writes into an input by NumPy or through ``x.data`` from one forward to the next, or into the state
         of a recurrent model.  So casts are of one forward, and buffers have none; and outside of forwards, where parts of a model

@@ -69,7 +69,7 @@ class Addressed:
         return tuple(dict.fromkeys(op_id for op_id, _ in (*self.modules, *self.weights)))
 
     def places(self, calls: Mapping[OpId, Call], model: nn.Module) -> dict[tuple[nn.Module, str], Call]:
-        """Where what runs in the place of operators goes: by module and name of the parameter, of which one may have several."""
+        """The places for what runs instead of operators: by module and name of the parameter, of which one may have several."""
         found = {(module, "weight"): calls[op_id] for op_id, module in self.modules}
         by_weight = {id(place.weight): calls[op_id] for op_id, place in self.weights}
         for module in model.modules():

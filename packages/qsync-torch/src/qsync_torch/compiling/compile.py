@@ -48,7 +48,7 @@ def compile(
 
     Batch norm with what follows it, layer norm with the sum before it, GELU, SiLU and ReLU run as one kernel forward and one
     backward, of the backends that the plan names for the operator that reads the result.  What no such kernel is for is compiled
-    as ``torch.compile`` compiles it, and so is every chain before an operator in a float format (docs/training.md#compiling).
+    as ``torch.compile`` compiles it, and so is every chain before an operator in a float format (docs/compiling.md).
 
     A plan that says which chains are fused, and how they keep their inputs, is followed to the letter instead: these and no others
     are, before operators in float formats too.  ``apply_`` does not run such a plan, so that it is given to this function.

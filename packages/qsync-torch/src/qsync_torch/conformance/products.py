@@ -207,7 +207,7 @@ def scaled(x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor
 
 
 def mismatch(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Where two tensors differ first."""
+    """Say where two tensors differ first."""
     wrong = (found != expected).nonzero()
     if not len(wrong):
         return "equal"

@@ -73,7 +73,7 @@ class Options:
 
     @property
     def script_options(self) -> list[str]:
-        """Those of :data:`SCRIPT` that say what is trained."""
+        """The options of :data:`SCRIPT` that say what is trained."""
         return ["--model", self.model, *(["--tiny"] if self.tiny else [])]
 
 

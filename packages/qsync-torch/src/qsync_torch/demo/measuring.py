@@ -161,7 +161,7 @@ def _peak_bytes(trainee: Trainee) -> int:
 
 
 def _own_gradient_errors(compared: Sequence[Trainee]) -> dict[str, float]:
-    """Those of this rank, at the weights that training in full precision led to."""
+    """Gradient errors of this rank, at the weights that training in full precision led to."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return {}
     full, *lowered = compared

@@ -54,7 +54,7 @@ class Resumable(Protocol):
         """What is equal on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there."""
+        """Go on from a stored state."""
 
     def share_buffers(self) -> None:
         """Give all ranks the same buffers."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -187,9 +187,26 @@ def _ended(optimizer: Any, *_: Any) -> None:
 
 
 def _count_pending() -> None:
-    """Many optimizers may step in one pass, and it counts once."""
-    while _PENDING:
+    """Many optimizers may step in one pass, and it counts once; a pass inside another one (a reentrant checkpoint's), when that
+    ends.
+    """
+    outer = torch._C._current_autograd_node()
+    following = [] if outer is None else [node for node, _ in outer.next_functions if node is not None]
+    if following:
+        _count_at_end_of(following)
+    while _PENDING and not following:
         _PENDING.pop().advance()
+
+
+def _count_at_end_of(nodes: Sequence[torch.autograd.graph.Node]) -> None:
+    """Count when the backward pass ends that runs one of these next."""
+
+    def before(_: Any) -> None:
+        for hook in hooks:
+            hook.remove()
+        torch.autograd.Variable._execution_engine.queue_callback(_count_pending)
+
+    hooks = [node.register_prehook(before) for node in nodes]
 
 
 register_optimizer_step_post_hook(_ended)

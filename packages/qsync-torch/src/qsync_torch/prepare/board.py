@@ -28,7 +28,7 @@ Show = Callable[[int, int, int, str], None]
 
 @attrs.define(eq=False)
 class Board:
-    """Where this rank says how far it is, and what a person should know.
+    """The board on which this rank says how far it is, and what a person should know.
 
     When a stage ends, one line says how long it took, and its parts: what a stage says of itself before a colon.
 
@@ -52,7 +52,7 @@ class Board:
 
     @property
     def rank(self) -> int:
-        """This process's."""
+        """This process's rank."""
         return self.members.rank if self.members else 0
 
     def stage(self, name: str) -> ProgressCallback:

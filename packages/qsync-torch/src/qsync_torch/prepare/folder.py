@@ -87,7 +87,7 @@ class Folder:
 
     @property
     def rank(self) -> int:
-        """This process's."""
+        """This process's rank."""
         return self.members.rank if self.members else 0
 
     def is_kept(self, name: str, inputs: Mapping[str, str]) -> bool:

@@ -57,7 +57,7 @@ class ChainItem:
         return f"chain {self.holders[0]} {self.run.form.attributes} {self.run.form.float_result} {self.run.variant}"
 
     def binding(self, choice: KernelChoice) -> ProducerBinding:
-        """It on a backend's kernels."""
+        """The chain's call of a backend's kernels."""
         return producer_binding(self.chain.producer, self.run.variant, choice, self.run.form)
 
     def requests(self, device: torch.device) -> tuple[KernelRequest, KernelRequest]:

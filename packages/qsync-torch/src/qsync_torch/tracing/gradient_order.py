@@ -123,7 +123,8 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         model: the model's name, for messages.
 
     Raises:
-        TraceError: when a shape depends on tensor values; the message names the line.  When an input has no strides.
+        TraceError: when a shape depends on tensor values; the message names the line.  When an input has no strides.  When the
+            model changes in place what its backward pass needs.
     """
     order: list[str] = []
     parameters: dict[str, torch.Tensor] = {}
@@ -154,6 +155,11 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         try:
             torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
         except Exception as error:
+            if "modified by an inplace operation" in str(error):
+                raise TraceError(
+                    f"{model} cannot be traced: PyTorch's backward pass fails, under a plan or not ({first_line(error)}); "
+                    "write that operation without the underscore at its end, or `x = x + y` for `x += y`"
+                ) from error
             raise TraceError(
                 f"{model} cannot be traced: a formula of its backward pass has shapes that depend on tensor values "
                 f"({first_line(error)}); choose between values with torch.where instead of by an index"
