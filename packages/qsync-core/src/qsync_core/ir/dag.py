@@ -146,6 +146,10 @@ class Operator:
         """
         return KINDS[self.kind]
 
+    def runs_in(self, variant: Variant) -> bool:
+        """Whether its kind runs in a variant; profiles, truths and sensitivities leave the others out."""
+        return self.row.in_8_bit or not variant.compute.needs_scale
+
     @property
     def is_convolution(self) -> bool:
         """Whether it is a convolution of those kinds."""

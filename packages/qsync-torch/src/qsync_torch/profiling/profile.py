@@ -150,7 +150,7 @@ def profile(
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
     items = distinct_items(dag, variants, type_.kind)
-    if floats := [operator for operator in dag.adjustable if not operator.row.in_8_bit]:
+    if floats := [operator for operator in dag.adjustable if not all(map(operator.runs_in, variants))]:
         note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
     for item in items:
         if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
