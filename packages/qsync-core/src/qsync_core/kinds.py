@@ -31,7 +31,6 @@ class Kind:
     """One row.
 
     Attributes:
-        name: ATen's plain name.
         dimensions: of the images that it convolves; 0: it multiplies rows, the last dimension of its activation.
         transposed: it is the transpose of a convolution.
         runs_as: kind whose kernels run it, on images with more dimensions of size 1; empty: its own.

@@ -143,10 +143,7 @@ def coverage(
     """One entry for every kernel, forward and backward, of each distinct operator in each variant.
 
     Args:
-        graph: whose adjustable operators.
         variants: in which they could run.
-        registry: the installed backends.
-        device_kind, compute_capability: where.
         store: tuning records, if there are any for that device.
     """
     return [

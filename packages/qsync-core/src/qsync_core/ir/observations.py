@@ -148,7 +148,6 @@ class Observations:
         iterations: indices of the observed updates.
         batch_size: samples per observed batch (half the job's, as in the paper, unless asked otherwise).
         stopped: why observing stopped: ``"budget"`` or ``"settled: …"``.
-        series: the numbers.
         settings: what else a reader needs to repeat them (seed, rounding, warm-up).
     """
 

@@ -163,7 +163,6 @@ class CompilingBackend(Protocol):
         """Compile the candidates of requests that the backend supports, into its cache.
 
         Args:
-            requests: what is going to run.
             arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
             progress: receives how many kernels are done.
 

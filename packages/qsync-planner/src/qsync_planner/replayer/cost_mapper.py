@@ -151,7 +151,6 @@ class CostMapper:
         states: per operator how it now runs.
         charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
-        wiring: which operator reads which.
     """
 
     def __init__(self, dag: PrecisionDag, model: CostModel, variants: Variants) -> None:

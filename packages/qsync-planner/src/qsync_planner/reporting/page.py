@@ -123,7 +123,6 @@ class Page:
         title: above everything.
         verdict: the one sentence to read.
         facts: the figures behind it.
-        sections: in order.
         about: below the title, what the page is of.
     """
 

@@ -193,7 +193,6 @@ class KeptBatches:
     """Samples of a loader's first batches, as one ring; a job's batch function.
 
     Attributes:
-        samples: how many there are.
         leaves: tensors whose dimension 0 is the sample, and whatever else the first batch has.
         per_sample: which of them are such tensors.
         structure: of (args, kwargs, target).

@@ -50,7 +50,6 @@ class Kind:
     """A kind of operator whose products kernels compute.
 
     Attributes:
-        operator: what it is.
         sizes: by a name for people; the first two are where formats are multiplied with each other.
         typical: names of sizes at which all other checks are made.
         empty: by the part, sizes with nothing in x, w or the sum.
@@ -96,7 +95,6 @@ class Product(Call):
 
     Attributes:
         kind, part, size: which product.
-        out: format of the result.
         exact: scales are powers of two and the bias whole numbers, so that integers leave nothing to round before the result is.
     """
 

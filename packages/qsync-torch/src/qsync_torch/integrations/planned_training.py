@@ -30,7 +30,6 @@ class TrainerSettings:
     """What a trainer was told of precision, in its own words.
 
     Attributes:
-        trainer: its name.
         now: the setting as it is, such as ``mixed_precision='bf16'``.
         autocast: the format of its autocast; float32 where it has none.
         wanted: by the base of a plan, the setting that fits it.
@@ -53,7 +52,6 @@ class PlannedTraining:
 
     Attributes:
         applied: what ``apply_`` returned.
-        plan: the whole plan.
     """
 
     applied: AppliedPlan

@@ -48,7 +48,6 @@ def subjects(dag: PrecisionDag, operators: Collection[OpId] | None = None) -> li
     """What is lowered at a time: the calls that share a variant (those of one module), in order of execution.
 
     Args:
-        dag: the model.
         operators: only these; None for all adjustable ones.
 
     Raises:

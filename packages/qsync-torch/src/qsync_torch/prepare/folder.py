@@ -357,8 +357,6 @@ def _take(lock: BaseFileLock, path: Path, tokens: Iterable[Path]) -> None:
     """Lock a folder, until the process that holds the lock ends.
 
     Args:
-        lock: of the folder.
-        path: of the folder.
         tokens: that others have left in it: they say who they are.
 
     Raises:

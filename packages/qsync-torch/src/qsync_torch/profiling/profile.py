@@ -130,9 +130,7 @@ def profile(
         with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
             ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size
             (``cast_effort``).
-        progress: receives how far it is.
         note: receives sentences that a reader of the profile should know.
-        operator_effort, cast_effort, step_effort: how long to repeat.
 
     Raises:
         QSyncError: when the device is not there, the graph is of another model, a kernel cannot run, or, with all-reduces, when

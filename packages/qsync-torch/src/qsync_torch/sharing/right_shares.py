@@ -34,7 +34,6 @@ def probe_by_process(calls: Sequence[CallShapes], precisions: Sequence[Precision
     """A probe of a GPU by processes under its MPS daemon.
 
     Args:
-        calls: what is computed.
         precisions: in which formats, on PyTorch's own kernels.
         device: which GPU; by default the current one.
     """
@@ -98,8 +97,6 @@ def wrong_base_error(
         wrong: kernels of the job's base precision.
         calls: what all of its operators compute.
         base: that precision.
-        share: of the device.
-        device: its name.
         probe: by default processes on the current GPU.
     """
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

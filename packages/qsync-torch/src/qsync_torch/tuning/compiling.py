@@ -36,8 +36,6 @@ class BackgroundCompiler:
         """Start compiling.
 
         Args:
-            backends: who is asked.
-            requests: what is going to run.
             kernels: how many kernels a group of requests that can share them compiles.
             until: when no further kernel is begun, by ``time.monotonic``, nor one that would be finished later if it took as long
                 as the longest so far; those that are being compiled are finished.
