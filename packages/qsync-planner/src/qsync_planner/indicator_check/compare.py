@@ -59,9 +59,7 @@ class Check:
     Attributes:
         subjects: operators by name, ``a#0 + a#1`` for calls that share a variant.
         adjustable: how many the model has.
-        iterations: observed updates behind the truth.
         indicators: names, in the order asked for.
-        notes: what a reader must know.
         kept_inputs: the same of what fused chains keep in 8 bit, by chain; None where it was not measured.
     """
 

@@ -45,7 +45,6 @@ class Truth:
     Attributes:
         subjects: what was lowered one at a time, in order of execution.
         columns: by variant.
-        iterations: observed updates.
         adjustable: how many subjects the model has; fewer may have been measured.
     """
 

@@ -56,11 +56,7 @@ class ChainEnd:
 
 @attrs.frozen
 class Chains:
-    """The chains of a model, by position.
-
-    Attributes:
-        all: every chain.
-    """
+    """The chains of a model, by position."""
 
     dag: PrecisionDag
     all: tuple[Chain, ...]

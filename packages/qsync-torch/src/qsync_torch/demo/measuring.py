@@ -86,9 +86,7 @@ def measure(
     """Write what there is to say of each trainee; every rank calls it.
 
     Args:
-        trainees: that were trained.
         compared: those to evaluate, on that share (0..1] of ``held_out`` data; the first one trained in full precision.
-        path: of the results.
         timeline: a trainee's name, the file of its graph, and where the timeline of one of its steps goes.
     """
     groups = gather(trainees[0].applied.group or "")

@@ -29,7 +29,6 @@ class GroupsPresent:
     """The groups that a job has ranks of.
 
     Attributes:
-        names: of all of them.
         of_cluster: the groups that the cluster file has.
     """
 

@@ -48,11 +48,7 @@ class TrainerSettings:
 
 @attrs.frozen(eq=False)
 class PlannedTraining:
-    """A plan in force on a trainer's model.
-
-    Attributes:
-        applied: what ``apply_`` returned.
-    """
+    """A plan in force on a trainer's model."""
 
     applied: AppliedPlan
     plan: PrecisionPlan
@@ -101,7 +97,6 @@ def apply_for_trainer(
         run: a plan, or the path of one or of a run folder.
         settings: of the trainer, on this rank; None where they are not known, and the first step alone compares autocast.
         options: keyword arguments of ``apply_``.
-        caller: the adapter, for messages.
 
     Raises:
         PlanError: on every rank, when a rank's trainer has another autocast than the plan's; the model is as it was.

@@ -84,7 +84,6 @@ class RestoredCollector(Protocol):
         Args:
             model: the one that later steps will have.
             update: the last that was observed.
-            variants: those of the run.
             found: empty where it wrote nothing.
         """
         ...

@@ -80,8 +80,6 @@ class RunningCollectors:
     """The collectors that observe a model.
 
     Attributes:
-        variants: what they write terms for.
-        active: those that run.
         asked_for: the user named them, so that one that fails ends the run; otherwise it is left out.
         announce: receives a sentence on each that is left out.
         unavailable: why each of those is left out.

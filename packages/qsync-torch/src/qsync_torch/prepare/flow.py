@@ -85,7 +85,6 @@ class Request:
         chains: profiles measure fused chains, and plans may fuse them.
         tune_s: for how long a GPU's kernels are tuned, in seconds.
         fresh: measure everything anew.
-        quiet: show no progress.
     """
 
     job: str
@@ -127,7 +126,6 @@ class Prepared:
         made: parts that were made now; the others were kept.
         report: the page; None where no installed package writes one.
         start: how training is started; on rank 0, None where some of the recommended groups are not here.
-        seconds: that it took.
     """
 
     rank: int

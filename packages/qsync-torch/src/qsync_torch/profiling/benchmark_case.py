@@ -219,8 +219,6 @@ def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch
 
     Args:
         job: whose loss; operator: that stands for it.
-        model: on the device.
-        batch: there, too.
         alone: answers what the loss asks other ranks; None where it asks nothing.
     """
     given: list[torch.Tensor] = []

@@ -78,7 +78,6 @@ class AtenCall:
 
     Attributes:
         op: ``aten.add.Tensor`` and so on; another library's operator begins with its namespace.
-        operator: where it comes from.
     """
 
     op: str

@@ -46,7 +46,6 @@ def address_of(module: nn.Module | None, scope: str, kind: OperatorKind, weight:
 
     Args:
         module: the module whose forward makes the call; ``scope``: its FQN.
-        kind: the operator's.
         addresses: by the name of a parameter, what operators that run with it are called.
     """
     if weight is None:

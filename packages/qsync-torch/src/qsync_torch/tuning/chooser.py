@@ -57,9 +57,6 @@ class KernelChooser:
     def for_operator(self, call: CallShapes, variant: Variant, name: str = "") -> KernelChoice:
         """Backends and configurations of one operator in a variant, forward and backward.
 
-        Args:
-            name: of the operator, for errors.
-
         Raises:
             BackendError: when no backend that may be asked runs one of its kernels, with every reason.
         """

@@ -150,7 +150,6 @@ def choose_library(backend: KernelBackend, requests: Sequence[KernelRequest], ke
     candidates that is there.  Every request gets at least one.
 
     Args:
-        backend: whose candidates.
         requests: what is to run; those that the backend takes.
         kernels: how many configurations a group compiles.
     """
