@@ -11,8 +11,8 @@ import attrs
 import click
 
 from qsync_core.cli.options import OUTPUT, FiniteRange, output_option
-from qsync_core.cli.output import emit, json_option, progress_bar, say
-from qsync_planner.cli.writing import check_page_name, print_table, write_text
+from qsync_core.cli.output import emit, json_option, print_table, progress_bar, say
+from qsync_planner.cli.writing import check_page_name, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
