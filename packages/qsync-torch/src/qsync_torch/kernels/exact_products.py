@@ -79,9 +79,11 @@ class Product:
         what: ``output`` of activation and weight; ``grad_input`` of the output's gradient and the weight; ``grad_weight`` of that
             gradient and the activation.
         first, second: its operands in that order.
+        found: the result.
         step: relative error of an element that the formats explain (:data:`STEPS`).
         bias: (O,) added to an output.
         scale: one number, or one for each row of a ``grad_weight``, that the product is multiplied by.
+        geometry: of a convolution.
     """
 
     what: str
@@ -95,7 +97,12 @@ class Product:
 
 
 def problem_of(product: Product, seed: int = 0) -> str:
-    """What is wrong with a result, in half a sentence; empty where it is as near to the exact one as its formats can say."""
+    """What is wrong with a result, in half a sentence; empty where it is as near to the exact one as its formats can say.
+
+    Args:
+        product: on any device.
+        seed: of the random signs.
+    """
     if not product.found.numel() or not product.first.values.numel() or not product.second.values.numel():
         return ""
     generator = torch.Generator().manual_seed(seed)
@@ -108,6 +115,7 @@ def said_of(ratio: torch.Tensor, infinite: torch.Tensor, elements: int, step: fl
 
     Args:
         ratio: the largest error over its bound; infinite: how many of the elements are not finite.  Both are scalars in float64.
+        elements: of the result.
         step: relative error of an element that the formats explain.
     """
     worst, count = torch.stack([ratio, infinite]).tolist()  # the device is asked once for each result

@@ -29,6 +29,7 @@ def handed_on(model: torch.nn.Module, dag: PrecisionDag, forward: Callable[[], o
 
     Args:
         model: whose forward it is, uncompiled.
+        dag: its graph.
         forward: runs it once, where there is anything to watch.
     """
     asked = {operator.op_id: _call_of(operator) for operator in dag.operators if may_hand_on(operator)}

@@ -93,6 +93,7 @@ def tune_job(
 
     Args:
         dag, ladder: the job, and the variants that a plan may use.
+        device: where.
         tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
         seconds: no search begins later, and none goes on; what has been found before takes none.
         progress: receives the state before each search.
@@ -125,7 +126,10 @@ def tune_requests(
 
     Args:
         requests: what is to run; those that matter most first.
+        backends: who is asked.
         store: where records go; finished searches in it are not repeated, interrupted ones continue.
+        device: where.
+        effort: how much to try.
         seconds: no search begins later, and one that has begun tries no further configuration; a kernel that is being compiled is
             finished, and none is begun that would not be done in time by what the longest took.
         progress: receives the state before each search.
@@ -230,6 +234,8 @@ def compile_requests(
     """Let every backend that can compile ahead do so for the requests it takes.
 
     Args:
+        requests: what is going to run.
+        backends: who is asked.
         arch: the chip (``sm_90a``).
         progress: receives how many kernels of a backend are done.
 
