@@ -8,13 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_core.errors import QSyncError
+from qsync_core.geometry import Geometry
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import Op
+from qsync_core.kernels.requests import CallShapes
 from qsync_planner.indicate import indicate
 from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.kernels.canary import float_products_of
+from qsync_torch.kernels.exact_products import problem_of
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
@@ -83,6 +87,17 @@ def test_aten_offers_it_in_float_formats_alone():
     assert set(Op.IN_FLOATS) == {"conv3d.output", "conv3d.grad_input", "conv3d.grad_weight"}
     assert all(offered[op] == floats for op in Op.IN_FLOATS)
     assert offered["conv2d.output"] == {"int8", *floats}
+
+
+def test_a_wrong_element_of_a_volume_is_found_before_it_is_measured():
+    geometry = Geometry((1, 2, 1), (1, 1, 0), (1, 1, 2), 2)
+    call = CallShapes("conv3d", (2, 4, 4, 6, 7), (6, 2, 3, 3, 2), (2, 6, 4, 3, 5), geometry)
+    products = list(float_products_of(call, BFLOAT16, torch.device("cpu")))
+    assert {product.what for product in products} == {"output", "grad_input", "grad_weight"}
+    for product in products:
+        assert problem_of(product) == ""
+        product.found.view(-1)[-1] += 8 * product.found.abs().max()
+        assert "its errors are" in problem_of(product)
 
 
 def test_the_whole_flow():
