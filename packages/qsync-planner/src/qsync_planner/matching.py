@@ -104,7 +104,6 @@ class Inputs:
     There is none of parts that do not belong together.  It is made of artifacts, which are checked, or from another one.
 
     Attributes:
-        dag: the model; dag_digest: its digest.
         described: the cluster as it was given.
         cluster: as a job of this graph's base has it (:func:`under_base`), with groups that were measured to synchronise doing so.
         profiles: by group; equal ones are one object.
@@ -137,7 +136,6 @@ class Inputs:
         """Match artifacts.
 
         Args:
-            dag: the model.
             cluster: device groups, as a cluster file describes them; any number of either role.
             profiles: costs, one for each of these groups.
             sensitivity: Ω, of this model.

@@ -52,6 +52,8 @@ class Op:
     ALL = (*UNFUSED, *PRODUCERS)
     CONVOLUTIONS = tuple(op for kind in KINDS.values() if not kind.of_rows for op in kind.products)
     """The products of convolutions of all kinds; ``conv2d`` runs others too (:attr:`qsync_core.kinds.Kind.runs_as`)."""
+    IN_FLOATS = tuple(op for kind in KINDS.values() if not kind.in_8_bit for op in kind.products)
+    """The products of kinds that have no kernels for 8-bit operands."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -161,7 +163,6 @@ class CompilingBackend(Protocol):
         """Compile the candidates of requests that the backend supports, into its cache.
 
         Args:
-            requests: what is going to run.
             arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
             progress: receives how many kernels are done.
 

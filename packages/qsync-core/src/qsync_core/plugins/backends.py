@@ -172,7 +172,6 @@ class Answer:
     """What a backend says to a request.
 
     Attributes:
-        backend: its name.
         reasons: why it cannot run the request; empty when it can.
         config: the tuned configuration; its first candidate where it was never tuned.
         latency_ns: what tuning measured, None where it was never tuned.

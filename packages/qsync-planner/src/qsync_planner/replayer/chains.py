@@ -56,12 +56,7 @@ class ChainEnd:
 
 @attrs.frozen
 class Chains:
-    """The chains of a model, by position.
-
-    Attributes:
-        dag: the model.
-        all: every chain.
-    """
+    """The chains of a model, by position."""
 
     dag: PrecisionDag
     all: tuple[Chain, ...]
@@ -150,8 +145,6 @@ class Chains:
         """What a plan may say of a chain beside that it is not fused: what was measured for all that its neighbours may be.
 
         Args:
-            number: of the chain.
-            profile: the measurements.
             rungs: what a plan may pick for each operator.
         """
         chain = self.all[number]

@@ -66,7 +66,6 @@ class OpState:
     tensor; everything else about it does not change.
 
     Attributes:
-        evaluation: its formats and costs.
         format: a number for the format of its output.
         shared: the casts that it shares with other readers of its inputs, each with a bit of its own.
         readings: by slot (the first input that reads a tensor), how the tensor is used.
@@ -151,7 +150,6 @@ class CostMapper:
         states: per operator how it now runs.
         charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
-        wiring: which operator reads which.
     """
 
     def __init__(self, dag: PrecisionDag, model: CostModel, variants: Variants) -> None:

@@ -234,12 +234,9 @@ class CostModel:
     """Costs of a model's operators on one device type.
 
     Attributes:
-        wiring: which operator reads which.
         follows_inputs: the variant number of operators that have no variant of their own.
 
     Args:
-        dag: the model.
-        profile: its measurements on the device.
         calibration: how they are brought to whole steps; None for the plain sum of parts.
         without: parts of the model that are left out.
         lowers: whether it is one of plans that lower some operator (:attr:`~qsync_core.ir.semantics.Autocast.beside_plan`).

@@ -19,7 +19,6 @@ class GroupPrediction(NamedTuple):
 
     Attributes:
         bucket_ready: see :attr:`bucket_ready_ns`.
-        peak_bytes: predicted peak memory.
         slack_ns: how much longer the job's period is than ``period_ns``.
     """
 
@@ -53,7 +52,6 @@ class GroupPredictions(Mapping[str, GroupPrediction]):
 
     Args:
         entries: per group the times of its step and its peak memory.
-        period_ns: of the job.
         joint: the groups' step, in this order, where they slow each other down.
     """
 
@@ -82,7 +80,6 @@ class Prediction:
 
     Attributes:
         iteration_ns: the period of training steps.
-        groups: per group.
     """
 
     iteration_ns: int

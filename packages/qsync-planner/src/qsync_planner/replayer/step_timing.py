@@ -83,9 +83,7 @@ class StepShape:
 
         Args:
             ready: of the model's buckets, from :func:`bucket_positions`.
-            collective_ns: duration of each bucket's collective.
             compute_share: share of it that runs on the rank's own compute resource.
-            optimizer: the optimizer step.
             copies_ns: per bucket what copies between it and its gradients take; nothing where there are none.
             slowdown, start_delay_ns, micro_batches: see above.
         """

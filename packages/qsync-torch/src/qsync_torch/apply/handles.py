@@ -61,7 +61,6 @@ class Handle(torch.Tensor):
     Attributes:
         call: what runs in the place of products with it.
         owner: the module it was read from.
-        source: the parameter.
         value: what every other function takes: the parameter, or its transpose, or its cast.
         transposed: whether it stands for the transpose.
         is_own: whether the script has made a parameter of its own of it, which no plan names: ``nn.Parameter(w.detach())``.

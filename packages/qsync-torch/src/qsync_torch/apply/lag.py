@@ -42,7 +42,6 @@ class Pace:
     """One rank's medians beside its prediction.
 
     Attributes:
-        group: its device group.
         step_ns: of a whole step.
         own_ns: of it without waiting for gradients and buffers: its compute, the optimizer, and whatever else the script does.
         predicted_step_ns, predicted_own_ns: as the plan has them.
@@ -80,7 +79,6 @@ def lag_warning(rank: int, paces: Mapping[int, Pace]) -> str:
     """What this rank has to say of it; empty where it keeps its prediction, or a rank that lags says it, and this is not rank 0.
 
     Args:
-        rank: this one.
         paces: of all ranks that have told theirs, this one among them.
     """
     mine = paces[rank]
@@ -139,9 +137,7 @@ class LagWatch:
     """Samples the steps of a model under a plan.
 
     Args:
-        model: that runs under it.
         plan: whole; one without predicted times is not watched.
-        group: of this rank.
         ranks: the device group of every rank; where they are not those that the plan was made for, nothing is watched, because
             rank 0 has been told that predicted times do not hold.
         excused: asked before a warning: whether this process differs from what the plan was made for, as was said already.

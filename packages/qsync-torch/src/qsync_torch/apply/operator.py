@@ -79,11 +79,9 @@ class InForce:
     """What all operators of a plan in force share.
 
     Attributes:
-        model: the model.
         key: of this rank's random numbers in a step.
         base: format of the job's autocast.
         lower_eval: whether the plan is in force in eval mode too.
-        caller: for messages.
         begins: what the first operator of all waits for; None once it was called.
         is_compiled: whether a compiler has read an operator; its graphs do not tell which operators they run.
         is_removed: whether the plan was removed; a shallow copy of the model still asks.

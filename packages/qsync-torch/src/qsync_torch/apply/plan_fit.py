@@ -106,11 +106,9 @@ class Planned:
 
     Attributes:
         entries: a plan, or variants or assignments by operator.
-        group: which group of a plan.
         backend: instead of every planned backend; configurations go with it.
         base: the format of the job: float32, or what it trains under autocast to.
         allow_flags: settings that may differ from those of a plan.
-        caller: who wants it, for messages.
         fuses: the model is compiled, with the chains fused that a plan runs so.
     """
 
@@ -216,10 +214,7 @@ def locate(
     """Find every operator in the model.
 
     Args:
-        model: the model.
-        assigned: what its operators run as.
         plan: the plan that says so, where one does.
-        caller: for messages.
 
     Raises:
         PlanError: naming the first FQNs that the model does not have, or calls of one weight with different variants.
@@ -334,7 +329,6 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
     convolution operators.
 
     Args:
-        model: the model.
         addressed: what the plan names of it.
         plan: a whole plan; operators that it lists as unaddressed run as they are.
 

@@ -44,13 +44,10 @@ class PlannedModel:
 
     Args:
         model: parameters as they train.
-        planned: what the operators run as.
         seed: of the random numbers, of which each rank draws its own.
         lower_eval: whether the plan is in force in eval mode too.
 
     Attributes:
-        model: as given.
-        planned: as given.
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
         key: what the random numbers are drawn with, and the step.

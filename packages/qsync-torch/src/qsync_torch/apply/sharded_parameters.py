@@ -39,9 +39,7 @@ def check_sharding(addressed: Addressed, device: torch.device, allowed: Collecti
 
     Args:
         addressed: what the plan names.
-        device: of the model.
         allowed: ``allow_flags`` of ``apply_``.
-        caller: for messages.
 
     Raises:
         PlanError: naming an operator.

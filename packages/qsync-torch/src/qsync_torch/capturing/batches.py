@@ -165,7 +165,6 @@ def _entry_by_sample(part: Any, samples: Sequence[int]) -> str:
     """What a list has for each sample, in words; empty for something else, such as several inputs that hold all samples.
 
     Args:
-        part: of a batch.
         samples: how many the other parts may have.
     """
     if not isinstance(part, (list, tuple)) or not part:
@@ -193,7 +192,6 @@ class KeptBatches:
     """Samples of a loader's first batches, as one ring; a job's batch function.
 
     Attributes:
-        samples: how many there are.
         leaves: tensors whose dimension 0 is the sample, and whatever else the first batch has.
         per_sample: which of them are such tensors.
         structure: of (args, kwargs, target).
@@ -210,7 +208,6 @@ class KeptBatches:
 
         Args:
             name: of the job, for the warning that others are left out.
-            batches: one or more.
         """
         layouts = [_Layout.of(batch) for batch in batches]
         largest = max(range(len(batches)), key=lambda index: batches[index].nbytes / batches[index].size)

@@ -10,7 +10,7 @@ import click
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
-from qsync_core.cli.output import emit, json_option, progress_bar, say
+from qsync_core.cli.output import emit, json_option, print_table, progress_bar, say
 from qsync_core.errors import QSyncError
 from qsync_core.kernels.choice import AUTO_BACKEND
 from qsync_core.units import format_bytes, format_ns, parse_bytes
@@ -177,25 +177,22 @@ def _facts(found: Profile, output: Path) -> dict[str, object]:
 
 
 def _render(found: Profile, output: Path, console: Console) -> None:
-    from rich.table import Table
-
     console.print(f"{found.model} on {found.device.name}: {len(found.costs)} distinct costs for {len(found.cost_index)} operators")
     if found.chains:
         count = len({name for entry in found.chains for name in entry.chains})
         console.print(f"{count} chains measured in {len(found.chains)} distinct ways to run fused")
-    table = Table(
-        "every adjustable operator in", "step", "forward", "backward", "optimizer", "peak memory", box=None, pad_edge=False
-    )
-    for step in found.steps:
-        table.add_row(
+    rows = [
+        (
             step.variant.label,
             format_ns(step.iteration_ns),
-            format_ns(step.forward_dispatch_ns if not step.forward_compute_ns else step.forward_compute_ns),
-            format_ns(step.backward_dispatch_ns if not step.backward_compute_ns else step.backward_compute_ns),
+            format_ns(step.forward_compute_ns or step.forward_dispatch_ns),
+            format_ns(step.backward_compute_ns or step.backward_dispatch_ns),
             format_ns(step.optimizer_compute_ns),
             format_bytes(step.peak_bytes),
         )
-    console.print(table)
+        for step in found.steps
+    ]
+    print_table(console, ("every adjustable operator in", "step", "forward", "backward", "optimizer", "peak memory"), rows)
     lowest = min(found.casts, key=lambda model: model.r2, default=None)
     if lowest is not None:
         console.print(

@@ -71,7 +71,6 @@ class Cuts:
         """Look at a graph before chains are fused in it.
 
         Args:
-            module: from ``torch.compile``.
             inputs: that it is compiled for.
 
         Returns:

@@ -80,10 +80,6 @@ class Options:
 def run_demo(options: Options, say: Say) -> Outcome:
     """Run it; every artifact stays in ``options.folder``.
 
-    Args:
-        options: what to do.
-        say: receives what begins.
-
     Raises:
         QSyncError: when this machine cannot run it, or a worker failed.
     """

@@ -31,7 +31,6 @@ def before_forward(buffers: Sequence[torch.Tensor], training: Sequence[int]) -> 
     Nothing happens under ``no_sync()``, where ranks may run forwards that others do not, and outside a wrapper.
 
     Args:
-        buffers: of the model.
         training: ranks of training groups, of which rank 0 is not.
 
     Raises:

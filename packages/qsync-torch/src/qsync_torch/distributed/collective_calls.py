@@ -43,7 +43,6 @@ class Collective:
     """A function of ``torch.distributed``.
 
     Attributes:
-        name: its own; signature: its arguments.
         sent, received: names of the arguments that it sends and writes into; empty where there is none.
     """
 

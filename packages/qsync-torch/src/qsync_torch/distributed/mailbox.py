@@ -111,9 +111,7 @@ class Mailbox:
         Not ``store.wait``, which keeps a TCPStore's connection from all other threads until it returns.
 
         Args:
-            name: of the messages.
             until: the moment, on :func:`time.monotonic`'s clock.
-            ranks: who is waited for.
             or_posted: the name of the other message.
         """
         keys = [f"{name}/{rank}" for rank in (self.ranks if ranks is None else ranks)]

@@ -89,7 +89,7 @@ class Checkpoints:
         folder: made where it is not there.
         applied: what ``apply_`` returned: what is saved has the buffers of a training rank, and random numbers go on as in an
             unbroken run.  None for a job without a plan.
-        keep: how many.
+        keep: how many, the newest.
     """
 
     def __init__(self, folder: str | os.PathLike[str], applied: Resumable | None = None, *, keep: int = 2) -> None:

@@ -49,10 +49,8 @@ def attention_problem(
 
     Args:
         operands: query, key and value (B, H, L, D), with fewer heads of key and value where heads share them.
-        found: the output.
         grad, grads: of the output, and of the operands; None where they are not wanted.
         mask: of the call, boolean or added, of a shape that broadcasts to (B, H, L, S).
-        is_causal, scale: of the call.
     """
     written = [("output", found), *zip(("grad_query", "grad_key", "grad_value"), grads, strict=True)]
     for name, tensor in written:

@@ -84,7 +84,6 @@ class RestoredCollector(Protocol):
         Args:
             model: the one that later steps will have.
             update: the last that was observed.
-            variants: those of the run.
             found: empty where it wrote nothing.
         """
         ...
@@ -117,7 +116,6 @@ class OperatorCall:
         operator: its entry in the PrecisionDag.
         x: the activation input (N×…×K, or N×C×H×W), float32.
         weight: the weight, output channels first, float32.
-        bias: the bias, or None.
         grad_output: gradient of the loss with respect to the output, float32.
         geometry: strides, padding, dilation and groups of a convolution; neutral for linear.
     """
@@ -174,7 +172,6 @@ class ObservedStep:
     Attributes:
         job: what is trained; its own model and batch size are not those observed.
         model: float32 parameters at this update, on the observed device, without gradients.
-        dag: its graph.
         batch: on the model's device.
         update: how many updates came before.
         seed: of whatever this step draws; the same for every pass over the batch, so that dropout masks are paired.

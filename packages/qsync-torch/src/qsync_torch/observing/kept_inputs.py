@@ -40,9 +40,7 @@ class ProducerCall:
     """One call of the operator that a chain is built around.
 
     Attributes:
-        chain: whose.
         x: what it reads; weight, bias, eps: of a norm.
-        run: the call, given ``x``.
     """
 
     chain: Chain
@@ -142,7 +140,6 @@ class KeptInputs(ProducerCalls):
     activation's kept x by Σ v·f′(x)·g.
 
     Args:
-        dag: the graph.
         response: whose passes follow the forward pass in which this is active.
         direction: u, a tensor per trainable parameter.
         respond: receives the name of each chain, the kept matrix and the response to noise on it.
@@ -273,9 +270,7 @@ class RoundedInput(ProducerCalls):
     """While active, one chain keeps its input in 8 bit for backward; its forward, and all else, is as it was.
 
     Args:
-        dag: the graph.
         name: of the chain; variant: :attr:`~qsync_core.ir.chain.ChainVariant.rated_as`.
-        seed: of the rounding.
     """
 
     def __init__(self, dag: PrecisionDag, name: OpId, variant: Variant, seed: int) -> None:

@@ -46,8 +46,6 @@ class Site:
     """One call of an operator and the values around it, detached.
 
     Attributes:
-        operator, geometry: what was called.
-        x, weight, bias: its operands.
         parameter, bias_parameter: the weight and the bias as they were handed over, with their graphs.
         masks_before: how many masks ran before the call.
         kept: the output itself, where it costs little: what follows a convolution keeps it anyway.

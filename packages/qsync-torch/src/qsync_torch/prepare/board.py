@@ -34,7 +34,6 @@ class Board:
 
     Attributes:
         members: the ranks; None in a job of one.
-        label: of this rank, for people.
         clock: seconds.
     """
 

@@ -35,7 +35,6 @@ def measure_collective(
     Args:
         bucket_bytes: sizes of the gradient buckets in bytes; two more sizes are added where there are fewer than three distinct
             ones, so that a line can be fitted.
-        device: where the gradients live.
         repeats: samples of each size.
         group: a process group, all ranks by default.
 

@@ -68,7 +68,7 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceK
         forced = _under_autocast(dag.base, device, first)
         variants: Sequence[Variant] = [Variant.plain(dag.base if first.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32)]
         if first.is_adjustable:
-            variants = [variant for variant in ladder if first.row.in_8_bit or not variant.compute.needs_scale]
+            variants = [variant for variant in ladder if first.runs_in(variant)]
         elif forced is not None:
             variants = [forced]
         elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):

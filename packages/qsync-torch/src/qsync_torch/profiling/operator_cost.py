@@ -36,8 +36,6 @@ def measure_operator(
 
     Args:
         operator, variant, layouts, choice: what runs, as in :func:`~qsync_torch.profiling.benchmark_case.make_case`.
-        stopwatch: of the device.
-        effort: how long to repeat.
         base: of the graph; under AMP, operators that no plan lowers run as autocast runs them.
     """
     device = stopwatch.device
@@ -61,8 +59,6 @@ def measure_case(
     Args:
         make: makes a set of operands.
         choice: whose kernels run it, for the record.
-        stopwatch: of the device.
-        effort: how long to repeat.
         forwarding: what forward calls run in, again and again.
     """
     device, forwarding = stopwatch.device, nullcontext() if forwarding is None else forwarding

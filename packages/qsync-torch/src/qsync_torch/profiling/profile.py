@@ -129,9 +129,7 @@ def profile(
         with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
             ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size
             (``cast_effort``).
-        progress: receives how far it is.
         note: receives sentences that a reader of the profile should know.
-        operator_effort, cast_effort, step_effort: how long to repeat.
 
     Raises:
         QSyncError: when the device is not there, the graph is of another model, a kernel cannot run, or, with all-reduces, when
@@ -149,7 +147,7 @@ def profile(
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
     items = distinct_items(dag, variants, type_.kind)
-    if floats := [operator for operator in dag.adjustable if not operator.row.in_8_bit]:
+    if floats := [operator for operator in dag.adjustable if not all(map(operator.runs_in, variants))]:
         note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
     for item in items:
         if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs

@@ -46,7 +46,6 @@ def probing(calls: Sequence[CallShapes], precisions: Sequence[Precision], device
     """A probe of a device by processes under its MPS daemon.
 
     Args:
-        calls: what is computed.
         precisions: in which formats, on PyTorch's own kernels.
         device: by default the current GPU.
     """
@@ -169,8 +168,6 @@ def wrong_base_error(
         wrong: kernels of the job's base precision.
         calls: what all of its operators compute.
         base: that precision.
-        share: of the device.
-        device: its name.
         probe: by default processes on the current GPU.
     """
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""

@@ -19,8 +19,6 @@ def other_flops(name: str, node: torch.fx.Node, reads: Sequence[Read], output_sh
     What else multiplies is counted by PyTorch's own table.
 
     Args:
-        name: plain name of the operator.
-        node: the call.
         reads: the floating-point tensors that it reads, in the order of its arguments.
         output_shape: of its first floating-point output.
     """

@@ -118,9 +118,7 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
     """Forward and backward of the exported step on fake tensors.
 
     Args:
-        step: the exported step.
         trainable: FQNs of the parameters that require a gradient.
-        model: the model's name, for messages.
 
     Raises:
         TraceError: when a shape depends on tensor values; the message names the line.  When an input has no strides.  When the

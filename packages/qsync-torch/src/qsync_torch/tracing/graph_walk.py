@@ -94,9 +94,7 @@ class GraphWalk:
     """Walks a graph and collects drafts.
 
     Args:
-        step: the exported step.
         run: what a fake run showed; storages tell true views from copies, ``requires_grad`` which inputs need a gradient.
-        model: the user's model.
     """
 
     def __init__(self, step: ExportedStep, run: FakeRun, model: torch.nn.Module) -> None:

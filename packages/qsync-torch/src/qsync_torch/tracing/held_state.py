@@ -31,7 +31,6 @@ def held_state(*holders: Any, fakes: Iterable[torch.Tensor] = ()) -> Iterator[No
     name.  Not followed are optimizers and data.  Parameters are neither copied nor put back.
 
     Args:
-        holders: where to begin.
         fakes: tensors whose values need no copy, because an export has fake ones instead.
     """
     undo: list[Callable[[], None]] = []

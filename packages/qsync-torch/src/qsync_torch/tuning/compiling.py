@@ -37,8 +37,6 @@ class BackgroundCompiler:
         """Start compiling.
 
         Args:
-            backends: who is asked.
-            requests: what is going to run.
             kernels: how many kernels a group of requests that can share them compiles.
             until: when compiling ends, by ``time.monotonic``: no kernel is begun later, nor one that would be finished later if it
                 took as long as the longest so far, and compilers that can be interrupted are.
@@ -165,7 +163,6 @@ def choose_library(backend: KernelBackend, requests: Sequence[KernelRequest], ke
     candidates that is there.  Every request gets at least one.
 
     Args:
-        backend: whose candidates.
         requests: what is to run; those that the backend takes.
         kernels: how many configurations a group compiles.
     """
