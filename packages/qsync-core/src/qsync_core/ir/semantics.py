@@ -159,7 +159,8 @@ def _grad_output(variant: Variant, products: tuple[Precision, ...]) -> tuple[Cas
     floats = [precision for precision in products if not precision.needs_scale]
     eight_bit = [precision for precision in dict.fromkeys(products) if precision.needs_scale]
     wide = (CastTarget(promote(*floats)),) if floats else ()
-    return (*wide, *(_target(precision, Granularity.PER_TENSOR, variant.rounding) for precision in eight_bit))
+    granularity = Granularity.PER_ROW if variant.x_granularity is Granularity.PER_ROW else Granularity.PER_TENSOR
+    return (*wide, *(_target(precision, granularity, variant.rounding) for precision in eight_bit))
 
 
 @attrs.frozen
@@ -195,6 +196,8 @@ class OperatorSteps:
             where an 8-bit product writes the activation's format itself.
         multiplied: the 8-bit copy for ``grad_input`` is of the gradient times the weight's scale of each output channel, over which
             that product sums.
+        by_column: the 8-bit product for ``grad_weight``, which sums over rows, reads copies of activation and gradient of its own,
+            with a scale for each column, because theirs for the other products have one for each row.
     """
 
     variant: Variant
@@ -208,6 +211,7 @@ class OperatorSteps:
     grad_weight: CastTarget
     grad_input_result: Precision | None
     multiplied: bool
+    by_column: bool
 
     @property
     def is_quantized(self) -> bool:
@@ -241,6 +245,7 @@ def steps_of(variant: Variant) -> OperatorSteps:
         read_by(variant.grad_weight),
         None if variant.grad_input.needs_scale else variant.grad_input,
         variant.grad_input.needs_scale and weight.precision.needs_scale and weight.granularity is Granularity.PER_CHANNEL,
+        variant.grad_weight.needs_scale and x.granularity is Granularity.PER_ROW and variant.symmetric,
     )
 
 

@@ -37,7 +37,9 @@ class Variant:
         saved: format in which operands are kept for backward.
         grad_input: format in which the gradient of the input is computed.
         grad_weight: format in which the gradient of the weight is computed; it is delivered to the parameter in float32.
-        x_granularity: scales of the quantized activation (8-bit compute only; otherwise per tensor and without effect).
+        x_granularity: scales of the quantized activation (8-bit compute only; otherwise per tensor and without effect).  One a row
+            goes for the incoming gradient too; an 8-bit product for the weight's gradient, which sums over the rows, then reads
+            copies of both with a scale for each column.
         w_granularity: scales of the quantized weight (likewise).
         rounding: of the casts to an 8-bit format; float casts round to nearest.
         symmetric: absmax scales, values in -127..127, zero point 0.  False: the int8 activation has a zero point (affine); weight

@@ -143,7 +143,7 @@ def operator_requests(
 
     steps = steps_of(variant)
     # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
-    transposed = call.of_rows and steps.grad_weight.precision.needs_scale and device_kind == "cuda"
+    transposed = call.of_rows and (steps.by_column or (steps.grad_weight.precision.needs_scale and device_kind == "cuda"))
     if steps.is_quantized:
         quantize(Op.QUANTIZE, x if transposed else call.x, steps.x, steps.output, transposed=transposed)
         quantize(QUANTIZE_WEIGHT, call.w, steps.weight, Precision.FLOAT32)

@@ -14,8 +14,9 @@ so G is multiplied by them before it is quantized: s_g · g_q = G · s_w.  Then
 * grad_input[m, k] = s_g · Σ_n g_q[m, n] · w_q[n, k], and
 * grad_weight[n, k] = (s_g · s_x / s_w[n]) · Σ_m g_q[m, n] · x_q[m, k],
 
-the same quantized copy in both.  Where the weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as
-it is.  Stochastic rounding draws independently of the operands' rounding, so both products stay unbiased.
+the same quantized copy in both.  Under a scale for each row of activation and gradient, s_x[m] and s_g[m], the second sum runs over
+them: it reads copies with a scale for each column instead, (s_g[n] · s_x[k] / s_w[n]) · Σ_m g'_q[m, n] · x'_q[m, k].  Where the
+weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as it is.  Stochastic rounding draws independently of the operands' rounding, so both products stay unbiased.
 """
 
 from __future__ import annotations
@@ -139,12 +140,25 @@ class Operand(NamedTuple):
         values: 8-bit; ``scale``: its scales.
         stream: one int64, which random numbers it took; empty where nothing reads that.
         transposed: a copy (K, M), where a backward product wants it.
+        column_scale: its scales, where it has some of its own.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
     stream: torch.Tensor
     transposed: torch.Tensor | None = None
+    column_scale: torch.Tensor | None = None
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The copy that backward reads, as (M, K), and its scales."""
+        values = self.values if self.transposed is None else self.transposed.t()
+        return values, self.scale if self.column_scale is None else self.column_scale
+
+
+def by_row_and_column(scale: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+    """The scales of a copy's rows, and those of its transposed copy, from the vector that holds both."""
+    return scale.split([scale.numel() - columns, columns])
 
 
 X, W, GRAD, KEPT = range(1, 5)
@@ -194,15 +208,24 @@ def cast_input(
     if x.dtype not in _QUANTIZED:
         raise _refused(x, binding)
     # The copy that a backward product reads; on a CPU products read operands in any layout.
-    transposed = binding.wants_transposed and grad_enabled and x.device.type == "cuda"
-    run, quantization = (quantize_transposed, binding.x_transposed) if transposed else (quantize, binding.x)
+    transposed = binding.wants_transposed and grad_enabled and (binding.by_column or x.device.type == "cuda")
     if cache is None or not cache.applies_to(x):
-        return Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
-    entry = cache.find(x, quantization.kind, _mark(seeds))
+        return _cast(x, binding, seeds, transposed, straight)
+    entry = cache.find(x, (binding.x_transposed if transposed else binding.x).kind, _mark(seeds))
     operand: Operand | None = entry.value
     if operand is None:
-        operand = entry.value = Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
+        operand = entry.value = _cast(x, binding, seeds, transposed, straight)
     return operand
+
+
+def _cast(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, transposed: bool, straight: bool) -> Operand:
+    if not transposed:
+        return Operand(*quantize(x, binding.x, seeds.x, seeds.offset, straight=straight))
+    found = Operand(*quantize_transposed(x, binding.x_transposed, seeds.x, seeds.offset, straight=straight))
+    if not binding.by_column:
+        return found
+    of_rows, of_columns = by_row_and_column(found.scale, x.shape[-1])
+    return found._replace(scale=of_rows, column_scale=of_columns)
 
 
 def _mark(seeds: Seeds) -> Hashable:
@@ -268,8 +291,10 @@ class Gradient(NamedTuple):
     Attributes:
         incoming: as autograd delivers it.
         wide: in the operator's float gradient format; None where no product reads one.
-        quantized: 8-bit values, of a linear operator as (M, N); ``scale``: their one scale; None where no product reads them.
-        transposed: the 8-bit values as (N, M), where the product for the weight's gradient wants them so.
+        quantized: 8-bit values, of a linear operator as (M, N); ``scale``: their one scale, or one a row; None where no product
+            reads them.
+        transposed: the 8-bit values as (N, M), where the product for the weight's gradient wants them so; ``column_scale``: their
+            scales, where they have some of their own.
         channel_scale: the weight's scales, if the gradient was multiplied by them first.
     """
 
@@ -279,15 +304,16 @@ class Gradient(NamedTuple):
     scale: Copy = None
     transposed: Copy = None
     channel_scale: Copy = None
+    column_scale: Copy = None
 
     def grad_input_scale(self, w_scale: torch.Tensor) -> torch.Tensor:
-        """The one scale of an 8-bit product with the weight."""
+        """The scale, or one a row, of an 8-bit product with the weight."""
         scale: torch.Tensor = self.scale if self.channel_scale is not None else self.scale * w_scale
         return scale
 
     def grad_weight_scale(self, x_scale: torch.Tensor) -> torch.Tensor:
-        """The scale, or one per output channel, of an 8-bit product with the activation."""
-        scale: torch.Tensor = self.scale * x_scale
+        """The scale, or one per output channel, of an 8-bit product with the activation, whose scales by column are left out."""
+        scale: torch.Tensor = self.scale * x_scale if self.column_scale is None else self.column_scale
         return scale if self.channel_scale is None else scale / self.channel_scale
 
     def for_bias(self) -> torch.Tensor:
@@ -322,13 +348,14 @@ def cast_gradient(
         return Gradient(grad, wide)
     multiplied = for_input and binding.steps.multiplied and w_scale is not None and w_scale.numel() > 1
     multiplier = w_scale if multiplied else None
-    transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
+    transpose = for_weight and binding.wants_transposed and (binding.by_column or grad.device.type == "cuda")
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of images.
     source, offset = rows(grad) if binding.of_rows else as_images(grad, binding), _offset(stream, straight)
     if transpose:
         q, scale, _, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
-        return Gradient(grad, wide, q, scale, transposed, multiplier)
+        of_rows, of_columns = by_row_and_column(scale, source.shape[1]) if binding.by_column else (scale, None)
+        return Gradient(grad, wide, q, of_rows, transposed, multiplier, of_columns)
     q, scale, _ = quantize(source, quantization, seed, offset, multiplier, straight=straight)
     return Gradient(grad, wide, q, scale, None, multiplier)
 

@@ -68,12 +68,12 @@ class QuantizedProduct(torch.autograd.Function):
             x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
         if weight_copy is None:
             weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight)
-        q_x, x_scale, stream, x_transposed = x_copy
+        q_x, x_scale, stream, *_ = x_copy
         q_w, w_scale, *_ = weight_copy
-        kept_x = q_x if x_transposed is None else x_transposed.t()
+        kept_x, kept_x_scale = x_copy.kept
         # A convolution's weight copy is needed for its shape alone when only the weight has a gradient.
         kept_w = q_w if need_x or (need_w and not of_rows) else None
-        copies = (*((kept_x, x_scale) if need_w else (None, None)), kept_w, w_scale if need_x else None)
+        copies = (*((kept_x, kept_x_scale) if need_w else (None, None)), kept_w, w_scale if need_x else None)
         keep_for_backward(ctx, x, copies, stream, binding, seeds)
         return OUTPUT[of_rows](q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
@@ -126,7 +126,8 @@ def backward_products(
         if binding.grad_weight_quantized:
             scale = gradient.grad_weight_scale(saved.x_scale)
             quantized = gradient.quantized if gradient.transposed is None else gradient.transposed.t()
-            grad_w = grad_weight(quantized, saved.x, scale, saved.w, binding, straight=straight)
+            columns = saved.x_scale if binding.by_column else None
+            grad_w = grad_weight(quantized, saved.x, scale, saved.w, binding, columns, straight=straight)
         else:
             grad_w = grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding, straight=straight)
     if needs[2]:

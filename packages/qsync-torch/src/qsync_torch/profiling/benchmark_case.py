@@ -170,8 +170,8 @@ def _quantized_case(
     x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
     place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
     needs = (x_needs_gradient, True, bias is not None)
-    kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
-    saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
+    kept_x, kept_x_scale = q_x.kept
+    saved = Saved(kept_x, kept_x_scale, q_w.values, q_w.scale, x.shape, x_dtype)
     apply = partial(QuantizedProduct.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x)
 
     def forward() -> Any:
