@@ -135,6 +135,8 @@ def scale_reasons(request: KernelRequest) -> Iterator[str]:
         yield "scales per input channel do not factor out of a product; quantize the activation per tensor or per row"
     if variant.w_granularity is Granularity.PER_ROW:
         yield "a weight has scales per tensor or per output channel, not per row"
+    if variant.channel_factors and request.op in Op.CONVOLUTIONS:
+        yield "factors of input channels belong to linear operators, not to convolutions"
     if rows and request.op in Op.CONVOLUTIONS:
         yield "rows of a convolution's patches overlap and cannot have scales of their own; quantize the activation per tensor"
 

@@ -106,6 +106,7 @@ def formats_of(request: KernelRequest) -> str:
     else:
         parts += [f"gw={variant.grad_weight}", f"grad={steps_of(variant).grad_weight.precision}", f"x={variant.x_granularity}"]
         parts += [f"w={variant.w_granularity}"] if variant.grad_weight.needs_scale else []
+    parts += ["columns"] if request.column_scaled else []
     return ";".join(parts) if variant.symmetric else ";".join([*parts, "sym=false"])
 
 

@@ -40,8 +40,8 @@ def build_linear_output(config: ProductConfig) -> Planned:
 
 
 def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Planned:
-    """``kernel(grad_MN, w_NK, scale, out_MK, column_scale=None)``: 8-bit grad and a scale (or one for each m), or 16-bit grad and w's
-    scales; all columns may be multiplied by a number each.
+    """``kernel(grad_MN, w_NK, scale, out_MK, column_scale=None)``: 8-bit grad and a scale (or one for each m), or 16-bit grad and
+    w's scales; all columns may be multiplied by a number each.
     """
     mixed, product = MixedProduct(config), EightBitProduct(config)
 

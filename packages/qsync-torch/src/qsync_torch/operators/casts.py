@@ -16,7 +16,8 @@ so G is multiplied by them before it is quantized: s_g · g_q = G · s_w.  Then
 
 the same quantized copy in both.  Under a scale for each row of activation and gradient, s_x[m] and s_g[m], the second sum runs over
 them: it reads copies with a scale for each column instead, (s_g[n] · s_x[k] / s_w[n]) · Σ_m g'_q[m, n] · x'_q[m, k].  Where the
-weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as it is.  Stochastic rounding draws independently of the operands' rounding, so both products stay unbiased.
+weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as it is.  Stochastic rounding draws
+independently of the operands' rounding, so both products stay unbiased.
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ def cast_input(
     *,
     grad_enabled: bool = True,
     straight: bool = False,
+    inverse: torch.Tensor | None = None,
 ) -> Operand:
     """The activation quantized as the operator's steps say, shared through ``cache``.
 
@@ -204,13 +206,14 @@ def cast_input(
         cache: where casts are shared.
         grad_enabled: whether a backward pass may follow, which reads the transposed copy of a GPU's operand.
         straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``x``.
+        inverse: of the factors of the channels; its copies are the operator's own.
     """
     if x.dtype not in _QUANTIZED:
         raise _refused(x, binding)
     # The copy that a backward product reads; on a CPU products read operands in any layout.
     transposed = binding.wants_transposed and grad_enabled and (binding.by_column or x.device.type == "cuda")
-    if cache is None or not cache.applies_to(x):
-        return _cast(x, binding, seeds, transposed, straight)
+    if cache is None or inverse is not None or not cache.applies_to(x):
+        return _cast(x, binding, seeds, transposed, straight, inverse)
     entry = cache.find(x, (binding.x_transposed if transposed else binding.x).kind, _mark(seeds))
     operand: Operand | None = entry.value
     if operand is None:
@@ -218,10 +221,19 @@ def cast_input(
     return operand
 
 
-def _cast(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, transposed: bool, straight: bool) -> Operand:
+def _cast(
+    x: torch.Tensor,
+    binding: OperatorBinding,
+    seeds: Seeds,
+    transposed: bool,
+    straight: bool,
+    inverse: torch.Tensor | None = None,
+) -> Operand:
     if not transposed:
-        return Operand(*quantize(x, binding.x, seeds.x, seeds.offset, straight=straight))
-    found = Operand(*quantize_transposed(x, binding.x_transposed, seeds.x, seeds.offset, straight=straight))
+        # The channels that a multiplier counts are the last dimension of a matrix.
+        q, scale, stream = quantize(x if inverse is None else rows(x), binding.x, seeds.x, seeds.offset, inverse, straight=straight)
+        return Operand(q if inverse is None else q.view(x.shape), scale, stream)
+    found = Operand(*quantize_transposed(x, binding.x_transposed, seeds.x, seeds.offset, inverse, straight=straight))
     if not binding.by_column:
         return found
     of_rows, of_columns = by_row_and_column(found.scale, x.shape[-1])
@@ -256,7 +268,15 @@ def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
     )
 
 
-def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seed: int, stream: Offset, *, straight: bool = False) -> Operand:
+def cast_weight(
+    weight: torch.Tensor,
+    binding: OperatorBinding,
+    seed: int,
+    stream: Offset,
+    *,
+    straight: bool = False,
+    factor: torch.Tensor | None = None,
+) -> Operand:
     """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`.
 
     Args:
@@ -264,10 +284,11 @@ def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seed: int, strea
         binding: how the operator runs.
         seed: of the weights' rounding; stream: the activation's, so that a weight's error differs from one micro-batch to the next.
         straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``weight``.
+        factor: of each input channel, by which it is multiplied.
     """
     # Integer products read the rows of a matrix; the transpose of a (K, N) parameter is copied.
     dense = weight.contiguous() if binding.of_rows else weight
-    return Operand(*quantize(dense, binding.w, seed, _offset(stream, straight), straight=straight))
+    return Operand(*quantize(dense, binding.w, seed, _offset(stream, straight), factor, straight=straight))
 
 
 def _offset(stream: Offset, straight: bool) -> Offset:
@@ -368,6 +389,7 @@ class Saved(NamedTuple):
             no gradient.
         w, w_scale: the weight's copy; None where no product reads it.
         x_shape, x_dtype: of the float activation.
+        inverse: of the factors of its channels.
     """
 
     x: Copy
@@ -376,6 +398,7 @@ class Saved(NamedTuple):
     w_scale: Copy
     x_shape: torch.Size
     x_dtype: torch.dtype
+    inverse: Copy = None
 
 
 BackwardProducts = Callable[[Gradient, Saved, OperatorBinding, Needs, bool], Grads]
@@ -507,11 +530,12 @@ def keep_for_backward(
     stream: torch.Tensor,
     binding: OperatorBinding,
     seeds: Seeds,
+    inverse: torch.Tensor | None,
 ) -> None:
     """Save the 8-bit copies (activation, its scales, weight, its scales), the activation's stream and what else backward asks for;
     never a float operand."""
     rounds = binding.grad_input_quantized or binding.grad_weight_quantized
-    ctx.save_for_backward(*copies, stream if rounds else None)
+    ctx.save_for_backward(*copies, stream if rounds else None, inverse)
     ctx.kept = binding, seeds, x.shape, x.dtype
 
 
@@ -525,7 +549,7 @@ class _Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_NO_TENSORS = (None,) * 6
+_NO_TENSORS = (None,) * 7
 """Gradients of an operator's arguments from the binding on."""
 
 
@@ -545,10 +569,10 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
             return run_backward(ctx, grad, products)
     binding, seeds, x_shape, x_dtype = ctx.kept
     needs = ctx.needs_input_grad[:3]
-    x, x_scale, w, w_scale, stream = ctx.saved_tensors
+    x, x_scale, w, w_scale, stream, inverse = ctx.saved_tensors
     # Hooks may keep 16 bits of all that autograd saves (saved_tensors_hooks).
-    x_scale, w_scale = (None if scale is None else scale.float() for scale in (x_scale, w_scale))
-    saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype)
+    x_scale, w_scale, inverse = (None if scale is None else scale.float() for scale in (x_scale, w_scale, inverse))
+    saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype, inverse)
     gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, stream, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
     if grad_x is not None and grad_x.dtype is not x_dtype:
