@@ -33,6 +33,7 @@ from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
+from qsync_torch.profiling.attention_masks import masks_told
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
 from qsync_torch.profiling.profile import STEP_EFFORT, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
@@ -149,6 +150,8 @@ class Bench:
             )
             if self.job.compiles:
                 self.board.note(self._compiled(group.name, found.steps[0]))
+                if masks := masks_told(self.dag, self.device, found.steps[0].iteration_ns):
+                    self.board.note(masks)
             return Made(inputs, to_bytes(found))
 
         ladder, known = _texts(group.ladder), self.folder.parts.get(f"profile {group.name}")
