@@ -342,6 +342,13 @@ def draws(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]]:
         rows = formats(part, Precision.INT8, x_granularity=ROW)
         for exact in (True, False):
             yield f"int8 by row{'' if exact else ', any scales'}", Draw(variant=rows, exact=exact)
+        factors = attrs.evolve(rows, channel_factors=True)
+        yield "int8 by row, channel factors", Draw(variant=factors)
+        yield "int8, channel factors", Draw(variant=attrs.evolve(factors, x_granularity=TENSOR))
+        for precision in FLOATS:
+            out = precision if part == "grad_input" else Precision.FLOAT32
+            variant = formats(part, precision, x_granularity=ROW, channel_factors=True)
+            yield f"from {precision}, channel factors", Draw(variant=variant, out=out, exact=False)
     if part == "grad_weight":
         yield "int8, one scale", Draw(variant=eight, one_scale=True)
 

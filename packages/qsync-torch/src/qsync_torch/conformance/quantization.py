@@ -323,6 +323,8 @@ def values() -> list[Case]:
     for shape, order in ((matrix, ""), ((2, 6, 5, 3), "channels-last")):
         drawn = normal(shape, torch.bfloat16, order=order)
         found.append(case(f"multiplied {shape}", drawn, variant_of(NEAREST), multiplied=True))
+    for by in (ROW, CHANNEL):
+        found.append(case(f"multiplied by {by}", normal(matrix, torch.bfloat16), variant_of(NEAREST, by), multiplied=True))
     for shape in (matrix, (64, 128), (1, 3), (3, 1)):
         found.append(case(f"transposed copy of {shape}", normal(shape), variant_of(STOCHASTIC), transposed=True))
         for rounding, dtype in ((STOCHASTIC, torch.float32), (NEAREST, torch.bfloat16)):
