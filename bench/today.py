@@ -2,7 +2,8 @@
 
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
-P1 to P3 need a CUDA device, P1 and P1b torchao too.  ``--tiny`` tries them on a CPU, with small models; such rows are printed only.
+P1 to P3 need a CUDA device, P1 and P1b torchao too; P4 (and P4b) takes minutes of a CPU.  ``--tiny`` tries all on a CPU, with small
+models; such rows are printed only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from eight_bit import steps
+from eight_bit import scales, steps
 from kernels.bench import Bench, Row
 from results import write_rows
 
@@ -25,7 +26,13 @@ COMMAND = "python bench/today.py"
 
 def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """What measures rows, by the name that ``--only`` takes."""
-    return {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
+    return {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES} | {
+        "P4": partial(scales.rows, bench)
+    }
+
+
+ON_A_CPU = {"P4"}
+"""Rows that need no device."""
 
 
 def main() -> None:
@@ -42,7 +49,7 @@ def main() -> None:
     wanted = [name for name in options.only.split(",") if name] or list(known)
     if unknown := [name for name in wanted if name not in known]:
         raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
-    if not cuda and not options.tiny:
+    if not cuda and not options.tiny and not ON_A_CPU.issuperset(wanted):
         raise SystemExit("these rows need a CUDA device, and torch sees none; --tiny tries them on a CPU")
     where = {"directory": options.directory} if options.directory else {}
     for name in wanted:

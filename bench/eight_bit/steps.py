@@ -41,13 +41,16 @@ class Way:
 
 BASE, TORCHAO = Way("bf16"), Way("torchao float8")
 ALL = INT8.format(gradients="gi=int8;gw=int8", x="tensor")
+ROWS = INT8.format(gradients="gi=int8;gw=int8", x="row")
 WAYS = (
     BASE,
     TORCHAO,
     Way("int8 forward", "int8>bfloat16"),
     Way("int8", ALL),
     Way("int8, saved", ALL, "int8"),
-    Way("int8, a scale a row", INT8.format(gradients="gi=int8;gw=bfloat16", x="row")),
+    Way("int8, a scale a row, 16-bit gw", INT8.format(gradients="gi=int8;gw=bfloat16", x="row")),
+    Way("int8, a scale a row", ROWS),
+    Way("int8, channel factors", f"{ROWS};factors=channel"),
 )
 
 

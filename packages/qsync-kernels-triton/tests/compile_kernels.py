@@ -15,7 +15,12 @@ from qsync_kernels_triton.elementwise import dequantize, dequantize_rows
 from qsync_kernels_triton.products.conv2d import implicit_gemm
 from qsync_kernels_triton.products.gemm import gemm, mixed_gemm
 from qsync_kernels_triton.products.pointwise import pointwise_grad_weight
-from qsync_kernels_triton.quantize.rows import quantize_rows, quantize_twice_from_partials
+from qsync_kernels_triton.quantize.rows import (
+    maxima_of_rows_and_columns,
+    quantize_by_row_and_column,
+    quantize_rows,
+    quantize_twice_from_partials,
+)
 from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
 
 POINTERS = {
@@ -48,13 +53,24 @@ def cases(capability):
         QUANTIZE | {"UNIT": 8, "ALIGNED": True, "MULTIPLIER": 0} | tile | overlap,
         {},
     )
-    whole, by_row, half = {"BLOCK": 8192, "SCALED": True}, {"ROWS": 32, "BLOCK": 256}, {"out_ptr": "*fp16"}
+    cut = {"UNIT": 8, "ROW_UNIT": 16, "ROWS": 64, "BLOCK": 128, "FULL": True, "MULTIPLIER": 1}
+    yield "maxima_of_rows_and_columns", maxima_of_rows_and_columns, cut, {"maxima_ptr": "*i32"}
+    yield "quantize_by_row_and_column", quantize_by_row_and_column, QUANTIZE | cut | {"ALIGNED": True}, {"maxima_ptr": "*i32"}
+    whole, by_row, half = {"BLOCK": 8192}, {"ROWS": 32, "BLOCK": 256, "COLUMNS": True}, {"out_ptr": "*fp16"}
     yield "dequantize", dequantize, whole, half
     yield "dequantize_rows", dequantize_rows, by_row, half
     scaled = {"ACCUMULATOR": tl.int32, "A_SCALES": 1, "B_SCALES": 2, "BIAS": True, "EVEN_K": True}
     operands = {"a_ptr": "*i8", "b_ptr": "*i8", "out_ptr": "*bf16"}
     yield "gemm", gemm, PRODUCT | scaled, operands
-    unit = {"a_inner": 1, "b_column": 1, "INNER_SCALES": True, "SCALE_FIRST": False, "EVEN_K": True, "WIDEN": False}
+    unit = {
+        "a_inner": 1,
+        "b_column": 1,
+        "INNER_SCALES": True,
+        "SCALE_FIRST": False,
+        "EVEN_K": True,
+        "WIDEN": False,
+        "COLUMNS": True,
+    }
     yield "mixed_gemm", mixed_gemm, PRODUCT | unit, operands | {"a_ptr": "*bf16"}
     tall = PRODUCT | {"BLOCK_M": 64, "BLOCK_N": 256, "GROUP_M": 1, "EVEN_K": True, "WIDEN": False}
     for name, strided in (("pointwise_grad_weight", False), ("pointwise_grad_weight strided", True)):

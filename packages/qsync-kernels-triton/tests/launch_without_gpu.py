@@ -89,6 +89,8 @@ def cases():
         yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, stream, 1 << 40, offset)
     extras = (torch.ones(40_960), torch.empty(40_960, 96, dtype=torch.int8))
     yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), None, 1, 2, *extras)
+    both = torch.empty(96 + 40_960)
+    yield build_quantize(Granularity.PER_ROW, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, both, None, 1, 2, *extras)
     a, b, one = torch.zeros(256, 512, dtype=torch.int8), torch.zeros(128, 512, dtype=torch.int8), torch.ones(1)
     for tma in (0, 1):
         yield build_linear_output(ProductConfig(tma=tma)), (a, one, b, torch.ones(128), None, torch.empty(256, 128))

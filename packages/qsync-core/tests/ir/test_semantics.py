@@ -7,12 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsync_core.ir.chain import Producer
 from qsync_core.ir.dag import OpClass, Operator
 from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
 from qsync_core.ir.profile import CastKey, DeviceKind
-from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision, steps_of
+from qsync_core.ir.semantics import (
+    Autocast,
+    Cast,
+    CastSite,
+    CastTarget,
+    casts,
+    output_precision,
+    readable_copy,
+    run_precision,
+    steps_of,
+)
 from qsync_core.ir.variant import Variant, ladder_under
 
 INT8, FLOAT8, BF16, FP16, FP32 = Precision
@@ -232,3 +243,33 @@ def test_noise_beyond_the_base_is_that_of_the_operands():
     assert (beyond.output, beyond.gradients) == (None, None)
     both = attrs.evolve(int8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
     assert VariantNoise.of(both, BF16).gradients == VariantNoise.of(both).gradients
+
+
+def test_scales_of_rows_are_the_gradients_too_and_its_product_over_rows_reads_columns():
+    int8 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8, grad_weight=Precision.INT8)
+    for granularity, by_column in ((Granularity.PER_TENSOR, False), (Granularity.PER_ROW, True)):
+        steps = steps_of(attrs.evolve(int8, x_granularity=granularity))
+        assert steps.grad_output == (CastTarget(Precision.INT8, granularity, Rounding.STOCHASTIC),)
+        assert (steps.grad_input, steps.grad_weight, steps.by_column) == (*steps.grad_output * 2, by_column)
+    assert not steps_of(attrs.evolve(int8, x_granularity=Granularity.PER_ROW, grad_weight=Precision.BFLOAT16)).by_column
+
+
+def test_channel_factors_are_of_both_operands_and_in_no_copy_of_a_producer():
+    plain = Variant.of(Precision.INT8)
+    factored = attrs.evolve(plain, channel_factors=True)
+    steps = steps_of(factored)
+    assert (steps.x, steps.weight) == tuple(
+        attrs.evolve(target, factored=True) for target in (steps_of(plain).x, steps_of(plain).weight)
+    )
+    assert steps.x.from_(Precision.BFLOAT16) == steps_of(plain).x.from_(Precision.BFLOAT16)
+    assert readable_copy(Producer.LAYER_NORM, plain) == steps_of(plain).x
+    assert readable_copy(Producer.LAYER_NORM, factored) is None
+    assert not steps_of(attrs.evolve(Variant.plain(Precision.BFLOAT16), channel_factors=True)).factored
+
+
+def test_the_text_of_channel_factors_stands_behind_all_others():
+    factored = attrs.evolve(Variant.of(Precision.INT8), channel_factors=True)
+    assert str(factored) == f"{Variant.of(Precision.INT8)};factors=channel"
+    assert Variant.parse(str(factored)) == factored
+    with pytest.raises(ValueError, match="not a variant: 'int8;factors=channel'"):
+        Variant.parse("int8;factors=channel")

@@ -120,6 +120,12 @@ def test_int8_gradients(path, m, k, n, grad_layout, other_layout, seed):
     build(Op.LINEAR_GRAD_WEIGHT, INT8, path)(grad, x, channel_scale, grad_w)
     assert torch.equal(grad_x, ((grad.double() @ w.double()).float() * scale).bfloat16())
     assert torch.equal(grad_w, (grad.double().t() @ x.double()).float() * channel_scale[:, None])
+    rows, columns = torch.rand(m, generator=generator), torch.rand(k, generator=generator)
+    build(Op.LINEAR_GRAD_INPUT, INT8, path)(grad, w, rows, grad_x, columns)
+    build(Op.LINEAR_GRAD_WEIGHT, INT8, path)(grad, x, channel_scale, grad_w, columns)
+    # The kernel multiplies by the column's number first.
+    assert torch.equal(grad_x, ((grad.double() @ w.double()).float() * columns * rows[:, None]).bfloat16())
+    assert torch.equal(grad_w, (grad.double().t() @ x.double()).float() * columns * channel_scale[:, None])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -204,7 +210,7 @@ def test_scales_and_bias_may_be_strided(path, strided):
 def test_scales_along_the_sum_are_refused():
     kernel = build(Op.LINEAR_GRAD_INPUT, INT8, "tma")
     grad, w = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 16, dtype=torch.int8)
-    with pytest.raises(BackendError, match=r"linear.grad_input in 8 bit sums over output channels and takes one scale, got 8"):
+    with pytest.raises(BackendError, match="sums over output channels and takes one scale, or one for each of 4 rows, got 8"):
         kernel(grad, w, torch.ones(8), torch.empty(4, 16, dtype=torch.bfloat16))
 
 

@@ -32,33 +32,39 @@ def _transpose(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def dequantize(q_ptr, scale_ptr, out_ptr, numel, BLOCK: tl.constexpr, SCALED: tl.constexpr):
-    """out[i] = scale * q[i], or q[i], in memory order; grid (blocks,)."""
+def dequantize(q_ptr, scale_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    """out[i] = scale * q[i] in memory order; grid (blocks,)."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = position < numel
-    value = tl.load(q_ptr + position, mask=inside, other=0.0).to(tl.float32)
-    if SCALED:
-        value *= tl.load(scale_ptr)
+    value = tl.load(q_ptr + position, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr)
     tl.store(out_ptr + position, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def dequantize_rows(q_ptr, scale_ptr, out_ptr, rows, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[r, i] = scale[r] * q[r, i] for rows that follow each other in memory; grid (blocks of rows, blocks of a row)."""
+def dequantize_rows(
+    q_ptr, scale_ptr, column_ptr, out_ptr, rows, length, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out[r, i] = scale[r] * q[r, i] for rows that follow each other in memory; grid (blocks of rows, blocks of a row).
+
+    COLUMNS: times one number for each i.
+    """
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = row.to(tl.int64)[:, None] * length + column[None, :]
     inside = (row < rows)[:, None] & (column < length)[None, :]
     scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)
     value = tl.load(q_ptr + position, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    if COLUMNS:
+        value *= tl.load(column_ptr + column, mask=column < length, other=0.0)[None, :]
     tl.store(out_ptr + position, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _ROW_BLOCK = 256
 _LAUNCH_TRANSPOSE = Launch(_transpose, {"ROWS": _TILE, "COLUMNS": _TILE}, num_warps=8)
-_LAUNCH_DEQUANTIZE, _LAUNCH_WHOLE = (
-    Launch(dequantize, {"BLOCK": _BLOCK, "SCALED": scaled}, num_warps=8) for scaled in (True, False)
+_LAUNCH_DEQUANTIZE = Launch(dequantize, {"BLOCK": _BLOCK}, num_warps=8)
+_LAUNCH_DEQUANTIZE_ROWS, _LAUNCH_DEQUANTIZE_BOTH = (
+    Launch(dequantize_rows, {"ROWS": _BLOCK // _ROW_BLOCK, "BLOCK": _ROW_BLOCK, "COLUMNS": columns}, num_warps=8)
+    for columns in (False, True)
 )
-_LAUNCH_DEQUANTIZE_ROWS = Launch(dequantize_rows, {"ROWS": _BLOCK // _ROW_BLOCK, "BLOCK": _ROW_BLOCK}, num_warps=8)
 
 
 def transpose_bytes(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -84,23 +90,26 @@ def transposed_bytes(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def dequantized(q: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, column_scale: torch.Tensor | None = None) -> torch.Tensor:
     """``scale * q`` in ``dtype`` with the strides of ``q``, which must fill its memory; the product is rounded once.
 
     Args:
         q: int8 or float8, dense in any order of dimensions; with a scale for each index of the first one, that is the outermost.
-        scale: float32, dense: one, or as many as the first dimension has; None for ``q`` itself.
+        scale: float32, dense: one, or as many as the first dimension has.
         dtype: float32, float16 or bfloat16.
+        column_scale: float32, dense, as many as the second dimension of a matrix has: multiplied too.
     """
+    if column_scale is not None:
+        q, scale = q.contiguous(), scale.expand(q.shape[0]).contiguous()
     out = torch.empty_like(q, dtype=dtype)
-    numel, rows = q.numel(), 1 if scale is None else scale.numel()
-    if numel and scale is not None and rows > 1:
+    numel, rows = q.numel(), scale.numel()
+    if numel and (rows > 1 or column_scale is not None):
         length = numel // rows
         key = (q.device.index, q.dtype, dtype, rows % 16 == 0, length % 16 == 0, length == 1)
         grid = (triton.cdiv(rows, _BLOCK // _ROW_BLOCK), triton.cdiv(length, _ROW_BLOCK), 1)
-        _LAUNCH_DEQUANTIZE_ROWS(grid, key, (q, scale, out), (rows, length))
+        launch, columns = (_LAUNCH_DEQUANTIZE_ROWS, scale) if column_scale is None else (_LAUNCH_DEQUANTIZE_BOTH, column_scale)
+        launch(grid, key, (q, scale, columns, out), (rows, length))
     elif numel:
         key = (q.device.index, q.dtype, dtype, numel % 16 == 0, numel == 1, numel > 2**31 - 1)
-        launch, factor = (_LAUNCH_WHOLE, out) if scale is None else (_LAUNCH_DEQUANTIZE, scale)
-        launch((triton.cdiv(numel, _BLOCK), 1, 1), key, (q, factor, out), (numel,))
+        _LAUNCH_DEQUANTIZE((triton.cdiv(numel, _BLOCK), 1, 1), key, (q, scale, out), (numel,))
     return out

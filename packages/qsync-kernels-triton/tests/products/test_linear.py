@@ -16,6 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from hypothesis_profiles import tries  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_kernels_triton.config import ProductConfig  # noqa: E402
+from qsync_kernels_triton.products import by_library  # noqa: E402
 from qsync_kernels_triton.products.linear import build_linear_grad_input, build_linear_grad_weight, build_linear_output  # noqa: E402
 
 CUT = ProductConfig(32, 32, 32, 1, 2, 2)
@@ -117,6 +118,37 @@ def test_grad_weight_takes_a_scale_for_each_output_channel():
     grad, x, scale, out = integers(40, 50), integers(40, 70, seed=1), scales(50), torch.empty(50, 70)
     build_linear_grad_weight(CUT, True)(grad, x, scale, out)
     assert_close(out, grad.double().t() @ x.double() * scale.double().view(-1, 1), torch.float32)
+
+
+@pytest.mark.parametrize("way", ["dense", "transposed"])
+def test_int8_gradients_take_scales_of_rows_and_columns(way):
+    """A column's number stands for a factor of the input channel, and in the gradient of the weight for the activation's scales."""
+    m, n, k = 40, 50, 70
+    grad, w, x = strided(integers(m, n), way), integers(n, k, seed=1), strided(integers(m, k, seed=2), way)
+    columns, grad_x, grad_w = scales(2 * k, seed=3)[::2], torch.empty(m, k), torch.empty(n, k)
+    build_linear_grad_input(CUT, True)(grad, w, scales(m), grad_x, columns)
+    build_linear_grad_weight(CUT, True)(grad, x, scales(n), grad_w, columns)
+    assert_close(grad_x, grad.double() @ w.double() * scales(m).double()[:, None] * columns.double(), torch.float32)
+    assert_close(grad_w, grad.double().t() @ x.double() * scales(n).double()[:, None] * columns.double(), torch.float32)
+    with pytest.raises(BackendError, match=r"column_scale must be None or float32 of shape \(70,\), got torch.float32 \(50,\)"):
+        build_linear_grad_input(CUT, True)(grad, w, ONE, grad_x, scales(n))
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("many", [False, True])
+def test_float_gradients_take_a_number_for_each_column(many, dtype, library):
+    m, n, k = 40, 50, 70
+    x, w, columns = integers(m, k), integers(n, k, seed=1), scales(k, seed=3) * 64
+    grad = torch.randn(m, n, generator=torch.Generator().manual_seed(2)).to(dtype)
+    grad_x, grad_w = torch.empty(m, k, dtype=dtype), torch.empty(n, k)
+    w_scale, x_scale = scales(n if many else 1), scales(m if many else 1)
+    to_input = by_library.build_linear_grad_input() if library else build_linear_grad_input(CUT, False)
+    to_weight = by_library.build_linear_grad_weight() if library else build_linear_grad_weight(CUT, False)
+    to_input(grad, w, w_scale, grad_x, columns)
+    to_weight(grad, x, x_scale, grad_w, columns)
+    assert_close_to_product(grad_x, grad, w.double() * w_scale.double().view(-1, 1) * columns.double(), dtype)
+    assert_close_to_product(grad_w, grad.t(), x.double() * x_scale.double().view(-1, 1) * columns.double(), dtype)
 
 
 @pytest.mark.parametrize("left", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -254,7 +286,7 @@ def test_a_refused_bias_is_refused_after_one_that_fits_too():
 
 def test_gradients_refuse_scales_and_outputs_that_do_not_fit():
     grad, out = integers(4, 5), torch.empty(4, 8)
-    with pytest.raises(BackendError, match=r"linear.grad_input: scale must be 1 float32, got torch.float32 \(5,\)"):
+    with pytest.raises(BackendError, match=r"linear.grad_input: scale must be 1 or 4 float32, got torch.float32 \(5,\)"):
         build_linear_grad_input(CUT, True)(grad, W, torch.ones(5), out)
     with pytest.raises(BackendError, match=r"linear.grad_input: out must be .* of shape \(4, 8\)"):
         build_linear_grad_input(CUT, False)(grad.float(), W, ONE, torch.empty(8, 4))

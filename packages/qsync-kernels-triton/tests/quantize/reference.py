@@ -70,8 +70,8 @@ def signed(stream):
     return stream - (1 << 64) if stream >= 1 << 63 else stream
 
 
-def quantize(rows, rounding, form="int8", seed=0, streams=(0,)):
-    """Values (as float32) and scales of a float32 matrix, one scale and one stream per row."""
+def quantize(rows, rounding, form="int8", seed=0, streams=(0,), position=None):
+    """Values (as float32) and scales of a float32 matrix, one scale and one stream per row; ``position``: of its elements."""
     scale = scales(rows, form)[:, None]
     spacing = np.float32(1)
     y = rows * inverses(rows, scale, form) if rounding == "stochastic" else rows / scale
@@ -85,7 +85,7 @@ def quantize(rows, rounding, form="int8", seed=0, streams=(0,)):
     elif rounding == "floor":
         q = np.floor(y)
     else:
-        position = np.arange(rows.size, dtype=np.uint64).reshape(rows.shape)
+        position = np.arange(rows.size, dtype=np.uint64).reshape(rows.shape) if position is None else position
         # Adding the centred threshold and rounding to nearest is a floor of y + threshold.
         q = np.rint(
             (y + (thresholds(seed, position, np.array(streams, dtype=np.uint64)[:, None]) - np.float32(0.5))).astype(np.float32)

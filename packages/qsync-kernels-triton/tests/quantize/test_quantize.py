@@ -266,7 +266,10 @@ def test_an_offset_in_a_tensor_is_read_when_the_kernel_runs(granularity, way):
         offset.fill_(value)
         kernel(x, q, scale, None, 9, offset)
         assert torch.equal(q, run(x, granularity, Rounding.STOCHASTIC, seed=9, offset=value)[0])
-        kernel(x, q, scale, None, 9, offset, None, transposed)
+        if granularity is not Granularity.PER_ROW:  # whose transposed copy is another
+            kernel(x, q, scale, None, 9, offset, None, transposed)
+        else:
+            transposed = q.t()
         assert torch.equal(transposed, run(x, granularity, Rounding.STOCHASTIC, seed=9, offset=value)[0].t())
         found.append(q.clone())
     assert not torch.equal(found[0], found[1])
@@ -317,7 +320,7 @@ def test_a_multiplier_of_an_image_is_one_for_each_entry_of_dimension_one(channel
 
 
 @pytest.mark.parametrize("shape", [(70, 130), (64, 128), (1, 9), (3, 1)])
-@pytest.mark.parametrize("granularity", list(Granularity))
+@pytest.mark.parametrize("granularity", [Granularity.PER_TENSOR, Granularity.PER_CHANNEL])
 def test_the_transposed_result_is_the_transpose_of_the_same_integers(shape, granularity):
     x = tensor(*shape)
     transposed = torch.zeros(shape[::-1], dtype=torch.int8)
@@ -378,3 +381,37 @@ def test_multipliers_and_transposes_of_another_shape_are_refused_by_name():
 def test_a_single_number_is_its_own_scale(granularity):
     q, scale = run(torch.tensor(-3.0), granularity, Rounding.STOCHASTIC)
     assert (q.item(), scale.item()) == (-127, torch.tensor(3.0).div(127).item())
+
+
+@each_once(
+    {
+        "shape": [(7, 30), (1, 1), (64, 128), (130, 72), (3, 401)],
+        "rounding": list(Rounding),
+        "form": ["int8", "float8_e4m3fn"],
+        "dtype": [torch.float32, torch.bfloat16],
+    }
+)
+def test_rows_and_columns_equal_the_reference_bit_for_bit(shape, dtype, form, rounding):
+    """The transposed copy has a scale for each column; all draw from the stream of the whole, both copies of an element alike."""
+    x, multiplier = tensor(*shape, dtype=dtype), torch.linspace(0.5, 2.0, shape[1])
+    q, transposed = torch.empty(shape, dtype=FORMATS[form]), torch.empty(shape[::-1], dtype=FORMATS[form])
+    scale, stream, offset = torch.empty(sum(shape)), torch.zeros(1, dtype=torch.int64), (1 << 40) + 7
+    build_quantize(Granularity.PER_ROW, rounding, SMALL)(x, q, scale, stream, 5, offset, multiplier, transposed)
+    values, word = (x.float() * multiplier).numpy(), reference.stream_of(offset, reference.checksums(x, 1)[0])
+    position = np.arange(x.numel(), dtype=np.uint64).reshape(shape)
+    assert stream.item() == reference.signed(word)
+    for found, its_scales, groups, drawn in (
+        (q, scale[: shape[0]], values, position),
+        (transposed, scale[shape[0] :], values.T, position.T),
+    ):
+        expected, expected_scale = reference.quantize(groups, str(rounding), form, 5, (word,), drawn)
+        assert np.array_equal(its_scales.numpy(), expected_scale)
+        assert np.array_equal(found.float().numpy(), expected)
+
+
+def test_rows_and_columns_of_what_is_not_finite_have_infinite_scales():
+    x = tensor(5, 20)
+    x[1, 3], x[4, 7] = float("nan"), float("-inf")
+    q, transposed, scale = torch.empty(5, 20, dtype=torch.int8), torch.empty(20, 5, dtype=torch.int8), torch.empty(25)
+    build_quantize(Granularity.PER_ROW, Rounding.NEAREST, SMALL)(x, q, scale, None, 5, 0, None, transposed)
+    assert scale.isinf().nonzero().flatten().tolist() == [1, 4, 5 + 3, 5 + 7]

@@ -2,7 +2,7 @@
 
 import torch
 
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_torch.aten.quantize import dequantize
 from qsync_torch.quantize import quantize
 
@@ -19,7 +19,16 @@ def dequantized(x, variant, granularity, symmetric=True):
     return x.detach().to(dtype).double()
 
 
-def quantized_gradient(grad, w_scale, variant, of_images):
+def rounded(x, variant, by_column=False):
+    """A float tensor's int8 copy in float64: with one scale, or with one for each row of its last dimension, or for each column."""
+    granularity = Granularity.PER_ROW if variant.x_granularity is Granularity.PER_ROW else Granularity.PER_TENSOR
+    rows = x.reshape(-1, x.shape[-1]).t().contiguous() if by_column else x
+    q, scale = quantize(rows, Precision.INT8, granularity, rounding=variant.rounding)
+    values = dequantize(q, scale, granularity, torch.float64)
+    return values.t().reshape(x.shape) if by_column else values
+
+
+def quantized_gradient(grad, w_scale, variant, of_images, by_column=False):
     """What an int8 backward product sees of the incoming gradient, in float64.
 
     The gradient is quantized after multiplication by the scales of the weight's channels if it is multiplied with the weight.
@@ -27,8 +36,7 @@ def quantized_gradient(grad, w_scale, variant, of_images):
     factor = torch.ones((), device=grad.device)
     if variant.grad_input is Precision.INT8 and w_scale.numel() > 1:
         factor = w_scale.view(-1, *(1,) * (grad.ndim - 2)) if of_images else w_scale
-    q, scale = quantize(grad.float() * factor, Precision.INT8, rounding=variant.rounding)
-    return q.double() * scale / factor.double()
+    return rounded(grad.float() * factor, variant, by_column) / factor.double()
 
 
 def reference(function, x, weight, bias, grad, variant):
@@ -44,7 +52,11 @@ def reference(function, x, weight, bias, grad, variant):
             w_scale = quantize(weight.detach(), variant.compute, variant.w_granularity, variant.rounding)[1]
             seen[precision] = quantized_gradient(grad, w_scale, variant, weight.ndim > 2)
     (grad_x,) = torch.autograd.grad(y, x64, seen[variant.grad_input], retain_graph=True)
-    (grad_w,) = torch.autograd.grad(y, w64, seen[variant.grad_weight], retain_graph=True)
+    of_weight, at = seen[variant.grad_weight], y
+    if variant.grad_weight is Precision.INT8 and variant.x_granularity is Granularity.PER_ROW:
+        of_weight = quantized_gradient(grad, w_scale, variant, False, by_column=True)
+        at = function(rounded(x.detach().float(), variant, by_column=True), w64, b64)
+    (grad_w,) = torch.autograd.grad(at, w64, of_weight, retain_graph=True)
     grad_b = None if bias is None else torch.autograd.grad(y, b64, grad.double())[0]
     return y.detach(), grad_x, grad_w, grad_b
 

@@ -21,6 +21,9 @@ ALL = {
     "int8 gradients, one scale": attrs.evolve(
         INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8, w_granularity=Granularity.PER_TENSOR
     ),
+    "int8 gradients by row": attrs.evolve(
+        INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8, x_granularity=Granularity.PER_ROW
+    ),
     "int8 input gradient": INT8_INPUT_GRADIENT,
     "int8 weight gradient": attrs.evolve(INT8, grad_weight=Precision.INT8),
     "int8 to bfloat16": attrs.evolve(INT8, output=Precision.BFLOAT16),

@@ -45,6 +45,7 @@ class GradientCopies:
     Attributes:
         to_input, to_weight: the copies that the product for the input's gradient reads, and that for the weight's.
         shared: whether both products read one copy.
+        by_column: whether that for the weight's gradient has a scale for each column, where ``to_weight`` says each row.
         multiplied: the weight's cast, where the copy for the input's gradient is of the gradient times the weight's scale of each
             output channel.
     """
@@ -53,6 +54,7 @@ class GradientCopies:
     to_weight: CastTarget
     shared: bool
     multiplied: CastTarget | None
+    by_column: bool = False
 
 
 @attrs.frozen(cache_hash=True)
@@ -97,7 +99,8 @@ class VariantNoise:
         steps = steps_of(variant)
         operands = OperandCasts(steps.x, steps.weight, steps.bias)
         multiplied = steps.weight if steps.multiplied else None
-        copies = GradientCopies(steps.grad_input, steps.grad_weight, len(steps.grad_output) == 1, multiplied)
+        shared = len(steps.grad_output) == 1 and not steps.by_column
+        copies = GradientCopies(steps.grad_input, steps.grad_weight, shared, multiplied, steps.by_column)
         written = Precision.FLOAT32 if steps.is_quantized or variant.grad_weight.needs_scale else variant.grad_weight
         gradients = GradientCasts(
             None if copies.to_input == copies.to_weight == EXACT else copies,

@@ -119,12 +119,16 @@ def output_precision(
 
 @attrs.frozen(cache_hash=True)
 class CastTarget:
-    """What a tensor is cast to: a format; for an 8-bit one how many scales it has, how it is rounded, and whether symmetrically."""
+    """What a tensor is cast to: a format; for an 8-bit one how many scales it has, how it is rounded, and whether symmetrically.
+
+    ``factored``: it is first divided (an activation) or multiplied (a weight) by one factor for each input channel.
+    """
 
     precision: Precision
     granularity: Granularity = Granularity.PER_TENSOR
     rounding: Rounding = Rounding.NEAREST
     symmetric: bool = True
+    factored: bool = False
 
     def from_(self, source: Precision) -> CastKey | None:
         """The kind of cast that a tensor in ``source`` takes; None where it has the format already."""
@@ -139,12 +143,17 @@ def _target(precision: Precision, granularity: Granularity, rounding: Rounding) 
 
 def _input(variant: Variant) -> CastTarget:
     """The activation's copy is the only one that may have a zero point."""
-    target = _target(variant.compute, variant.x_granularity, variant.rounding)
+    target = _operand(variant, variant.x_granularity)
     return target if variant.symmetric or not variant.compute.needs_scale else attrs.evolve(target, symmetric=False)
 
 
 def _weight(variant: Variant) -> CastTarget:
-    return _target(variant.compute, variant.w_granularity, variant.rounding)
+    return _operand(variant, variant.w_granularity)
+
+
+def _operand(variant: Variant, granularity: Granularity) -> CastTarget:
+    target = _target(variant.compute, granularity, variant.rounding)
+    return attrs.evolve(target, factored=True) if variant.channel_factors and variant.compute.needs_scale else target
 
 
 def _bias(variant: Variant) -> CastTarget:
@@ -157,7 +166,8 @@ def _grad_output(variant: Variant, products: tuple[Precision, ...]) -> tuple[Cas
     floats = [precision for precision in products if not precision.needs_scale]
     eight_bit = [precision for precision in dict.fromkeys(products) if precision.needs_scale]
     wide = (CastTarget(promote(*floats)),) if floats else ()
-    return (*wide, *(_target(precision, Granularity.PER_TENSOR, variant.rounding) for precision in eight_bit))
+    granularity = Granularity.PER_ROW if variant.x_granularity is Granularity.PER_ROW else Granularity.PER_TENSOR
+    return (*wide, *(_target(precision, granularity, variant.rounding) for precision in eight_bit))
 
 
 @attrs.frozen
@@ -191,6 +201,8 @@ class OperatorSteps:
             where an 8-bit product writes the activation's format itself.
         multiplied: the 8-bit copy for ``grad_input`` is of the gradient times the weight's scale of each output channel, over which
             that product sums.
+        by_column: the 8-bit product for ``grad_weight``, which sums over rows, reads copies of activation and gradient of its own,
+            with a scale for each column, because theirs for the other products have one for each row.
     """
 
     variant: Variant
@@ -204,6 +216,12 @@ class OperatorSteps:
     grad_weight: CastTarget
     grad_input_result: Precision | None
     multiplied: bool
+    by_column: bool
+
+    @property
+    def factored(self) -> bool:
+        """Whether the operands have one factor for each input channel, which all gradients are freed of."""
+        return self.x.factored
 
     @property
     def is_quantized(self) -> bool:
@@ -237,6 +255,7 @@ def steps_of(variant: Variant) -> OperatorSteps:
         read_by(variant.grad_weight),
         None if variant.grad_input.needs_scale else variant.grad_input,
         variant.grad_input.needs_scale and weight.precision.needs_scale and weight.granularity is Granularity.PER_CHANNEL,
+        variant.grad_weight.needs_scale and x.granularity is Granularity.PER_ROW and variant.symmetric,
     )
 
 
@@ -257,10 +276,10 @@ def readable_copy(producer: Producer, variant: Variant) -> CastTarget | None:
     """The copy that an operator in a variant reads if a producer writes it; None where it reads the float tensor.
 
     A batch norm's copy has one scale.  No producer writes the transposed copy that an 8-bit product for the weight's gradient may
-    read, or one with a zero point.
+    read, one with a zero point, or one whose channels have factors.
     """
     steps = steps_of(variant)
-    if not steps.is_quantized or variant.grad_weight.needs_scale or not variant.symmetric:
+    if not steps.is_quantized or variant.grad_weight.needs_scale or not variant.symmetric or steps.factored:
         return None
     if producer is Producer.BATCH_NORM and steps.x.granularity is not Granularity.PER_TENSOR:
         return None

@@ -25,6 +25,8 @@ _FIELD_BY_LABEL = {
     "round": "rounding",
     "sym": "symmetric",
 }
+_FACTORS = ";factors=channel"
+"""What a text ends with that means channel factors; without them it is as it was before there were any."""
 
 
 @attrs.frozen
@@ -37,9 +39,13 @@ class Variant:
         saved: format in which operands are kept for backward.
         grad_input: format in which the gradient of the input is computed.
         grad_weight: format in which the gradient of the weight is computed; it is delivered to the parameter in float32.
-        x_granularity: scales of the quantized activation (8-bit compute only; otherwise per tensor and without effect).
+        x_granularity: scales of the quantized activation (8-bit compute only; otherwise per tensor and without effect).  One a row
+            goes for the incoming gradient too; an 8-bit product for the weight's gradient, which sums over the rows, then reads
+            copies of both with a scale for each column.
         w_granularity: scales of the quantized weight (likewise).
         rounding: of the casts to an 8-bit format; float casts round to nearest.
+        channel_factors: activation and weight are divided and multiplied by one factor for each input channel before they are
+            quantized, from the last step's magnitudes (linear operators in 8-bit formats).
         symmetric: absmax scales, values in -127..127, zero point 0.  False: the int8 activation has a zero point (affine); weight
             and gradients stay symmetric.  Only backend ``aten`` offers it.
     """
@@ -53,6 +59,7 @@ class Variant:
     w_granularity: Granularity = Granularity.PER_TENSOR
     rounding: Rounding = Rounding.NEAREST
     symmetric: bool = True
+    channel_factors: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.output.needs_scale:
@@ -149,7 +156,7 @@ class Variant:
         for label, field in _FIELD_BY_LABEL.items():
             value = getattr(self, field)
             parts.append(f"{label}={str(value).lower() if isinstance(value, bool) else value}")
-        return ";".join(parts)
+        return ";".join(parts) + (_FACTORS if self.channel_factors else "")
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -158,10 +165,10 @@ class Variant:
         Raises:
             ValueError: when the text names an unknown format, field or value.
         """
-        head, *rest = text.split(";")
+        head, *rest = text.removesuffix(_FACTORS).split(";")
         try:
             if not rest:
-                return cls.named(head)
+                return cls.named(text)
             compute = Precision(head)
             labels = dict(part.split("=", 1) for part in rest)
             if list(labels) != list(_FIELD_BY_LABEL) or len(labels) != len(rest):
@@ -176,6 +183,7 @@ class Variant:
                 w_granularity=Granularity(labels["w"]),
                 rounding=Rounding(labels["round"]),
                 symmetric={"true": True, "false": False}[labels["sym"]],
+                channel_factors=text.endswith(_FACTORS),
             )
         except (ValueError, KeyError) as error:
             known = ", ".join((*Precision, f"{Precision.INT8}{AFFINE}"))

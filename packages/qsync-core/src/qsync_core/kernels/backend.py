@@ -9,6 +9,7 @@ import attrs
 
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.chain import ALONE, ChainForm
+from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS
 from qsync_core.progress import ProgressCallback
@@ -83,6 +84,14 @@ class KernelRequest:
     multiplied: bool = False
     transposed: bool = False
     chain: ChainForm = ALONE
+
+    @property
+    def column_scaled(self) -> bool:
+        """Whether the kernel takes ``column_scale``: of a gradient, one number for each of its columns."""
+        steps = steps_of(self.variant)
+        if self.op == Op.LINEAR_GRAD_WEIGHT:
+            return steps.by_column or steps.factored
+        return steps.factored and self.op == Op.LINEAR_GRAD_INPUT
 
     @property
     def attributes(self) -> dict[str, str]:

@@ -130,16 +130,16 @@ def operator_requests(
             (shape,),
             device_kind=device_kind,
             compute_capability=compute_capability,
-            multiplied=multiplied,
+            multiplied=multiplied or target.factored,
             transposed=transposed,
         )
         found.append(OperatorRequest(role, request, shape, source))
 
     steps = steps_of(variant)
     # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
-    transposed = call.of_rows and steps.grad_weight.precision.needs_scale and device_kind == "cuda"
+    transposed = call.of_rows and (steps.by_column or (steps.grad_weight.precision.needs_scale and device_kind == "cuda"))
     if steps.is_quantized:
-        quantize(Op.QUANTIZE, x if transposed else call.x, steps.x, steps.output, transposed=transposed)
+        quantize(Op.QUANTIZE, x if transposed or steps.factored else call.x, steps.x, steps.output, transposed=transposed)
         quantize(QUANTIZE_WEIGHT, call.w, steps.weight, Precision.FLOAT32)
     add(output_op, (x, call.w), y, steps.x.precision)
     for copy in steps.gradient_copies(call.input_gradient):

@@ -135,10 +135,10 @@ def scale_reasons(request: KernelRequest) -> Iterator[str]:
         yield "scales per input channel do not factor out of a product; quantize the activation per tensor or per row"
     if variant.w_granularity is Granularity.PER_ROW:
         yield "a weight has scales per tensor or per output channel, not per row"
+    if variant.channel_factors and request.op in Op.CONVOLUTIONS:
+        yield "factors of input channels belong to linear operators, not to convolutions"
     if rows and request.op in Op.CONVOLUTIONS:
         yield "rows of a convolution's patches overlap and cannot have scales of their own; quantize the activation per tensor"
-    if rows and request.op == Op.LINEAR_GRAD_WEIGHT and variant.grad_weight.needs_scale:
-        yield f"an {variant.grad_weight} grad_weight sums over the activation's rows; quantize the activation per tensor"
 
 
 def overflow_reasons(request: KernelRequest) -> Iterator[str]:

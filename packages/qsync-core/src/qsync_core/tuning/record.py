@@ -12,6 +12,7 @@ import attrs
 
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.ir import checks
+from qsync_core.ir.precision import Granularity
 from qsync_core.ir.semantics import steps_of
 from qsync_core.kernels.backend import KernelRequest, Op
 
@@ -93,16 +94,18 @@ def formats_of(request: KernelRequest) -> str:
     variant, op = request.variant, request.op
     parts = [str(variant.compute)]
     product = op.partition(".")[2] if op in Op.UNFUSED else ""
+    rows = ["x=row"] if variant.x_granularity is Granularity.PER_ROW else []  # the gradient's scales follow the activation's
     if op == Op.QUANTIZE:
         parts += [f"x={variant.x_granularity}", f"round={variant.rounding}"]
     elif product == "output":
         parts += [f"out={variant.output}", f"x={variant.x_granularity}", f"w={variant.w_granularity}"]
     elif product == "grad_input":
         parts += [f"gi={variant.grad_input}", f"grad={steps_of(variant).grad_input.precision}", f"w={variant.w_granularity}"]
-        parts += [f"out={variant.output}"] if variant.grad_input.needs_scale else []
+        parts += [f"out={variant.output}", *rows] if variant.grad_input.needs_scale else []
     else:
         parts += [f"gw={variant.grad_weight}", f"grad={steps_of(variant).grad_weight.precision}", f"x={variant.x_granularity}"]
         parts += [f"w={variant.w_granularity}"] if variant.grad_weight.needs_scale else []
+    parts += ["columns"] if request.column_scaled else []
     return ";".join(parts) if variant.symmetric else ";".join([*parts, "sym=false"])
 
 

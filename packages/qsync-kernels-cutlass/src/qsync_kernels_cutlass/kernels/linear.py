@@ -91,20 +91,32 @@ def _in_any_format(
 
 
 def _grad_input_8bit(product: Callable[[torch.dtype], Product]) -> Kernel:
-    def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_MK: torch.Tensor) -> None:
-        if scale.numel() != 1:
+    def kernel(
+        grad_MN: torch.Tensor,
+        w_NK: torch.Tensor,
+        scale: torch.Tensor,
+        out_MK: torch.Tensor,
+        column_scale: torch.Tensor | None = None,
+    ) -> None:
+        if scale.numel() not in (1, grad_MN.shape[0]):
             raise BackendError(
-                f"linear.grad_input in 8 bit sums over output channels and takes one scale, got {scale.numel()}; multiply the "
-                "gradient by the weight's scales before it is quantized"
+                "linear.grad_input in 8 bit sums over output channels and takes one scale, or one for each of "
+                f"{grad_MN.shape[0]} rows, got {scale.numel()}; multiply the gradient by the weight's scales before it is quantized"
             )
-        product(out_MK.dtype)(grad_MN, w_NK.t(), scale, None, None, out_MK)
+        product(out_MK.dtype)(grad_MN, w_NK.t(), scale, column_scale, None, out_MK)
 
     return kernel
 
 
 def _grad_weight_8bit(product: Product) -> Kernel:
-    def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, scale: torch.Tensor, out_NK: torch.Tensor) -> None:
-        product(grad_MN.t(), x_MK.t(), scale, None, None, out_NK)
+    def kernel(
+        grad_MN: torch.Tensor,
+        x_MK: torch.Tensor,
+        scale: torch.Tensor,
+        out_NK: torch.Tensor,
+        column_scale: torch.Tensor | None = None,
+    ) -> None:
+        product(grad_MN.t(), x_MK.t(), scale, column_scale, None, out_NK)
 
     return kernel
 
@@ -112,9 +124,15 @@ def _grad_weight_8bit(product: Product) -> Kernel:
 def _grad_input(product: Product) -> Kernel:
     """The sum runs over the weight's rows: one scale multiplies the product, one per row the weight itself."""
 
-    def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, w_scale: torch.Tensor | None, out_MK: torch.Tensor) -> None:
+    def kernel(
+        grad_MN: torch.Tensor,
+        w_NK: torch.Tensor,
+        w_scale: torch.Tensor | None,
+        out_MK: torch.Tensor,
+        column_scale: torch.Tensor | None = None,
+    ) -> None:
         w, scale = _widened(product, w_NK, w_scale, grad_MN.shape[0])
-        product(grad_MN, w.t(), scale, None, None, out_MK)
+        product(grad_MN, w.t(), scale, column_scale, None, out_MK)
 
     return kernel
 
@@ -122,9 +140,15 @@ def _grad_input(product: Product) -> Kernel:
 def _grad_weight(product: Product) -> Kernel:
     """The sum runs over the activation's rows: one scale multiplies the product, one per row the activation itself."""
 
-    def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, x_scale: torch.Tensor | None, out_NK: torch.Tensor) -> None:
+    def kernel(
+        grad_MN: torch.Tensor,
+        x_MK: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        out_NK: torch.Tensor,
+        column_scale: torch.Tensor | None = None,
+    ) -> None:
         x, scale = _widened(product, x_MK, x_scale, grad_MN.shape[1])
-        product(grad_MN.t(), x.t(), scale, None, None, out_NK)
+        product(grad_MN.t(), x.t(), scale, column_scale, None, out_NK)
 
     return kernel
 

@@ -19,35 +19,30 @@ from qsync_kernels_triton.products.fitting import FLOATS, format_problems, on_de
 
 
 def build_linear_grad_input() -> Planned:
-    """``kernel(grad_MN, w_NK, scale, out_MK)``: ``grad @ (scale * w)``; one scale, or one for each n."""
+    """``kernel(grad_MN, w_NK, scale, out_MK, column_scale=None)``: ``grad @ (scale * w)``; one scale, or one for each n."""
 
-    def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> Any:
-        linear.check_grad_input(grad_MN, w_NK, scale, out_MK, eight_bit=False)
-        return on_dense(run, (grad_MN, w_NK, scale, out_MK), (1, 2))
+    def plan(*operands: Any) -> Any:
+        linear.check_grad_input(*operands, eight_bit=False)
+        return on_dense(run, operands, (1, 2, 4))
 
-    def run(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
-        _multiply(grad_MN, dequantized(w_NK, scale, grad_MN.dtype), out_MK)
+    def run(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any, column_scale: Any = None) -> None:
+        _multiply(grad_MN, dequantized(w_NK, scale, grad_MN.dtype, column_scale), out_MK)
 
     return Planned(plan)
 
 
 def build_linear_grad_weight() -> Planned:
-    """``kernel(grad_MN, x_MK, scale, out_NK)``: ``grad.T @ (scale * x)``; one scale, or one for each m.
+    """``kernel(grad_MN, x_MK, scale, out_NK, column_scale=None)``: ``grad.T @ (scale * x)``; one scale, or one for each m.
 
-    Beside a bfloat16 gradient one scale is applied to the sum: whole numbers up to 256 are exact in that format.
+    The library writes the float32 sums into the result, over which no other kernel passes.
     """
 
-    def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
-        linear.check_grad_weight(grad_MN, x_MK, scale, out_NK, eight_bit=False)
-        scales_sum = grad_MN.dtype is torch.bfloat16 and scale.numel() == 1 and out_NK.dtype is torch.float32
-        return on_dense(run_whole if scales_sum else run, (grad_MN, x_MK, scale, out_NK), (1, 2))
+    def plan(*operands: Any) -> Any:
+        linear.check_grad_weight(*operands, eight_bit=False)
+        return on_dense(run, operands, (1, 2, 4))
 
-    def run(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
-        _multiply(grad_MN.t(), dequantized(x_MK, scale, grad_MN.dtype), out_NK)
-
-    def run_whole(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
-        _multiply(grad_MN.t(), dequantized(x_MK, None, grad_MN.dtype), out_NK)
-        out_NK.mul_(scale)
+    def run(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any, column_scale: Any = None) -> None:
+        _multiply(grad_MN.t(), dequantized(x_MK, scale, grad_MN.dtype, column_scale), out_NK)
 
     return Planned(plan)
 

@@ -57,6 +57,12 @@ def scale_problems(name: str, scale: Any, rows: int) -> Iterator[str]:
         yield f"{name} must be {counts} float32, got {_shape(scale)}"
 
 
+def column_problems(column_scale: Any, columns: int) -> Iterator[str]:
+    """Factors of columns that are not one for each, in float32."""
+    if column_scale is not None and (column_scale.dtype is not torch.float32 or tuple(column_scale.shape) != (columns,)):
+        yield f"column_scale must be None or float32 of shape ({columns},), got {_shape(column_scale)}"
+
+
 def bias_problems(bias: Any, outputs: int) -> Iterator[str]:
     """A bias that is not a float vector of one number for each output."""
     if bias is not None and (not isinstance(bias, torch.Tensor) or bias.dtype not in FLOATS or tuple(bias.shape) != (outputs,)):
@@ -91,7 +97,8 @@ def image_problems(out: torch.Tensor) -> Iterator[str]:
 
 def on_dense(run: Callable[..., None], operands: tuple[Any, ...], positions: tuple[int, ...]) -> Callable[..., None]:
     """What runs operands like these: ``run`` itself, or ``run`` on copies of those vectors at ``positions`` that are strided."""
-    strided = frozenset(i for i in positions if operands[i] is not None and not operands[i].is_contiguous())
+    present = (i for i in positions if i < len(operands) and operands[i] is not None)
+    strided = frozenset(i for i in present if not operands[i].is_contiguous())
     if not strided:
         return run
 

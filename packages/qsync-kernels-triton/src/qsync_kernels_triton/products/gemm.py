@@ -108,13 +108,14 @@ def described_gemm(
 
 @triton.jit
 def mixed_gemm(
-    a_ptr, b_ptr, out_ptr, scale_ptr, m, n, k, a_row, a_inner, b_inner, b_column, out_stride,
+    a_ptr, b_ptr, out_ptr, scale_ptr, column_ptr, m, n, k, a_row, a_inner, b_inner, b_column, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    INNER_SCALES: tl.constexpr, SCALE_FIRST: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+    INNER_SCALES: tl.constexpr, SCALE_FIRST: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum_k a[m, k] * (scale * b[k, n]): a in 16 or 32 bit, b in 8 bit, converted to a's format.
 
-    INNER_SCALES: one scale for each k, otherwise a single one, which is applied to b (SCALE_FIRST) or, exactly, to the sum.
+    COLUMNS: the sum is multiplied by one number for each n.  INNER_SCALES: one scale for each k, otherwise a single one, which is
+    applied to b (SCALE_FIRST) or, exactly, to the sum.
     WIDEN: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16; the products are the same.
     Grid (tiles,).
     """
@@ -153,6 +154,8 @@ def mixed_gemm(
         b_tile += b_step
     if not INNER_SCALES and not SCALE_FIRST:
         total = total * single
+    if COLUMNS:
+        total = total * tl.load(column_ptr + column, mask=inside_column, other=0.0)[None, :]
     position = row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(out_ptr + position, total.to(out_ptr.dtype.element_ty), mask=inside_row[:, None] & inside_column[None, :])
 
@@ -245,8 +248,15 @@ class MixedProduct:
         self._config = config
         self._launches: dict[Any, tuple[Launch, Grid]] = {}
 
-    def __call__(self, a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, out_MN: torch.Tensor) -> None:
-        """Write ``out_MN``; ``scale`` has one element or K."""
+    def __call__(
+        self,
+        a_MK: torch.Tensor,
+        b_KN: torch.Tensor,
+        scale: torch.Tensor,
+        out_MN: torch.Tensor,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        """Write ``out_MN``; ``scale`` has one element or K, and ``columns``, by which the sums are multiplied, N."""
         (m, k), n = a_MK.shape, b_KN.shape[1]
         if m == 0 or n == 0:
             return
@@ -254,20 +264,20 @@ class MixedProduct:
             out_MN.zero_()
             return
         numbers = (m, n, k, *a_MK.stride(), *b_KN.stride(), out_MN.stride(0))
-        by_inner = _scale_code(scale, k) == 2
-        key = (a_MK.device, a_MK.dtype, b_KN.dtype, out_MN.dtype, by_inner, numbers)
+        by_inner, by_column = _scale_code(scale, k) == 2, columns is not None
+        key = (a_MK.device, a_MK.dtype, b_KN.dtype, out_MN.dtype, by_inner, by_column, numbers)
         found = self._launches.get(key)
         if found is None:
             widen = a_MK.device.type == "cpu" and a_MK.dtype is torch.bfloat16
-            found = self._launches[key] = self._cut(m, n, k, by_inner, a_MK.dtype is torch.float16, widen)
+            flags = {"INNER_SCALES": by_inner, "SCALE_FIRST": a_MK.dtype is torch.float16, "WIDEN": widen, "COLUMNS": by_column}
+            found = self._launches[key] = self._cut(m, n, k, flags)
         launch, grid = found
-        launch(grid, None, (a_MK, b_KN, out_MN, scale), numbers)
+        launch(grid, None, (a_MK, b_KN, out_MN, scale, scale if columns is None else columns), numbers)
 
-    def _cut(self, m: int, n: int, k: int, by_inner: bool, scale_first: bool, widen: bool) -> tuple[Launch, Grid]:
+    def _cut(self, m: int, n: int, k: int, flags: dict[str, bool]) -> tuple[Launch, Grid]:
         """The launch for a shape, and its grid."""
         tiles, grid = cut_into_tiles(self._config, m, n)
-        even = k % self._config.k == 0
-        constants = tiles | {"INNER_SCALES": by_inner, "SCALE_FIRST": scale_first, "EVEN_K": even, "WIDEN": widen}
+        constants = tiles | flags | {"EVEN_K": k % self._config.k == 0}
         return Launch(mixed_gemm, constants, num_warps=self._config.warps, num_stages=self._config.stages), grid
 
 

@@ -12,6 +12,7 @@ from qsync_kernels_triton.products.fitting import (
     EIGHT_BITS,
     FLOATS,
     bias_problems,
+    column_problems,
     device_problems,
     format_problems,
     matrix_problems,
@@ -39,39 +40,43 @@ def build_linear_output(config: ProductConfig) -> Planned:
 
 
 def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Planned:
-    """``kernel(grad_MN, w_NK, scale, out_MK)``: 8-bit grad and one scale of the product, or 16-bit grad and w's scales."""
+    """``kernel(grad_MN, w_NK, scale, out_MK, column_scale=None)``: 8-bit grad and a scale (or one for each m), or 16-bit grad and
+    w's scales; all columns may be multiplied by a number each.
+    """
     mixed, product = MixedProduct(config), EightBitProduct(config)
 
-    def multiply(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
-        product(grad_MN, scale, w_NK.t(), None, None, out_MK)
+    def multiply(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any, column_scale: Any = None) -> None:
+        product(grad_MN, scale, w_NK.t(), column_scale, None, out_MK)
 
-    def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> Any:
-        operands = (grad_MN, w_NK, scale, out_MK)
-        check_grad_input(*operands, eight_bit)
-        return on_dense(multiply if eight_bit else mixed, operands, (2,))
+    def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any, *columns: Any) -> Any:
+        operands = (grad_MN, w_NK, scale, out_MK, *columns)
+        check_grad_input(*operands, eight_bit=eight_bit)
+        return on_dense(multiply if eight_bit else mixed, operands, (2, 4))
 
     return Planned(plan)
 
 
 def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Planned:
-    """``kernel(grad_MN, x_MK, scale, out_NK)``: 8-bit grad and a scale (or one for each n), or 16-bit grad and x's scales."""
+    """``kernel(grad_MN, x_MK, scale, out_NK, column_scale=None)``: 8-bit grad and a scale (or one for each n), or 16-bit grad and
+    x's scales; all columns may be multiplied by a number each.
+    """
     mixed, product = MixedProduct(config), EightBitProduct(config)
 
-    def multiply(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
-        product(grad_MN.t(), scale, x_MK.t(), None, None, out_NK)
+    def multiply(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any, column_scale: Any = None) -> None:
+        product(grad_MN.t(), scale, x_MK.t(), column_scale, None, out_NK)
 
-    def multiply_mixed(grad_MN: Any, x_MK: Any, x_scale: Any, out_NK: Any) -> None:
-        mixed(grad_MN.t(), x_MK, x_scale, out_NK)
+    def multiply_mixed(grad_MN: Any, x_MK: Any, x_scale: Any, out_NK: Any, column_scale: Any = None) -> None:
+        mixed(grad_MN.t(), x_MK, x_scale, out_NK, column_scale)
 
-    def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
-        operands = (grad_MN, x_MK, scale, out_NK)
-        check_grad_weight(*operands, eight_bit)
-        return on_dense(multiply if eight_bit else multiply_mixed, operands, (2,))
+    def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any, *columns: Any) -> Any:
+        operands = (grad_MN, x_MK, scale, out_NK, *columns)
+        check_grad_weight(*operands, eight_bit=eight_bit)
+        return on_dense(multiply if eight_bit else multiply_mixed, operands, (2, 4))
 
     return Planned(plan)
 
 
-def check_grad_input(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any, eight_bit: bool) -> None:
+def check_grad_input(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any, column_scale: Any = None, *, eight_bit: bool) -> None:
     """Refuse operands of ``linear.grad_input`` that do not fit each other.
 
     Raises:
@@ -81,11 +86,11 @@ def check_grad_input(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any, eight_bit
     refuse(op, rank_problems(2, grad=grad_MN, w=w_NK, out=out_MK))
     (m, n), (other_n, k) = grad_MN.shape, w_NK.shape
     problems = _misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, EIGHT_BITS if eight_bit else FLOATS)
-    scales = scale_problems("scale", scale, 1 if eight_bit else other_n)
-    refuse(op, (*problems, *device_problems(grad_MN, w_NK, scale, out_MK), *scales))
+    scales = (*scale_problems("scale", scale, m if eight_bit else other_n), *column_problems(column_scale, k))
+    refuse(op, (*problems, *device_problems(grad_MN, w_NK, scale, out_MK, column_scale), *scales))
 
 
-def check_grad_weight(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any, eight_bit: bool) -> None:
+def check_grad_weight(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any, column_scale: Any = None, *, eight_bit: bool) -> None:
     """Refuse operands of ``linear.grad_weight`` that do not fit each other.
 
     Raises:
@@ -95,8 +100,8 @@ def check_grad_weight(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any, eight_bi
     refuse(op, rank_problems(2, grad=grad_MN, x=x_MK, out=out_NK))
     (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
     problems = _misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, EIGHT_BITS if eight_bit else FLOATS)
-    scales = scale_problems("scale", scale, n if eight_bit else other_m)
-    refuse(op, (*problems, *device_problems(grad_MN, x_MK, scale, out_NK), *scales))
+    scales = (*scale_problems("scale", scale, n if eight_bit else other_m), *column_problems(column_scale, k))
+    refuse(op, (*problems, *device_problems(grad_MN, x_MK, scale, out_NK, column_scale), *scales))
 
 
 def _misfits(

@@ -3,6 +3,8 @@
 ``quantize_rows``: rows with a scale each, a program to a few rows; one launch, and one read where a row fits the registers.
 ``quantize_twice_from_partials``: a matrix under one scale, written as it is and transposed from one read, because int8 tensor cores
 take operands whose contracted dimension is contiguous, and the gradients contract another one than the output does.
+``quantize_by_row_and_column``: the same with a scale for each row, and in the transposed copy one for each column: scales along
+the dimension that a product sums over cannot be taken out of its sum.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -58,6 +60,16 @@ def rounded_rows(
     ``scale`` and ``inverse`` are one number each, or a column or row of the tile; the words of the stream one each, or a column.
     ALIGNED: rows and tiles begin at multiples of 8, so that eight neighbours share a call of the random generator.
     """
+    bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
+    return rounded(x, scale, inverse, bits, FORMAT, ROUNDING)
+
+
+@triton.jit
+def bits_of_rows(
+    first, begin, seed_low, seed_high, stream_low, stream_high,
+    ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The random bits of such a tile."""
     bits = tl.arange(0, BLOCK)[None, :]  # unused where none are drawn
     if ROUNDING == STOCHASTIC:
         if ALIGNED:
@@ -67,7 +79,7 @@ def rounded_rows(
             bits = random_bits_of(
                 (first + begin)[:, None] + tl.arange(0, BLOCK)[None, :], seed_low, seed_high, stream_low, stream_high
             )
-    return rounded(x, scale, inverse, bits, FORMAT, ROUNDING)
+    return bits
 
 
 @triton.jit
@@ -156,3 +168,82 @@ def quantize_twice_from_partials(
             inside_row, inside_column = row < rows, column < row_length
             tl.store(q_ptr + first[:, None] + column[None, :], q, mask=inside_row[:, None] & inside_column[None, :])
             tl.store(transposed_ptr + across_position, tl.trans(q), mask=inside_column[:, None] & inside_row[None, :])
+
+
+@triton.jit(do_not_specialize=["row_units", "units", "strips", "channels"])
+def maxima_of_rows_and_columns(
+    x_ptr, maxima_ptr, multiplier_ptr, row_units: tl.int32, units: tl.int32, strips: tl.int32, channels: tl.int32,
+    UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each row, behind them those of columns, and the checksum, as int32; ``maxima_ptr`` starts as zeros.
+
+    Grid (strips * programs of a strip,): a program takes every so-many-th tile of a strip of BLOCK columns.  Floats that are not
+    negative are ordered as their bits are.
+    """
+    rows, row_length = row_units * ROW_UNIT, units * UNIT
+    column = (tl.program_id(0) % strips) * BLOCK + tl.arange(0, BLOCK)
+    of_columns = tl.zeros((BLOCK,), dtype=tl.int32)
+    checksum = tl.zeros((ROWS,), dtype=tl.int32)
+    for tile in range(tl.program_id(0) // strips, tl.cdiv(rows, ROWS), tl.num_programs(0) // strips):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        first = row.to(tl.int64) * row_length
+        x, bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
+        checksum += tl.sum(bits, axis=1)
+        magnitude = infinite_if_nan(tl.abs(x)).to(tl.int32, bitcast=True)
+        tl.atomic_max(maxima_ptr + row, tl.max(magnitude, axis=1), mask=row < rows, sem="relaxed")
+        of_columns = tl.maximum(of_columns, tl.max(magnitude, axis=0))
+    tl.atomic_max(maxima_ptr + rows + column, of_columns, mask=column < row_length, sem="relaxed")
+    tl.atomic_add(maxima_ptr + rows + row_length, tl.sum(checksum, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _scales_from_maxima(maxima_ptr, index, inside, FORMAT: tl.constexpr):
+    """Scales and inverses of what has these largest magnitudes."""
+    absmax = tl.load(maxima_ptr + index, mask=inside, other=0).to(tl.float32, bitcast=True)
+    scale = scale_of(absmax, FORMAT)
+    return scale, inverse_of(absmax, scale, FORMAT)
+
+
+@triton.jit(do_not_specialize=["row_units", "units", "channels", "seed_low", "seed_high", "offset_low", "offset_high"])
+def quantize_by_row_and_column(
+    x_ptr, q_ptr, transposed_ptr, scale_ptr, maxima_ptr, multiplier_ptr, offset_ptr, stream_ptr, row_units: tl.int32,
+    units: tl.int32, channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, LIVE: tl.constexpr,
+    STREAM: tl.constexpr,
+):  # fmt: skip
+    """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile.
+
+    Both copies of an element take one random number.
+    """
+    rows, row_length = row_units * ROW_UNIT, units * UNIT
+    checksum = tl.load(maxima_ptr + rows + row_length)
+    if tl.program_id(0) == 0:
+        write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
+    stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+    across = tl.cdiv(row_length, BLOCK)
+    tiles = tl.cdiv(rows, ROWS) * across
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tiles - 1 - number
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        begin = (tile % across) * BLOCK
+        column = begin + tl.arange(0, BLOCK)
+        inside_row, inside_column = row < rows, column < row_length
+        first = row.to(tl.int64) * row_length
+        row_scale, row_inverse = _scales_from_maxima(maxima_ptr, row, inside_row, FORMAT)
+        column_scale, column_inverse = _scales_from_maxima(maxima_ptr, rows + column, inside_column, FORMAT)
+        if begin == 0:
+            tl.store(scale_ptr + row, row_scale, mask=inside_row)
+        if tile < across:
+            tl.store(scale_ptr + rows + column, column_scale, mask=inside_column)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
+        bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
+        q = rounded(x, row_scale[:, None], row_inverse[:, None], bits, FORMAT, ROUNDING)
+        by_column = rounded(x, column_scale[None, :], column_inverse[None, :], bits, FORMAT, ROUNDING)
+        _store(q_ptr, q, first, column, row, rows, row_length, FULL)
+        across_position = column.to(tl.int64)[:, None] * rows + row[None, :]
+        if FULL:
+            tl.store(transposed_ptr + across_position, tl.trans(by_column))
+        else:
+            tl.store(transposed_ptr + across_position, tl.trans(by_column), mask=inside_column[:, None] & inside_row[None, :])

@@ -23,7 +23,12 @@ from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.elementwise import transpose_bytes
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, signed_words
 from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
-from qsync_kernels_triton.quantize.rows import quantize_rows, quantize_twice_from_partials
+from qsync_kernels_triton.quantize.rows import (
+    maxima_of_rows_and_columns,
+    quantize_by_row_and_column,
+    quantize_rows,
+    quantize_twice_from_partials,
+)
 from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
 
 FORMAT_CODE = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -43,7 +48,8 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
     one int64 on the device of ``x``, which is read when the kernel runs.
 
     ``multiplier`` (float32, one element per channel: the last dimension of a matrix, dimension 1 of a 4-d tensor) is multiplied
-    into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous.
+    into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous; by rows that of ``x``
+    with a scale for each column, which lie behind those of the rows in ``scale_out``.
 
     It runs on the current stream and on the device of ``x``, and raises ``BackendError`` for operands of another type or size.
     """
@@ -60,12 +66,15 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         *_: int,
     ) -> Callable[..., None]:
         rows = scale_count(tuple(x.shape), granularity)
-        problems = operand_problems(x, q_out, scale_out, granularity, rows)
+        by_column = granularity is Granularity.PER_ROW and transposed_out is not None
+        problems = operand_problems(x, q_out, scale_out, granularity, rows + (x.shape[-1] if by_column else 0))
         extra = _extra_problems(x, q_out, multiplier, transposed_out)
         refuse("quantize", (*problems, *extra, *stream_problems(offset, stream_out, x.device)))
         if x.numel() == 0:
             return _of_nothing
         problem = Problem(x, rows, q_out.dtype, code, multiplier, offset, stream_out)
+        if by_column:
+            return RowsAndColumnsPlan(problem, config, (x.shape[0], x.shape[1]))
         if transposed_out is not None and rows == 1:
             return TwicePlan(problem, config, (x.shape[0], x.shape[1]))
         once: Callable[..., None] = (RowsPlan if problem.length <= ONE_READ else SplitPlan)(problem, config)
@@ -130,7 +139,7 @@ def scale_count(shape: tuple[int, ...], granularity: Granularity) -> int:
     return math.prod(shape[:1] if granularity is Granularity.PER_CHANNEL else shape[:-1])
 
 
-def operand_problems(x: Tensor, q_out: Tensor, scale_out: Tensor, granularity: Granularity, rows: int) -> Iterator[str]:
+def operand_problems(x: Tensor, q_out: Tensor, scale_out: Tensor, granularity: Granularity, scales: int) -> Iterator[str]:
     """Operands of another type, size or layout than the kernels take, each a sentence."""
     if x.dtype not in SOURCES:
         yield f"x must be float32, float16 or bfloat16, got {x.dtype}"
@@ -141,8 +150,8 @@ def operand_problems(x: Tensor, q_out: Tensor, scale_out: Tensor, granularity: G
             f"q_out must be int8, float8_e4m3fn or float8_e5m2 of shape {tuple(x.shape)} and x's strides, "
             f"got {q_out.dtype} {tuple(q_out.shape)}"
         )
-    if scale_out.dtype is not torch.float32 or scale_out.numel() != rows or not scale_out.is_contiguous():
-        yield f"scale_out must be {rows} contiguous float32, got {scale_out.dtype} {tuple(scale_out.shape)}"
+    if scale_out.dtype is not torch.float32 or scale_out.numel() != scales or not scale_out.is_contiguous():
+        yield f"scale_out must be {scales} contiguous float32, got {scale_out.dtype} {tuple(scale_out.shape)}"
 
 
 def _rows_follow_each_other(x: Tensor, granularity: Granularity) -> bool:
@@ -333,3 +342,39 @@ class TwicePlan:
         copies = as_bytes(q), as_bytes(transposed)
         optional = (partial if tensor is None else tensor for tensor in (multiplier, offset, stream))
         self._round(self._grid, None, (x, *copies, scale, partial, *optional), (*self._numbers, *words))
+
+
+class RowsAndColumnsPlan:
+    """A matrix with a scale for each row, and its transposed copy with one for each column: maxima, then rounding."""
+
+    def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int]) -> None:
+        p, (rows, length) = problem, shape
+        unit, row_unit = 8 if length % 8 == 0 else 1, 16 if rows % 16 == 0 else 1
+        cut = {
+            "UNIT": unit,
+            "ROW_UNIT": row_unit,
+            "ROWS": TILE_ROWS,
+            "BLOCK": TILE_COLUMNS,
+            "FULL": rows % TILE_ROWS == 0 and length % TILE_COLUMNS == 0,
+            "MULTIPLIER": p.by_channel,
+        }
+        self._maxima = Launch(maxima_of_rows_and_columns, cut, num_warps=8)
+        stream = {"ALIGNED": unit == 8, "STREAM": int(p.streamed)}
+        self._round = Launch(quantize_by_row_and_column, p.rounding | cut | stream | p.live, num_warps=8)
+        strips, tall = triton.cdiv(length, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS)
+        self._first_grid = (strips * min(tall, max(1, config.programs // strips)), 1, 1)
+        self._second_grid = (strips * tall if config.sweep == 0 else min(strips * tall, config.sweep), 1, 1)
+        self._numbers, self._strips, self._count = (rows // row_unit, length // unit), strips, rows + length + 1
+        self._channels, self._device = p.channels, p.device
+
+    def __call__(
+        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
+        offset: Tensor | None, *words: int,
+    ) -> None:  # fmt: skip
+        """Write both copies, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
+        maxima = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        given = scale if multiplier is None else multiplier
+        self._maxima(self._first_grid, None, (x, maxima, given), (*self._numbers, self._strips, self._channels))
+        optional = (scale if tensor is None else tensor for tensor in (offset, stream))
+        tensors = (x, as_bytes(q), as_bytes(transposed), scale, maxima, given, *optional)
+        self._round(self._second_grid, None, tensors, (*self._numbers, self._channels, *words))

@@ -84,21 +84,27 @@ class AppliedPlan:
         """
         share_buffers(self.model, self.in_model.place.training)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of a plan in force: ``step`` and ``seed`` of its random numbers, equal on all ranks.
 
-        With it, steps run again as they ran before, also where ranks have other numbers, or another plan is in force since.
+        With it, steps run again as they ran before, also where ranks have other numbers, or another plan is in force since.  Where
+        operators have channel factors there are also ``factors``, this rank's own: another rank that goes on with them trains as
+        well, but not with the same bits, and an operator that finds none begins with 1.
         """
-        return {"step": self.step, "seed": self._seed}
+        factors = self.in_model.key.factors.state()
+        return {"step": self.step, "seed": self._seed} | ({"factors": factors} if factors else {})
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the step of a checkpoint.
 
         Raises:
             PlanError: when it was written under another seed, or is not what :meth:`state_dict` gave.
         """
-        if set(state) != {"step", "seed"} or not all(isinstance(value, int) and value >= 0 for value in state.values()):
+        numbers, factors = {name: value for name, value in state.items() if name != "factors"}, state.get("factors", {})
+        if set(numbers) != {"step", "seed"} or not all(isinstance(value, int) and value >= 0 for value in numbers.values()):
             raise PlanError(f"the state of a plan in force is its step and its seed, got {dict(state)!r}")
+        if not isinstance(factors, Mapping) or not all(isinstance(text, str) for text in factors.values()):
+            raise PlanError(f"the factors of a plan in force are a text for each operator, got {factors!r}")
         if state["seed"] != self._seed:
             exception = self.in_model.planned.caller.with_option(f"seed={state['seed']}")
             raise PlanError(
@@ -106,6 +112,7 @@ class AppliedPlan:
                 f"{exception}, or set applied.step alone to go on with other random numbers"
             )
         self.step = state["step"]
+        self.in_model.key.factors.load(factors)
 
     def watch_lag(self, on: bool) -> None:
         """Whether to warn, once, where steps take longer than the plan predicts (docs/training.md#slower-than-predicted).

@@ -25,12 +25,13 @@ from qsync_torch.apply.handles import in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.caller import Caller
-from qsync_torch.kernels.binding import operator_binding
+from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kernels.library_ops import PLAIN_TENSORS
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
 from qsync_torch.operators.casts import CastCache, Seeds
+from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import lowered_node, run_product
 from qsync_torch.operators.step_key import StepKey
 
@@ -215,6 +216,15 @@ class Operator:
         offset = key.on(weight.device) if torch.compiler.is_compiling() else key.now(weight.device)
         return Seeds(offset=offset, name=self._shown)
 
+    def _factor(self, binding: OperatorBinding, weight: torch.Tensor) -> Factor | None:
+        return self._in_force.key.factors.of(self.op_id, weight.shape[1], weight.device) if binding.factored else None
+
+    def prepare(self, device: torch.device) -> None:
+        """Make what a compiler that reads the operator first could not make."""
+        weight = None if self._module is None else self._module._parameters.get("weight")
+        if self._binding.factored and weight is not None:
+            self._in_force.key.factors.of(self.op_id, weight.shape[1], device)
+
     def run(
         self,
         input: torch.Tensor,
@@ -247,7 +257,7 @@ class Operator:
             if binding.turns_weight:
                 weight = operand_of(weight, binding.called)
             if binding.is_quantized:
-                return lowered_node(input, weight, bias, binding, self._seeds(weight))
+                return lowered_node(input, weight, bias, binding, self._seeds(weight), self._factor(binding, weight))
             with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
                 return run_product(input, weight, bias, binding, _NO_SEEDS)
         try:
@@ -257,10 +267,11 @@ class Operator:
                 casts, seeds = self._in_force.casts_of(input), self._seeds(weight)
                 if binding.turns_weight:
                     weight = operand_of(weight, binding.called)
+                factor = self._factor(binding, weight)
                 if self._in_force.base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
-                        return run_product(input, weight, bias, binding, seeds, casts)
-                return run_product(input, weight, bias, binding, seeds, casts)
+                        return run_product(input, weight, bias, binding, seeds, casts, factor)
+                return run_product(input, weight, bias, binding, seeds, casts, factor)
         except NumericsError as error:
             raise self._named(error) from None
 

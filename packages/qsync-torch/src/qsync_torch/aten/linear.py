@@ -6,9 +6,11 @@ All write into the output that the caller allocates (see ``docs/writing-a-backen
 * ``linear.grad_input``: ``kernel(grad_MN, w_NK, w_scale, out_MK)``; of an int8 gradient ``kernel(grad_MN, w_NK, scale, out_MK)``
 * ``linear.grad_weight``: ``kernel(grad_MN, x_MK, x_scale, out_NK)``; of an int8 gradient ``kernel(grad_MN, x_MK, scale, out_NK)``
 
-Beside a gradient in a float format, saved 8-bit copies are dequantized to that format.  An integer up to 256 is exact in bfloat16,
-so there the scale is applied to the product instead of rounding ``scale * q``; float16 would overflow that way and takes
-``scale * q``.  An int8 gradient enters the product undequantized, and the sum of integers is exact.
+Both gradients take one more vector, ``column_scale`` (K), by which their columns are multiplied.
+
+Beside a gradient in a float format, saved 8-bit copies are dequantized to that format: ``scale * q``, rounded to nearest.  (Whole
+numbers are exact in bfloat16, and the scale could be applied to the product instead, but that is a pass over the weight's gradient
+in float32, four times as many bytes.)  An int8 gradient enters the product undequantized, and the sum of integers is exact.
 """
 
 from __future__ import annotations
@@ -150,9 +152,8 @@ def saved_activation(
     if scale.numel() == 1 and dtype is not torch.float16:
         whole = q if zero_point is None else less_zero_point(q, zero_point, variant.x_granularity)
         return whole.to(dtype), scale
-    if zero_point is None:
-        return dequantized(q, scale, variant.x_granularity, dtype), None
-    return dequantize(q, torch.cat([scale, zero_point]), variant.x_granularity, dtype, symmetric=False), None
+    both = scale if zero_point is None else torch.cat([scale, zero_point])
+    return dequantized(q, both, variant.x_granularity, dtype, symmetric=variant.symmetric), None
 
 
 def scaled(product: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -165,23 +166,56 @@ def scaled(product: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor)
         out.mul_(scale)
 
 
-def _write_mm(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
-    """``scale * (a @ b)`` of 16-bit matrices; on CUDA of the float32 sums themselves, not rounded to 16 bit on the way."""
+def _write_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``a @ b`` of 16-bit matrices; on CUDA the float32 sums themselves, not rounded to 16 bit on the way."""
     if not (a.device.type == "cuda" and a.dtype in LOW_FLOATS and min(*a.shape, b.shape[1]) > 0):
-        scaled(float_products.mm(a, b), scale, out)
-    elif scale is None and out.dtype is torch.float32:
+        out.copy_(float_products.mm(a, b))
+    elif out.dtype is torch.float32:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:
-        scaled(torch.mm(a, b, out_dtype=torch.float32), scale, out)
+        out.copy_(torch.mm(a, b, out_dtype=torch.float32))
 
 
-def dequantized(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
-    """``q`` itself where it is a float operand, else ``scale * q`` in ``dtype``."""
-    return q.to(dtype) if scale.numel() == 0 else dequantize(q, scale, granularity, dtype)
+def dequantized(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    granularity: Granularity,
+    dtype: torch.dtype,
+    column_scale: torch.Tensor | None = None,
+    *,
+    symmetric: bool = True,
+) -> torch.Tensor:
+    """``q`` itself where it is a float operand, else ``scale * q`` (times ``column_scale``) in ``dtype``, rounded once."""
+    if scale.numel() == 0:
+        return q.to(dtype)
+    if column_scale is None:
+        return dequantize(q, scale, granularity, dtype, symmetric=symmetric)
+    return dequantize(q, scale, granularity, torch.float32, symmetric=symmetric).mul_(column_scale).to(dtype)
 
 
-def _int8_grad_input(grad_MN: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_MK: torch.Tensor) -> None:
-    torch.mul(int8_product(grad_MN, w_NK.t()), scale, out=out_MK)
+def _scale_integers(
+    product: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor | None, out: torch.Tensor, add: bool = False
+) -> None:
+    """Write an int32 product times its scale, or one a row, and one a column; or add it to what is there."""
+    if row_scale.numel() != 1:
+        row_scale = row_scale[:, None]
+    if column_scale is None and not add:
+        torch.mul(product, row_scale, out=out)
+        return
+    value = product * row_scale
+    if column_scale is not None:
+        value.mul_(column_scale)
+    out.add_(value) if add else out.copy_(value)
+
+
+def _int8_grad_input(
+    grad_MN: torch.Tensor,
+    w_NK: torch.Tensor,
+    scale: torch.Tensor,
+    out_MK: torch.Tensor,
+    column_scale: torch.Tensor | None = None,
+) -> None:
+    _scale_integers(int8_product(grad_MN, w_NK.t()), scale, column_scale, out_MK)
 
 
 def build_linear_grad_input(variant: Variant) -> Callable[..., None]:
@@ -189,8 +223,14 @@ def build_linear_grad_input(variant: Variant) -> Callable[..., None]:
     if variant.grad_input.needs_scale:
         return _int8_grad_input
 
-    def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, w_scale: torch.Tensor, out_MK: torch.Tensor) -> None:
-        w = dequantized(w_NK, w_scale, variant.w_granularity, grad_MN.dtype)
+    def kernel(
+        grad_MN: torch.Tensor,
+        w_NK: torch.Tensor,
+        w_scale: torch.Tensor,
+        out_MK: torch.Tensor,
+        column_scale: torch.Tensor | None = None,
+    ) -> None:
+        w = dequantized(w_NK, w_scale, variant.w_granularity, grad_MN.dtype, column_scale)
         if out_MK.dtype is grad_MN.dtype and not float_products.needs_widening(grad_MN):
             torch.mm(grad_MN, w, out=out_MK)
         else:
@@ -199,13 +239,17 @@ def build_linear_grad_input(variant: Variant) -> Callable[..., None]:
     return kernel
 
 
-def _int8_grad_weight(grad_MN: torch.Tensor, x_MK: torch.Tensor, scale: torch.Tensor, out_NK: torch.Tensor) -> None:
+def _int8_grad_weight(
+    grad_MN: torch.Tensor,
+    x_MK: torch.Tensor,
+    scale: torch.Tensor,
+    out_NK: torch.Tensor,
+    column_scale: torch.Tensor | None = None,
+) -> None:
     """Pieces of rows whose int32 sum cannot overflow, added in float32."""
-    factor = scale if scale.numel() == 1 else scale[:, None]
-    torch.mul(int8_product(grad_MN[:MAX_CONTRACTION].t(), x_MK[:MAX_CONTRACTION].t()), factor, out=out_NK)
-    for first in range(MAX_CONTRACTION, grad_MN.shape[0], MAX_CONTRACTION):
+    for first in range(0, max(1, grad_MN.shape[0]), MAX_CONTRACTION):
         piece = slice(first, first + MAX_CONTRACTION)
-        out_NK += int8_product(grad_MN[piece].t(), x_MK[piece].t()) * factor
+        _scale_integers(int8_product(grad_MN[piece].t(), x_MK[piece].t()), scale, column_scale, out_NK, add=first > 0)
 
 
 def build_linear_grad_weight(variant: Variant) -> Callable[..., None]:
@@ -213,8 +257,15 @@ def build_linear_grad_weight(variant: Variant) -> Callable[..., None]:
     if variant.grad_weight.needs_scale:
         return _int8_grad_weight
 
-    def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, x_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
-        x, scale = saved_activation(x_MK, x_scale, variant, grad_MN.dtype)
-        _write_mm(grad_MN.t(), x, scale, out_NK)
+    def kernel(
+        grad_MN: torch.Tensor,
+        x_MK: torch.Tensor,
+        x_scale: torch.Tensor,
+        out_NK: torch.Tensor,
+        column_scale: torch.Tensor | None = None,
+    ) -> None:
+        symmetric = variant.symmetric or not variant.compute.needs_scale
+        x = dequantized(x_MK, x_scale, variant.x_granularity, grad_MN.dtype, column_scale, symmetric=symmetric)
+        _write_mm(grad_MN.t(), x, out_NK)
 
     return kernel

@@ -11,7 +11,8 @@ ReLU, else ``/ 254``: then both integers next to any quotient are at hand, nothi
 ``zero_point = -128 + ceil(-min / scale)``.  The vector of scales holds both: the scales first, then as many zero points.
 
 The backend's kernel, which :func:`build_quantize` returns: ``kernel(x, q_out, scale_out, stream_out, seed, offset,
-multiplier=None, transposed_out=None)``.
+multiplier=None, transposed_out=None)``.  Under a scale for each row, the transposed copy has one for each of its own rows, the
+columns of ``x``: they lie behind the others in ``scale_out``.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order, in the
 stream that follows from the offset and the bits of ``x`` (:func:`~qsync_torch.aten.random_bits.stream_of`).
@@ -63,9 +64,16 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
         stream = stream_of(offset, x)
         if stream_out is not None:
             write_stream(stream, stream_out)
-        write_copy(x if multiplier is None else multiplied(x, multiplier), q_out, scale_out, seed, stream)
-        if transposed_out is not None:
+        values = x if multiplier is None else multiplied(x, multiplier)
+        if transposed_out is None:
+            write_copy(values, q_out, scale_out, seed, stream)
+        elif variant.x_granularity is not Granularity.PER_ROW:
+            write_copy(values, q_out, scale_out, seed, stream)
             transposed_out.copy_(q_out.t())
+        else:
+            of_rows, of_columns = scale_out.split(list(x.shape))
+            write_copy(values, q_out, of_rows, seed, stream)
+            write_copy(values.t().contiguous(), transposed_out, of_columns, seed, stream)
 
     return kernel
 

@@ -18,6 +18,7 @@ import torch
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest
 from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
 from qsync_torch.conformance.operands import LAYOUTS, Outputs, dense, floats, integers, laid_out, large_integers, powers_of_two
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -33,7 +34,7 @@ HALF_STEP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 """Relative error of one rounding of a float32 number."""
 INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 SIGNATURES = {"output": "x x_scale w w_scale bias out>", "grad_input": "grad w w_scale out>", "grad_weight": "grad x x_scale out>"}
-"""The third operand of an int8 gradient is that gradient's scale."""
+"""The third operand of an int8 gradient is that gradient's scale.  Some gradients have one more, ``column_scale``."""
 
 
 @attrs.frozen
@@ -109,14 +110,15 @@ class Product(Call):
     w: torch.Tensor | None = None
     w_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    column_scale: torch.Tensor | None = None
 
     @property
     def asked(self) -> Asked:
         """Both factors' shapes and the geometry; matrices, scales and bias have any strides, images are channels-last."""
-        names = ("grad", "x", "x_scale", "w", "w_scale", "bias")
+        names = ("grad", "x", "x_scale", "w", "w_scale", "bias", "column_scale")
         return Asked(
             f"{self.kind.operator.name}.{self.part}",
-            SIGNATURES[self.part],
+            SIGNATURES[self.part] + " column_scale" * (self.column_scale is not None),
             tuple(tuple(x.shape) for x in self._factors),
             {"geometry": self.size.geometry},
             any_strides=tuple(name for name in names if (x := getattr(self, name)) is not None and x.dim() <= 2),
@@ -149,7 +151,11 @@ class Product(Call):
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both factors in float64, times their scales and without their zero points."""
         first, second = (x.double() for x in self._factors)
+        if self.column_scale is not None:
+            second = second * self.column_scale.double()
         if self.part == "grad_input":
+            if self.variant.grad_input.needs_scale:
+                return scaled(first, self.w_scale), second
             return first, scaled(second, self.w_scale)
         scale, zero_point = self.x_scale, None
         if not self.variant.symmetric and scale is not None:
@@ -285,10 +291,19 @@ class Draw:
             return call(x=x, x_scale=x_scale, w=values(w_shape, compute, seed + 1), w_scale=w_scale, bias=bias)
         grad = values(y_shape, gradient, seed + 2)
         if part == "grad_input":
-            return call(grad=grad, w=values(w_shape, compute, seed + 1), w_scale=scales(1) if gradient.needs_scale else w_scale)
+            w = values(w_shape, compute, seed + 1)
+            columns = scales(w_shape[1]) if column_scaled(part, variant) else None
+            w_scale = scales(x_scale.numel()) if gradient.needs_scale else w_scale
+            return call(grad=grad, w=w, w_scale=w_scale, column_scale=columns)
         if gradient.needs_scale:
             x_scale = scales(1 if self.one_scale else channels)
-        return call(grad=grad, x=x, x_scale=x_scale)
+        columns = scales(w_shape[1]).flip(0) if column_scaled(part, variant) else None
+        return call(grad=grad, x=x, x_scale=x_scale, column_scale=columns)
+
+
+def column_scaled(part: str, variant: Variant) -> bool:
+    """Whether a linear's gradient takes a number for each of its columns."""
+    return KernelRequest(f"linear.{part}", variant, ()).column_scaled
 
 
 def formats(part: str, gradient: Precision, **more: Any) -> Variant:
@@ -321,6 +336,17 @@ def draws(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]]:
         eight = formats(part, Precision.INT8)
         if part == "grad_input":
             yield f"int8 to {precision}", Draw(variant=eight, out=precision)
+    if ROW in by:
+        rows = formats(part, Precision.INT8, x_granularity=ROW)
+        for exact in (True, False):
+            yield f"int8 by row{'' if exact else ', any scales'}", Draw(variant=rows, exact=exact)
+        factors = attrs.evolve(rows, channel_factors=True)
+        yield "int8 by row, channel factors", Draw(variant=factors)
+        yield "int8, channel factors", Draw(variant=attrs.evolve(factors, x_granularity=TENSOR))
+        for precision in FLOATS:
+            out = precision if part == "grad_input" else Precision.FLOAT32
+            variant = formats(part, precision, x_granularity=ROW, channel_factors=True)
+            yield f"from {precision}, channel factors", Draw(variant=variant, out=out, exact=False)
     if part == "grad_weight":
         yield "int8, one scale", Draw(variant=eight, one_scale=True)
 
@@ -400,7 +426,6 @@ def random_matrices(kind: Kind, part: str, number: int, device: torch.device) ->
     choose = random.Random(number)
     m, k, n = (choose.choice((1, 2, 7, 8, 16, 31, 64, 100, 257)) for _ in range(3))
     output, x, w = choose.choice(FLOATS), choose.choice((TENSOR, ROW)), choose.choice((TENSOR, CHANNEL))
-    x = TENSOR if part == "grad_weight" else x  # which sums over rows
     variant = formats(part, Precision.INT8, output=output, x_granularity=x, w_granularity=w)
     out = Precision.FLOAT32 if part == "grad_weight" else output
     call = Draw(variant=variant, out=out, bias=choose.random() < 0.5)(kind, part, Size((m, k), (n, k)), device, number)

@@ -74,15 +74,20 @@ class Quantization(Call):
 
     @property
     def scale_count(self) -> int:
-        """How many scales there are."""
+        """How many scales there are, but for those of columns."""
         return {TENSOR: 1, CHANNEL: self.x.shape[0], ROW: math.prod(self.x.shape[:-1])}[self.variant.x_granularity]
+
+    @property
+    def by_column(self) -> bool:
+        """Whether the transposed copy has scales of its own, behind those of rows."""
+        return self.transposed and self.variant.x_granularity is ROW
 
     def allocate(self, outputs: Outputs) -> Written:
         """A copy with the strides of x, scales with zero points behind them, and the stream."""
         dtype, parts = TORCH_DTYPE[self.variant.compute], 1 if self.variant.symmetric else 2
         written = Written(
             q=outputs.like(self.x, dtype),
-            scale=outputs.empty((parts * self.scale_count,), torch.float32),
+            scale=outputs.empty((parts * self.scale_count + (self.x.shape[1] if self.by_column else 0),), torch.float32),
             stream=outputs.empty((1,), torch.int64),
         )
         if self.transposed:
@@ -105,10 +110,15 @@ class Quantization(Call):
         elif not variant.symmetric:
             check_affine(self.values, q, scale, variant)
         else:
-            check_scales(self.values, scale, variant.x_granularity, variant.compute)
-            check = check_rounding if variant.compute is Precision.INT8 else check_float8
-            check(self.values, q, scale, variant)
-        if self.transposed:
+            copies = [(self.values, q, scale)]
+            if self.by_column:
+                of_rows, of_columns = scale.split(list(self.x.shape))
+                copies = [(self.values, q, of_rows), (self.values.t(), written["transposed"], of_columns)]
+            for x, copy, its_scale in copies:
+                check_scales(x, its_scale, variant.x_granularity, variant.compute)
+                check = check_rounding if variant.compute is Precision.INT8 else check_float8
+                check(x, copy, its_scale, variant)
+        if self.transposed and not self.by_column:
             assert torch.equal(written["transposed"].float(), q.float().t()), "the transposed copy has other values"
 
 
@@ -313,8 +323,13 @@ def values() -> list[Case]:
     for shape, order in ((matrix, ""), ((2, 6, 5, 3), "channels-last")):
         drawn = normal(shape, torch.bfloat16, order=order)
         found.append(case(f"multiplied {shape}", drawn, variant_of(NEAREST), multiplied=True))
+    for by in (ROW, CHANNEL):
+        found.append(case(f"multiplied by {by}", normal(matrix, torch.bfloat16), variant_of(NEAREST, by), multiplied=True))
     for shape in (matrix, (64, 128), (1, 3), (3, 1)):
         found.append(case(f"transposed copy of {shape}", normal(shape), variant_of(STOCHASTIC), transposed=True))
+        for rounding, dtype in ((STOCHASTIC, torch.float32), (NEAREST, torch.bfloat16)):
+            by_row, drawn = variant_of(rounding, ROW), normal(shape, dtype)
+            found.append(case(f"columns of {shape}, {rounding}", drawn, by_row, multiplied=shape[1] > 3, transposed=True))
     found += [Case(f"quantize, random {number}", functools.partial(at_random, number)) for number in range(24)]
     return found
 
@@ -342,11 +357,13 @@ def entry() -> Entry:
         case("channels-last", normal((6, 5, 4, 7), order="channels-last"), variant_of(NEAREST)),
         case("channels-last by channel", normal((6, 5, 4, 7), order="channels-last"), variant_of(NEAREST, CHANNEL)),
         case("multiplied and transposed", normal((24, 16)), variant_of(NEAREST), multiplied=True, transposed=True),
+        case("by row and column", normal((24, 16)), variant_of(NEAREST, ROW), multiplied=True, transposed=True),
         *(case(f"zero point by {by}", normal((24, 16)), variant_of(NEAREST, by, symmetric=False)) for by in (TENSOR, ROW)),
     ]
     drawn = [
         *(case(f"by {by}", normal((64, 100)), variant_of(STOCHASTIC, by)) for by in Granularity),
         case("transposed copy", normal((64, 100)), variant_of(STOCHASTIC), transposed=True),
+        case("by row and column", normal((64, 100)), variant_of(STOCHASTIC, ROW), transposed=True),
         case("zero point", normal((64, 100)), variant_of(STOCHASTIC, symmetric=False)),
     ]
     impossible: dict[str, Impossible] = {

@@ -101,18 +101,23 @@ class Quantization(Bound):
     def __init__(
         self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False, streamed: bool = True
     ) -> None:
-        self.target, self.choice, self.multiplied, self.transposed = target, choice, multiplied, transposed
+        self.target, self.choice, self.transposed = target, choice, transposed
+        self.multiplied = multiplied or target.factored
         self.streamed = streamed
         self.variant = quantization_variant(target.precision, target.granularity, target.rounding, target.symmetric)
         self.dtype = TORCH_DTYPE[target.precision]
         self.granularity = target.granularity
         self.kind = _KINDS.setdefault((target, multiplied, transposed), len(_KINDS))
         self.scale_counts = Memo(self.scale_count)
-        self._register("quantize", self.variant, choice.backend, choice.config, multiplied, transposed, streamed)
+        self._register("quantize", self.variant, choice.backend, choice.config, self.multiplied, transposed, streamed)
 
     def scale_count(self, shape: Sequence[int]) -> int:
-        """How many numbers its scales are: one a group, and behind them the zero point of each where it is affine."""
-        return self.granularity.scale_count(shape) * (1 if self.target.symmetric else 2)
+        """How many numbers its scales are: one a group, and behind them the zero point of each where it is affine.
+
+        Behind those of rows are those of columns, which a transposed copy has.
+        """
+        columns = shape[-1] if self.transposed and self.granularity is Granularity.PER_ROW else 0
+        return self.granularity.scale_count(shape) * (1 if self.target.symmetric else 2) + columns
 
 
 quantization = functools.lru_cache(maxsize=4096)(Quantization)
@@ -139,6 +144,8 @@ class OperatorBinding(Bound):
         grad: quantizations of the incoming gradient: ``grad[multiplied][transposed]``.
         wants_transposed: the product for the weight's gradient sums over rows in 8 bit, and integer tensor cores read operands
             whose summed dimension is contiguous.
+        by_column: those transposed copies have scales of their own, on every device.
+        factored: the operands have one factor for each input channel.
         result_shapes: :meth:`result_shape`, by the shapes of activation and filters as the kernels take them; for shapes that are
             not those of a convolution it raises what PyTorch's function raises.
     """
@@ -159,6 +166,7 @@ class OperatorBinding(Bound):
         self.grad_input_quantized = steps.grad_input.precision.needs_scale
         self.grad_weight_quantized = steps.grad_weight.precision.needs_scale
         self.wants_transposed = self.grad_weight_quantized and self.of_rows
+        self.by_column, self.factored = steps.by_column and self.of_rows, steps.factored and self.of_rows
         activation = _role(choice, Op.QUANTIZE)
         self.x = quantization(steps.x, activation)
         self.x_transposed = quantization(steps.x, activation, transposed=True)

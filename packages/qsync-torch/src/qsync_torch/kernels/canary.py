@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
@@ -24,7 +24,7 @@ from qsync_torch.aten.quantize import affine_parts, scale_view
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
-from qsync_torch.kernels.operands import Arguments, make_operands
+from qsync_torch.kernels.operands import OUT, Arguments, make_operands
 from qsync_torch.kernels.selection import build_kernel
 
 _CPU_SIZE, _CPU_PIXELS, _CPU_GROUPS = 64, 12, 8
@@ -197,12 +197,12 @@ def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         return arguments
     if arguments[0].dtype is torch.int8 and not asked.request.op.endswith(".output"):
         arguments[2].mul_(_INT8_SCALE)
-    arguments[-1].fill_(math.nan)
+    arguments[OUT[asked.request.op.partition(".")[2]]].fill_(math.nan)
     return arguments
 
 
 def problem_of_call(asked: OperatorRequest, arguments: Arguments) -> str:
-    """What is wrong with what a kernel wrote into the last of its arguments; empty where it is right."""
+    """What is wrong with what a kernel wrote into its arguments; empty where it is right."""
     request = asked.request
     if request.op == Op.QUANTIZE:
         return _quantize_problem(request, arguments)
@@ -211,13 +211,18 @@ def problem_of_call(asked: OperatorRequest, arguments: Arguments) -> str:
 
 def product_of_call(request: KernelRequest, arguments: Arguments) -> Product:
     """A kernel's arguments after its call, as a product."""
-    variant, out, geometry, what = request.variant, arguments[-1], request.geometry, request.op.partition(".")[2]
-    formats = {out.dtype, *(a.dtype for a in arguments[:-1] if isinstance(a, torch.Tensor) and a.dim() > 1)}
+    variant, geometry, what = request.variant, request.geometry, request.op.partition(".")[2]
+    out = arguments[OUT[what]]
+    formats = {a.dtype for a in arguments if isinstance(a, torch.Tensor) and a.dim() > 1}
     step = max(STEPS.get(dtype, 0.0) for dtype in formats)
     if what == "output":
         x, x_scale, w, w_scale, bias, _ = arguments
         return Product(what, _activation(x, x_scale, variant), Factor(w, w_scale), out, step, bias, geometry=geometry)
-    grad, second, scale, _ = arguments
+    grad, second, scale, _, *columns = arguments
+    if columns:  # the product is linear in its columns
+        out = out / columns[0]
+    if grad.dtype is torch.int8 and scale.numel() > 1 and what == "grad_input":
+        out, scale = out / scale[:, None], torch.ones_like(scale[:1])
     if grad.dtype is torch.int8:  # the scale is of the whole product
         return Product(what, Factor(grad), Factor(second), out, step, scale=scale, geometry=geometry)
     if variant.compute.needs_scale:
@@ -246,6 +251,11 @@ def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
     zero = None
     if not variant.symmetric:
         scale, zero = affine_parts(scale)
+    if request.transposed and variant.x_granularity is Granularity.PER_ROW:
+        of_rows, of_columns = scale.split(list(x.shape))
+        by_row = _quantize_problem(attrs.evolve(request, transposed=False), (x, q, of_rows, None, 1, 0))
+        by_column = _quantize_problem(attrs.evolve(request, transposed=False), (x.t(), more[1], of_columns, None, 1, 0))
+        return by_row or (f"of its transposed copy, {by_column}" if by_column else "")
     step = scale_view(scale, x.dim(), variant.x_granularity, x.shape)
     values = q.float() if zero is None else q.float() - scale_view(zero, x.dim(), variant.x_granularity, x.shape)
     allowed = step if variant.compute is Precision.INT8 else torch.maximum(x.abs() * 2.0**-3, step * 2.0**-9)

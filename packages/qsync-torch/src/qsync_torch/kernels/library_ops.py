@@ -151,18 +151,21 @@ def linear_grad_input(
     x_shape: Sequence[int],
     binding: OperatorBinding,
     dtype: torch.dtype | None = None,
+    columns: torch.Tensor | None = None,
     *,
     straight: bool = False,
 ) -> torch.Tensor:
-    """(..., N), or (M, N) of all rows, and (N, K) to ``x_shape`` (..., K) in ``dtype``, by default the variant's."""
+    """(..., N), or (M, N) of all rows, and (N, K) to ``x_shape`` (..., K) in ``dtype``, by default the variant's, times ``columns``
+    (K)."""
     if not straight and not is_plain(grad):
-        return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, x_shape, binding.key, dtype))
+        return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, x_shape, binding.key, dtype, columns))
+    more = () if columns is None else (columns,)
     if grad.ndim == 2 and len(x_shape) == 2:
         out = grad.new_empty(*x_shape, dtype=dtype or binding.grad_input)
-        binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad.shape, w.shape)(grad, w, scale, out)
+        binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad.shape, w.shape)(grad, w, scale, out, *more)
         return out
     grad_MN, out = rows(grad), grad.new_empty(*x_shape, dtype=dtype or binding.grad_input)
-    binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w.shape)(grad_MN, w, scale, rows(out))
+    binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w.shape)(grad_MN, w, scale, rows(out), *more)
     return out
 
 
@@ -172,16 +175,18 @@ def linear_grad_weight(
     scale: torch.Tensor,
     w: torch.Tensor | None,
     binding: OperatorBinding,
+    columns: torch.Tensor | None = None,
     *,
     straight: bool = False,
 ) -> torch.Tensor:
-    """(..., N) and (..., K) to (N, K) in float32."""
+    """(..., N) and (..., K) to (N, K) in float32, times ``columns`` (K)."""
     if not straight and not is_plain(grad):
-        return cast(torch.Tensor, _OPS.linear_grad_weight.default(grad, x, scale, w, binding.key))
+        return cast(torch.Tensor, _OPS.linear_grad_weight.default(grad, x, scale, w, binding.key, columns))
     grad_MN, x_MK = rows(grad), rows(x)
     grad_shape, x_shape = grad_MN.shape, x_MK.shape
     out = grad.new_empty(grad_shape[1], x_shape[1], dtype=torch.float32)
-    binding.kernel(Op.LINEAR_GRAD_WEIGHT, grad.device, grad_shape, x_shape)(grad_MN, x_MK, scale, out)
+    kernel = binding.kernel(Op.LINEAR_GRAD_WEIGHT, grad.device, grad_shape, x_shape)
+    kernel(grad_MN, x_MK, scale, out, *(() if columns is None else (columns,)))
     return out
 
 
@@ -256,6 +261,7 @@ def convolution_grad_input(
     x_shape: Sequence[int],
     binding: OperatorBinding,
     dtype: torch.dtype | None = None,
+    columns: None = None,
     *,
     straight: bool = False,
 ) -> torch.Tensor:
@@ -279,7 +285,14 @@ def convolution_grad_input(
 
 
 def convolution_grad_weight(
-    grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: OperatorBinding, *, straight: bool = False
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    binding: OperatorBinding,
+    columns: None = None,
+    *,
+    straight: bool = False,
 ) -> torch.Tensor:
     """(B, O, OH, OW) and (B, C, H, W) to the filters' shape and layout, which ``w`` has, in float32."""
     if x.ndim < binding.dimensions:
@@ -361,34 +374,37 @@ def _fake_output(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scal
 
 
 def _fake_grad_input(
-    grad: torch.Tensor, w: torch.Tensor, scale: Any, x_shape: Sequence[int], key: str, dtype: torch.dtype | None = None
+    grad: torch.Tensor, w: torch.Tensor, scale: Any, x_shape: Sequence[int], key: str, dtype: Any = None, columns: Any = None
 ) -> torch.Tensor:
     binding = _operator(key)
     dtype = dtype or binding.grad_input
     return grad.new_empty(x_shape, dtype=dtype) if binding.of_rows else _in_layout_of(_images(grad, x_shape, dtype), grad)
 
 
-def _fake_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: Any, w: torch.Tensor, key: str) -> torch.Tensor:
+def _fake_grad_weight(
+    grad: torch.Tensor, x: torch.Tensor, scale: Any, w: torch.Tensor, key: str, columns: Any = None
+) -> torch.Tensor:
     if _operator(key).of_rows:
         return grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
     return torch.empty_like(w, dtype=torch.float32)
 
 
 def _define_products(name: str, of_rows: bool) -> None:
-    output, grad_input, grad_weight = OUTPUT[of_rows], GRAD_INPUT[of_rows], cast(Callable[..., Any], GRAD_WEIGHT[of_rows])
+    output, grad_input, grad_weight = (cast(Callable[..., Any], of[of_rows]) for of in (OUTPUT, GRAD_INPUT, GRAD_WEIGHT))
     define(
         f"{name}_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
         lambda x, x_scale, w, w_scale, bias, key: output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
         _fake_output,
     )
     define(
-        f"{name}_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor",
-        lambda grad, w, scale, shape, key, dtype=None: grad_input(grad, w, scale, shape, _operator(key), dtype, straight=True),
+        f"{name}_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None, "
+        "Tensor? columns=None) -> Tensor",
+        lambda grad, w, scale, shape, key, *more: grad_input(grad, w, scale, shape, _operator(key), *more, straight=True),
         _fake_grad_input,
     )
     define(
-        f"{name}_grad_weight(Tensor grad, Tensor x, Tensor scale, Tensor? w, str binding) -> Tensor",
-        lambda grad, x, scale, w, key: grad_weight(grad, x, scale, w, _operator(key), straight=True),
+        f"{name}_grad_weight(Tensor grad, Tensor x, Tensor scale, Tensor? w, str binding, Tensor? columns=None) -> Tensor",
+        lambda grad, x, scale, w, key, *more: grad_weight(grad, x, scale, w, _operator(key), *more, straight=True),
         _fake_grad_weight,
     )
 

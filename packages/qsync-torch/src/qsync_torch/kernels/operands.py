@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qsync_core.ir.precision import Granularity, Precision
-from qsync_core.kernels.backend import Op
+from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.requests import OperatorRequest
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -40,16 +40,27 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
     if request.op.endswith(".grad_input"):
         grad, w = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
         eight_bit = variant.grad_input.needs_scale
-        scale = torch.rand(1, device=device) if eight_bit else scales(second_shape, variant.w_granularity)
-        return grad, w, scale, _empty(result, variant.output if eight_bit else variant.grad_input, device)
-    out = _empty(result, Precision.FLOAT32, device)
+        count = first_shape[0] if variant.x_granularity is Granularity.PER_ROW else 1
+        scale = torch.rand(count, device=device) if eight_bit else scales(second_shape, variant.w_granularity)
+        out = _empty(result, variant.output if eight_bit else variant.grad_input, device)
+        return grad, w, scale, out, *_columns(request, result[1], device)
+    out, columns = _empty(result, Precision.FLOAT32, device), _columns(request, result[1], device)
     if variant.grad_weight.needs_scale and request.op == Op.LINEAR_GRAD_WEIGHT:
         # The sum runs over rows, and both copies come transposed from their quantization.
         grad, x = (_random(shape[::-1], variant.grad_weight, device).t() for shape in (first_shape, second_shape))
         per_channel = variant.w_granularity is Granularity.PER_CHANNEL
-        return grad, x, torch.rand(result[0] if per_channel else 1, device=device), out
+        count = result[0] if per_channel or columns else 1
+        return grad, x, torch.rand(count, device=device), out, *columns
     grad, x = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
-    return grad, x, scales(second_shape, variant.x_granularity, variant.symmetric), out
+    return grad, x, scales(second_shape, variant.x_granularity, variant.symmetric), out, *columns
+
+
+OUT = {"output": 5, "grad_input": 3, "grad_weight": 3}
+"""The place of the result among the arguments of a product."""
+
+
+def _columns(request: KernelRequest, count: int, device: torch.device) -> Arguments:
+    return (torch.rand(count, device=device) + 0.5,) if request.column_scaled else ()
 
 
 def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
@@ -58,6 +69,7 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
     x = _random(shape, asked.source, device)
     q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
     count = variant.x_granularity.scale_count(shape) * (1 if variant.symmetric else 2)
+    count += shape[-1] if request.transposed and variant.x_granularity is Granularity.PER_ROW else 0
     scale = torch.empty(count, dtype=torch.float32, device=device)
     channels = shape[1] if len(shape) == 4 else shape[-1]
     stream = torch.empty(1, dtype=torch.int64, device=device)

@@ -131,6 +131,7 @@ class _ParameterResponse:
 
     parameter: torch.Tensor
     h: torch.Tensor
+    factor: torch.Tensor | None
     calls: dict[OpId, None] = attrs.field(factory=dict)
 
 
@@ -181,7 +182,7 @@ class _Pass:
             for (phase, _, place, _), found in self._parameter_responses.items():
                 share = 1 / math.sqrt(len(found.calls))
                 for op_id in found.calls:
-                    self._add_operand(phase, op_id, found.parameter, found.h * share, place, {}, share)
+                    self._add_operand(phase, op_id, found.parameter, found.h * share, place, {}, share, found.factor)
             for (op_id, _), gradient in self._parameter_gradients.items():
                 # What the product writes is rounded as well; no response stands between that and the gradient.
                 for cast in self._grad_weights:
@@ -255,7 +256,8 @@ class _Pass:
             elif place in (Place.WEIGHT, Place.BIAS) and (not self._whole or len(self._calls[site.operator.op_id]) > 1):
                 self._keep_parameter_response(phase, site, place, h)
             elif place in (Place.X, Place.WEIGHT, Place.BIAS):
-                self._add_operand(phase, site.operator.op_id, site.operand(place), h, place, site.scales[place])
+                factor = self._factor(site)
+                self._add_operand(phase, site.operator.op_id, site.operand(place), h, place, site.scales[place], factor=factor)
             elif place is Place.OUTPUT:
                 for cast in self._outputs:
                     add_response(cast, site.output, h, self._sums[phase][site.operator.op_id, place, cast].squares)
@@ -269,7 +271,8 @@ class _Pass:
         # A tensor that is computed anew for every part is known by its call; a parameter and its transpose are rounded apart.
         which = (id(stored), is_transposed) if isinstance(stored, torch.nn.Parameter) else op_id
         found = self._parameter_responses.setdefault(
-            (phase, self._calls[op_id][0], place, which), _ParameterResponse(site.operand(place), torch.zeros_like(h))
+            (phase, self._calls[op_id][0], place, which),
+            _ParameterResponse(site.operand(place), torch.zeros_like(h), self._factor(site)),
         )
         found.h += h
         found.calls[op_id] = None
@@ -290,6 +293,7 @@ class _Pass:
         place: Place,
         scales: Scales,
         share: float = 1.0,
+        factor: torch.Tensor | None = None,
     ) -> None:
         written = self._copy_scales.get(op_id)
         for source in (*self._operands, *(() if written is None else self._chain_copies)):
@@ -300,9 +304,16 @@ class _Pass:
             sums, known = self._sums[phase][op_id, Place.X, source], scales
             if written is not None and isinstance(source, ChainCopy) and place is Place.X:
                 known = {(cast.granularity, cast.symmetric): written}
-            add_response(cast, tensor, h, sums.squares, known)
-            if (mean := mean_error(cast, tensor)) is not None:
-                sums.bias.add(_dot(mean, h), constant=share)
+            rounded, response = tensor, h
+            if cast.factored and factor is not None:
+                times = factor if place is Place.WEIGHT else factor.reciprocal()
+                rounded, response, known = tensor * times, h / times, {}
+            add_response(cast, rounded, response, sums.squares, known)
+            if (mean := mean_error(cast, rounded)) is not None:
+                sums.bias.add(_dot(mean, response), constant=share)
+
+    def _factor(self, site: Site) -> torch.Tensor | None:
+        return site.factor if any(operands.x.factored for operands in self._operands) else None
 
     def _add_gradient(self, site: Site, place: Place, h: torch.Tensor) -> None:
         op_id, sums = site.operator.op_id, self._sums[Phase.RESPONSE]

@@ -28,6 +28,7 @@ from qsync_torch.observing.collector import parameter_of
 from qsync_torch.observing.mask_flips import Masks
 from qsync_torch.observing.rounding_noise import Scales, cast_scale
 from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
+from qsync_torch.operators.channel_factors import next_factors
 
 
 class Place(enum.StrEnum):
@@ -76,6 +77,14 @@ class Site:
             return self.kept
         with torch.no_grad():
             return product(self.x, self.weight, self.bias, self.geometry)
+
+    @functools.cached_property
+    def factor(self) -> torch.Tensor | None:
+        """The factors of the input channels, were this step's magnitudes the last one's; None of a convolution."""
+        if self.weight.dim() > 2:
+            return None
+        x, w = (torch.linalg.vector_norm(of.reshape(-1, of.shape[-1]).float(), torch.inf, dim=0) for of in (self.x, self.weight))
+        return next_factors(torch.ones_like(w), x, w)
 
     def operand(self, place: Place) -> torch.Tensor:
         """The values of ``x``, ``weight`` or ``bias``."""
@@ -246,11 +255,13 @@ def lowered_copies(
         of_weight = of_weight.transpose(0, 1)
     by_weight = torch.zeros_like(h) if of_weight is None else product(site.x, of_weight, None, site.geometry)
     by_input = h - by_weight - by_bias
-    if copies.to_weight.precision.needs_scale:
-        by_input = by_input + by_bias
-    else:
+    if not copies.to_weight.precision.needs_scale:
         by_weight = by_weight + by_bias
-    if copies.to_weight != EXACT:
+    elif not copies.to_input.precision.needs_scale:
+        by_input = by_input + by_bias
+    if copies.by_column:
+        yield copies.to_weight, *(of.reshape(-1, of.shape[-1]).t().contiguous() for of in (grad, by_weight))
+    elif copies.to_weight != EXACT:
         yield copies.to_weight, grad, by_weight
     if copies.to_input != EXACT:
         yield copies.to_input, *_multiplied(site, copies, grad, by_input)
@@ -260,7 +271,8 @@ def _multiplied(site: Site, copies: GradientCopies, grad: torch.Tensor, h: torch
     """What is cast for the input's gradient, and the response to noise on that."""
     if copies.multiplied is None or 0 in site.operator.no_grad_inputs:
         return grad, h
-    scale = cast_scale(site.weight, copies.multiplied.precision, copies.multiplied.granularity).flatten()
+    weight = site.weight * site.factor if copies.multiplied.factored and site.factor is not None else site.weight
+    scale = cast_scale(weight, copies.multiplied.precision, copies.multiplied.granularity).flatten()
     factor = _by_output_channel(site, scale)
     return grad * factor, h / factor
 

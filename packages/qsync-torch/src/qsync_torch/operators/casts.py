@@ -14,8 +14,10 @@ so G is multiplied by them before it is quantized: s_g · g_q = G · s_w.  Then
 * grad_input[m, k] = s_g · Σ_n g_q[m, n] · w_q[n, k], and
 * grad_weight[n, k] = (s_g · s_x / s_w[n]) · Σ_m g_q[m, n] · x_q[m, k],
 
-the same quantized copy in both.  Where the weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as
-it is.  Stochastic rounding draws independently of the operands' rounding, so both products stay unbiased.
+the same quantized copy in both.  Under a scale for each row of activation and gradient, s_x[m] and s_g[m], the second sum runs over
+them: it reads copies with a scale for each column instead, (s_g[n] · s_x[k] / s_w[n]) · Σ_m g'_q[m, n] · x'_q[m, k].  Where the
+weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as it is.  Stochastic rounding draws
+independently of the operands' rounding, so both products stay unbiased.
 """
 
 from __future__ import annotations
@@ -139,12 +141,25 @@ class Operand(NamedTuple):
         values: 8-bit; ``scale``: its scales.
         stream: one int64, which random numbers it took; empty where nothing reads that.
         transposed: a copy (K, M), where a backward product wants it.
+        column_scale: its scales, where it has some of its own.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
     stream: torch.Tensor
     transposed: torch.Tensor | None = None
+    column_scale: torch.Tensor | None = None
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The copy that backward reads, as (M, K), and its scales."""
+        values = self.values if self.transposed is None else self.transposed.t()
+        return values, self.scale if self.column_scale is None else self.column_scale
+
+
+def by_row_and_column(scale: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+    """The scales of a copy's rows, and those of its transposed copy, from the vector that holds both."""
+    return scale.split([scale.numel() - columns, columns])
 
 
 X, W, GRAD, KEPT = range(1, 5)
@@ -178,6 +193,7 @@ def cast_input(
     *,
     grad_enabled: bool = True,
     straight: bool = False,
+    inverse: torch.Tensor | None = None,
 ) -> Operand:
     """The activation quantized as the operator's steps say, shared through ``cache``.
 
@@ -190,19 +206,38 @@ def cast_input(
         cache: where casts are shared.
         grad_enabled: whether a backward pass may follow, which reads the transposed copy of a GPU's operand.
         straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``x``.
+        inverse: of the factors of the channels; its copies are the operator's own.
     """
     if x.dtype not in _QUANTIZED:
         raise _refused(x, binding)
     # The copy that a backward product reads; on a CPU products read operands in any layout.
-    transposed = binding.wants_transposed and grad_enabled and x.device.type == "cuda"
-    run, quantization = (quantize_transposed, binding.x_transposed) if transposed else (quantize, binding.x)
-    if cache is None or not cache.applies_to(x):
-        return Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
-    entry = cache.find(x, quantization.kind, _mark(seeds))
+    transposed = binding.wants_transposed and grad_enabled and (binding.by_column or x.device.type == "cuda")
+    if cache is None or inverse is not None or not cache.applies_to(x):
+        return _cast(x, binding, seeds, transposed, straight, inverse)
+    entry = cache.find(x, (binding.x_transposed if transposed else binding.x).kind, _mark(seeds))
     operand: Operand | None = entry.value
     if operand is None:
-        operand = entry.value = Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
+        operand = entry.value = _cast(x, binding, seeds, transposed, straight)
     return operand
+
+
+def _cast(
+    x: torch.Tensor,
+    binding: OperatorBinding,
+    seeds: Seeds,
+    transposed: bool,
+    straight: bool,
+    inverse: torch.Tensor | None = None,
+) -> Operand:
+    if not transposed:
+        # The channels that a multiplier counts are the last dimension of a matrix.
+        q, scale, stream = quantize(x if inverse is None else rows(x), binding.x, seeds.x, seeds.offset, inverse, straight=straight)
+        return Operand(q if inverse is None else q.view(x.shape), scale, stream)
+    found = Operand(*quantize_transposed(x, binding.x_transposed, seeds.x, seeds.offset, inverse, straight=straight))
+    if not binding.by_column:
+        return found
+    of_rows, of_columns = by_row_and_column(found.scale, x.shape[-1])
+    return found._replace(scale=of_rows, column_scale=of_columns)
 
 
 def _mark(seeds: Seeds) -> Hashable:
@@ -233,7 +268,15 @@ def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
     )
 
 
-def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seed: int, stream: Offset, *, straight: bool = False) -> Operand:
+def cast_weight(
+    weight: torch.Tensor,
+    binding: OperatorBinding,
+    seed: int,
+    stream: Offset,
+    *,
+    straight: bool = False,
+    factor: torch.Tensor | None = None,
+) -> Operand:
     """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`.
 
     Args:
@@ -241,10 +284,11 @@ def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seed: int, strea
         binding: how the operator runs.
         seed: of the weights' rounding; stream: the activation's, so that a weight's error differs from one micro-batch to the next.
         straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``weight``.
+        factor: of each input channel, by which it is multiplied.
     """
     # Integer products read the rows of a matrix; the transpose of a (K, N) parameter is copied.
     dense = weight.contiguous() if binding.of_rows else weight
-    return Operand(*quantize(dense, binding.w, seed, _offset(stream, straight), straight=straight))
+    return Operand(*quantize(dense, binding.w, seed, _offset(stream, straight), factor, straight=straight))
 
 
 def _offset(stream: Offset, straight: bool) -> Offset:
@@ -268,8 +312,10 @@ class Gradient(NamedTuple):
     Attributes:
         incoming: as autograd delivers it.
         wide: in the operator's float gradient format; None where no product reads one.
-        quantized: 8-bit values, of a linear operator as (M, N); ``scale``: their one scale; None where no product reads them.
-        transposed: the 8-bit values as (N, M), where the product for the weight's gradient wants them so.
+        quantized: 8-bit values, of a linear operator as (M, N); ``scale``: their one scale, or one a row; None where no product
+            reads them.
+        transposed: the 8-bit values as (N, M), where the product for the weight's gradient wants them so; ``column_scale``: their
+            scales, where they have some of their own.
         channel_scale: the weight's scales, if the gradient was multiplied by them first.
     """
 
@@ -279,15 +325,16 @@ class Gradient(NamedTuple):
     scale: Copy = None
     transposed: Copy = None
     channel_scale: Copy = None
+    column_scale: Copy = None
 
     def grad_input_scale(self, w_scale: torch.Tensor) -> torch.Tensor:
-        """The one scale of an 8-bit product with the weight."""
+        """The scale, or one a row, of an 8-bit product with the weight."""
         scale: torch.Tensor = self.scale if self.channel_scale is not None else self.scale * w_scale
         return scale
 
     def grad_weight_scale(self, x_scale: torch.Tensor) -> torch.Tensor:
-        """The scale, or one per output channel, of an 8-bit product with the activation."""
-        scale: torch.Tensor = self.scale * x_scale
+        """The scale, or one per output channel, of an 8-bit product with the activation, whose scales by column are left out."""
+        scale: torch.Tensor = self.scale * x_scale if self.column_scale is None else self.column_scale
         return scale if self.channel_scale is None else scale / self.channel_scale
 
     def for_bias(self) -> torch.Tensor:
@@ -322,13 +369,14 @@ def cast_gradient(
         return Gradient(grad, wide)
     multiplied = for_input and binding.steps.multiplied and w_scale is not None and w_scale.numel() > 1
     multiplier = w_scale if multiplied else None
-    transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
+    transpose = for_weight and binding.wants_transposed and (binding.by_column or grad.device.type == "cuda")
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of images.
     source, offset = rows(grad) if binding.of_rows else as_images(grad, binding), _offset(stream, straight)
     if transpose:
         q, scale, _, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
-        return Gradient(grad, wide, q, scale, transposed, multiplier)
+        of_rows, of_columns = by_row_and_column(scale, source.shape[1]) if binding.by_column else (scale, None)
+        return Gradient(grad, wide, q, of_rows, transposed, multiplier, of_columns)
     q, scale, _ = quantize(source, quantization, seed, offset, multiplier, straight=straight)
     return Gradient(grad, wide, q, scale, None, multiplier)
 
@@ -341,6 +389,7 @@ class Saved(NamedTuple):
             no gradient.
         w, w_scale: the weight's copy; None where no product reads it.
         x_shape, x_dtype: of the float activation.
+        inverse: of the factors of its channels.
     """
 
     x: Copy
@@ -349,6 +398,7 @@ class Saved(NamedTuple):
     w_scale: Copy
     x_shape: torch.Size
     x_dtype: torch.dtype
+    inverse: Copy = None
 
 
 BackwardProducts = Callable[[Gradient, Saved, OperatorBinding, Needs, bool], Grads]
@@ -480,11 +530,12 @@ def keep_for_backward(
     stream: torch.Tensor,
     binding: OperatorBinding,
     seeds: Seeds,
+    inverse: torch.Tensor | None,
 ) -> None:
     """Save the 8-bit copies (activation, its scales, weight, its scales), the activation's stream and what else backward asks for;
     never a float operand."""
     rounds = binding.grad_input_quantized or binding.grad_weight_quantized
-    ctx.save_for_backward(*copies, stream if rounds else None)
+    ctx.save_for_backward(*copies, stream if rounds else None, inverse)
     ctx.kept = binding, seeds, x.shape, x.dtype
 
 
@@ -498,7 +549,7 @@ class _Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_NO_TENSORS = (None,) * 6
+_NO_TENSORS = (None,) * 7
 """Gradients of an operator's arguments from the binding on."""
 
 
@@ -518,10 +569,10 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
             return run_backward(ctx, grad, products)
     binding, seeds, x_shape, x_dtype = ctx.kept
     needs = ctx.needs_input_grad[:3]
-    x, x_scale, w, w_scale, stream = ctx.saved_tensors
+    x, x_scale, w, w_scale, stream, inverse = ctx.saved_tensors
     # Hooks may keep 16 bits of all that autograd saves (saved_tensors_hooks).
-    x_scale, w_scale = (None if scale is None else scale.float() for scale in (x_scale, w_scale))
-    saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype)
+    x_scale, w_scale, inverse = (None if scale is None else scale.float() for scale in (x_scale, w_scale, inverse))
+    saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype, inverse)
     gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, stream, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
     if grad_x is not None and grad_x.dtype is not x_dtype:

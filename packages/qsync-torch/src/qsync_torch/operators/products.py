@@ -14,6 +14,7 @@ import torch
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.aten import float_products
+from qsync_torch.aten.quantize import LARGEST
 from qsync_torch.aten.random_bits import Offset, as_kernels_take
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, operator_binding
 from qsync_torch.kernels.library_ops import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, is_plain
@@ -38,6 +39,7 @@ from qsync_torch.operators.casts import (
     run_backward,
     seeds_of,
 )
+from qsync_torch.operators.channel_factors import Factor
 
 
 class QuantizedProduct(torch.autograd.Function):
@@ -60,21 +62,22 @@ class QuantizedProduct(torch.autograd.Function):
         cache: CastCache | None = None,
         weight_copy: Operand | None = None,
         x_copy: Operand | None = None,
+        inverse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The product of the 8-bit copies, which are made here unless they are given."""
+        """The product of the 8-bit copies, which are made here unless they are given; ``inverse``: of their channels' factors."""
         need_x, need_w = ctx.needs_input_grad[:2]
         straight, of_rows = is_plain(x, weight), binding.of_rows
         if x_copy is None:
             x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
         if weight_copy is None:
             weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight)
-        q_x, x_scale, stream, x_transposed = x_copy
+        q_x, x_scale, stream, *_ = x_copy
         q_w, w_scale, *_ = weight_copy
-        kept_x = q_x if x_transposed is None else x_transposed.t()
+        kept_x, kept_x_scale = x_copy.kept
         # A convolution's weight copy is needed for its shape alone when only the weight has a gradient.
         kept_w = q_w if need_x or (need_w and not of_rows) else None
-        copies = (*((kept_x, x_scale) if need_w else (None, None)), kept_w, w_scale if need_x else None)
-        keep_for_backward(ctx, x, copies, stream, binding, seeds)
+        copies = (*((kept_x, kept_x_scale) if need_w else (None, None)), kept_w, w_scale if need_x else None)
+        keep_for_backward(ctx, x, copies, stream, binding, seeds, inverse)
         return OUTPUT[of_rows](q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
     @staticmethod
@@ -118,17 +121,20 @@ def backward_products(
         grad_input = GRAD_INPUT[of_rows]
         if binding.grad_input_quantized:
             scale = gradient.grad_input_scale(saved.w_scale)
-            grad_x = grad_input(gradient.quantized, saved.w, scale, saved.x_shape, binding, saved.x_dtype, straight=straight)
+            operands, dtype = (gradient.quantized, saved.w, scale), saved.x_dtype
         else:
-            grad_x = grad_input(gradient.wide, saved.w, saved.w_scale, saved.x_shape, binding, straight=straight)
+            operands, dtype = (gradient.wide, saved.w, saved.w_scale), None
+        grad_x = grad_input(*operands, saved.x_shape, binding, dtype, saved.inverse, straight=straight)
     if needs[1]:
-        grad_weight = GRAD_WEIGHT[of_rows]
+        grad_weight, columns = GRAD_WEIGHT[of_rows], saved.x_scale if binding.by_column else None
+        if saved.inverse is not None:
+            columns = saved.inverse.reciprocal() if columns is None else columns / saved.inverse
         if binding.grad_weight_quantized:
             scale = gradient.grad_weight_scale(saved.x_scale)
             quantized = gradient.quantized if gradient.transposed is None else gradient.transposed.t()
-            grad_w = grad_weight(quantized, saved.x, scale, saved.w, binding, straight=straight)
+            grad_w = grad_weight(quantized, saved.x, scale, saved.w, binding, columns, straight=straight)
         else:
-            grad_w = grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding, straight=straight)
+            grad_w = grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding, columns, straight=straight)
     if needs[2]:
         grad_b = bias_gradient(gradient.for_bias(), binding.called, torch.float32)
     return grad_x, grad_w, grad_b
@@ -141,15 +147,32 @@ def run_product(
     binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
+    factor: Factor | None = None,
 ) -> torch.Tensor:
-    """A call with every cast of core's table; of images with or without a batch."""
+    """A call with every cast of core's table; of images with or without a batch; ``factor``: of its channels, where it has some."""
     if not binding.of_rows and x.ndim != weight.ndim:
         if x.ndim == weight.ndim - 1:
             return run_product(x[None], weight, bias, binding, seeds, cache)[0]
         return kind_with(binding.called).function(x, operand_of(weight, binding.called), bias)  # which says what it takes
     if not binding.is_quantized:
         return forward_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
+    if factor is not None:
+        return _factored_product(x, weight, bias, binding, seeds, factor)
     return apply_of(QuantizedProduct, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache)
+
+
+def _factored_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, binding: OperatorBinding, seeds: Seeds, factor: Factor
+) -> torch.Tensor:
+    """The product of x / c and w · c, whose magnitudes are noted where a step may follow."""
+    apply, grad_enabled, straight = apply_of(QuantizedProduct, binding, seeds), torch.is_grad_enabled(), is_plain(x, weight)
+    with torch.no_grad():
+        inverse = factor.values.reciprocal()  # a tensor of this call's: factors may change before its backward
+        x_copy = cast_input(x, binding, seeds, grad_enabled=grad_enabled, straight=straight, inverse=inverse)
+        weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight, factor=factor.values)
+        if grad_enabled:
+            factor.note(x, weight, x_copy, LARGEST[binding.variant.compute])
+    return apply(x, weight, bias, binding, seeds, grad_enabled, None, weight_copy, x_copy, inverse)
 
 
 def lowered(
@@ -164,6 +187,7 @@ def lowered(
     seed: int = 0,
     offset: int = 0,
     cache: CastCache | None = None,
+    factor: Factor | None = None,
     **settings: Any,
 ) -> torch.Tensor:
     """Run a kind's function in a variant, forward and backward (docs/design/precision-semantics.md#casts).
@@ -177,6 +201,7 @@ def lowered(
         backend, config: whose kernels, as plans store it (:mod:`qsync_core.kernels.choice`).
         seed, offset: of the stochastic rounding.
         cache: where casts of ``x`` are shared.
+        factor: of the input channels, under a variant with such factors; 1 by default.
         settings: stride, padding, dilation and groups of a convolution.
 
     Returns:
@@ -194,7 +219,7 @@ def lowered(
         assert read is not None
         x, geometry = kind.prepare(x, weight, read[2])
     binding = operator_binding(variant, KernelChoice.parse(backend, config), geometry)
-    return run_product(x, operand_of(weight, geometry), bias, binding, seeds_of(seed, offset), cache)
+    return run_product(x, operand_of(weight, geometry), bias, binding, seeds_of(seed, offset), cache, factor)
 
 
 # A lowered operator as one node of a compiled graph.  ``torch.compile`` puts an autograd function in its graph as two bodies; this
@@ -219,12 +244,18 @@ def _run_node(
     q: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     stream: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    x_largest: torch.Tensor | None = None,
+    w_largest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run an operator, or where it is given the activation's copy, its autograd function alone."""
     binding = cast(OperatorBinding, BOUND[key])
     seeds = Seeds(x_seed, w_seed, offset_of(offset, x), grad_seed)
     if q is None or scale is None or stream is None:
-        return run_product(x, weight, bias, binding, seeds)
+        factors = None
+        if factor is not None and x_largest is not None and w_largest is not None:
+            factors = Factor(factor, x_largest, w_largest)
+        return run_product(x, weight, bias, binding, seeds, factor=factors)
     x_copy = Operand(q, scale, stream)
     return apply_of(QuantizedProduct, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, x_copy)
 
@@ -232,7 +263,8 @@ def _run_node(
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 _LIBRARY.define(
     "lowered(Tensor x, Tensor weight, Tensor? bias, str binding, SymInt x_seed, SymInt w_seed, SymInt grad_seed, Tensor offset, "
-    "Tensor? q=None, Tensor? scale=None, Tensor? stream=None) -> Tensor"
+    "Tensor? q=None, Tensor? scale=None, Tensor? stream=None, Tensor? factor=None, Tensor? x_largest=None, Tensor? w_largest=None) "
+    "-> Tensor"
 )
 _LIBRARY.impl("lowered", _run_node, "CompositeImplicitAutograd")
 _LIBRARY.define("offset_of_step(Tensor offset) -> ()")
@@ -240,11 +272,17 @@ _LIBRARY.impl("offset_of_step", lambda offset: None, "CompositeImplicitAutograd"
 
 
 def lowered_node(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, binding: OperatorBinding, seeds: Seeds
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    binding: OperatorBinding,
+    seeds: Seeds,
+    factor: Factor | None = None,
 ) -> torch.Tensor:
     """:func:`run_product` in 8 bit while a compiler traces."""
     op = torch.ops.qsync.lowered.default
-    return cast(torch.Tensor, op(x, weight, bias, binding.key, seeds.x, seeds.w, seeds.grad, seeds.offset))
+    more = () if factor is None else (None, None, None, *factor)
+    return cast(torch.Tensor, op(x, weight, bias, binding.key, seeds.x, seeds.w, seeds.grad, seeds.offset, *more))
 
 
 LOWERED = torch.ops.qsync.lowered.default

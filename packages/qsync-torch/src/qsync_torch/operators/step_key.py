@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qsync_core.errors import PlanError
 from qsync_torch.aten.random_bits import Offset
+from qsync_torch.operators.channel_factors import ChannelFactors
 
 STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
@@ -28,6 +29,8 @@ _KEYS = 1 << 62
 
 _OFFSETS: list[torch.Tensor] = []
 """The offsets of all plans in force, on all devices: what a compiled optimizer advances, and one of which no model is known."""
+_FACTORS: list[ChannelFactors] = []
+"""Likewise the factors of their operators' channels."""
 
 
 class StepKey:
@@ -39,26 +42,29 @@ class StepKey:
 
     Attributes:
         ends: called when a step of the model has ended, outside of compiled code.
+        factors: of the operators' input channels, which advance with the step.
     """
 
     def __init__(self, key: int, model: nn.Module) -> None:
         self._key, self._memory, self._model = key % _KEYS, array("q", [key % _KEYS]), weakref.ref(model)
         self.ends: list[Callable[[], None]] = []
+        self.factors = ChannelFactors()
         self._is_known = False
         with torch.inference_mode(False):
             self._on_cpu = torch.frombuffer(self._memory, dtype=torch.int64).view(())
         self._on_gpu: dict[torch.device, torch.Tensor] = {}
         self._own = [self._on_cpu]
         _OFFSETS.append(self._on_cpu)
+        _FACTORS.append(self.factors)
         _IN_FORCE.add(self)
         _KNOWN.clear()
-        weakref.finalize(self, _forget, self._own)
+        weakref.finalize(self, _forget, self._own, self.factors)
 
     def release(self) -> None:
         """Count no more: the plan is removed."""
         _IN_FORCE.discard(self)
         _KNOWN.clear()
-        _forget(self._own)
+        _forget(self._own, self.factors)
 
     def rekey(self, key: int) -> None:
         """Take another rank's or seed's numbers, in the same step."""
@@ -119,6 +125,7 @@ class StepKey:
         with torch.no_grad():
             for offset in self._own:
                 offset.add_(STEP_STRIDE)
+        self.factors.advance()
 
     def holds(self, parameters: Collection[int]) -> bool:
         """Whether a parameter of the model is among these, given by ``id``: its optimizer is known from then on."""
@@ -144,7 +151,8 @@ _STEPS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How many steps of an optimizer have ended, and of those that it steps."""
 
 
-def _forget(own: list[torch.Tensor]) -> None:
+def _forget(own: list[torch.Tensor], factors: ChannelFactors) -> None:
+    _FACTORS[:] = [one for one in _FACTORS if one is not factors]
     _OFFSETS[:] = [offset for offset in _OFFSETS if not any(offset is one for one in own)]
 
 
@@ -171,6 +179,8 @@ def _ended(optimizer: Any, *_: Any) -> None:
     if torch.compiler.is_compiling():
         for offset in _OFFSETS:
             offset.add_(STEP_STRIDE)
+        for factors in _FACTORS:
+            factors.advance()
         return
     if not _IN_FORCE or _steps_inside(optimizer):
         return

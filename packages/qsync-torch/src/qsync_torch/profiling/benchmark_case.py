@@ -162,15 +162,16 @@ def _quantized_case(
 ) -> BenchmarkCase:
     weight = _weight_of(operator, parameter)
     with torch.no_grad():
-        q_x = cast_input(x, binding, Seeds())
-        q_w = cast_weight(weight, binding, W, q_x.stream)
+        one = torch.ones(x.shape[-1], device=x.device) if binding.factored else None
+        q_x = cast_input(x, binding, Seeds(), inverse=one)
+        q_w = cast_weight(weight, binding, W, q_x.stream, factor=one)
     # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
     x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
     place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
     needs = (x_needs_gradient, True, bias is not None)
-    kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
-    saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
-    apply = partial(QuantizedProduct.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x)
+    kept_x, kept_x_scale = q_x.kept
+    saved = Saved(kept_x, kept_x_scale, q_w.values, q_w.scale, x.shape, x_dtype, one)
+    apply = partial(QuantizedProduct.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x, one)
 
     def forward() -> Any:
         if operator.is_transposed:  # quantization reads a copy in the order of the rows
