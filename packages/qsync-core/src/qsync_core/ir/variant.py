@@ -27,7 +27,7 @@ _FIELD_BY_LABEL = {
 }
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Variant:
     """How one operator runs, forward and backward (docs/artifacts.md#variants).
 
