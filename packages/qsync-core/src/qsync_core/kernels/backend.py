@@ -172,3 +172,12 @@ class CompilingBackend(Protocol):
             BackendError: when a compiler is missing, or a kernel does not compile.
         """
         ...
+
+
+@runtime_checkable
+class InterruptibleBackend(Protocol):
+    """What a compiling backend also has if its compilers can be ended: tuning within a time does not wait for them then."""
+
+    def interrupt_compiling(self) -> None:
+        """End all compilers that run for this process; builds that wait for one raise a BackendError, later ones compile."""
+        ...

@@ -76,7 +76,7 @@ def profile(
     """
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from qsync_torch.devices import gradient_format, standard_ladder
+    from qsync_torch.devices import device_type, gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import (
         KIND_OF_DEVICE,
         SHARE_VARIABLE,
@@ -88,6 +88,7 @@ def profile(
     from qsync_torch.distributed.watch import watched
     from qsync_torch.kernels.installed import check_store
     from qsync_torch.load_job import job_code, load_job
+    from qsync_torch.profiling.items import check_base
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
     from qsync_torch.tuning.job_tuning import tune_job
@@ -120,6 +121,8 @@ def profile(
                 remove_partial(unfinished)
             loaded = load_job(job, batch_size)
             dag = graph_of(loaded, dag_path)
+            if target.type != "cpu":  # where kernels are tuned next, for a minute
+                check_base(dag, target, share, device_type(target, share, cap).name)
         if backend in (None, AUTO_BACKEND):
             with progress_bar("tune") as update:
                 tune_job(dag, variants, target, tuning=tuning, seconds=tune_s, progress=update)

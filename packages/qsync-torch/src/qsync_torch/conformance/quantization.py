@@ -181,13 +181,18 @@ def check_affine(x: torch.Tensor, q: torch.Tensor, both: torch.Tensor, variant: 
 
 
 def check_unbiased(q: torch.Tensor, y: torch.Tensor) -> None:
-    """The errors of many numbers y have the mean 0, within five standard errors, and the variance f(1 - f) of their fractions f."""
+    """The errors of many numbers y have the mean 0 and the variance f(1 - f) of their fractions f, each to five standard errors."""
     error, fraction = q.double() - y, y - y.floor()
-    variance = (fraction * (1 - fraction)).sum().item()
+    each = fraction * (1 - fraction)
+    variance = each.sum().item()
     off = (abs(error.sum().item()) - 2 * NEAR * y.numel()) / max(variance, 1e-30) ** 0.5
     assert off <= 5, f"stochastic rounding is biased: the mean is {off:.1f} standard errors away"
-    ratio = error.square().sum().item() / max(variance, 1e-30)
-    assert variance < 100 or 0.97 < ratio < 1.03, f"errors have {ratio:.3f} times the variance of stochastic rounding"
+    # A square is (1 - f)² with the probability f and f² otherwise: its variance is f(1 - f)(1 - 2f)².
+    spread = (each * (1 - 2 * fraction).square()).sum().item() ** 0.5
+    squares = error.square().sum().item()
+    assert variance < 100 or abs(squares - variance) <= 5 * spread + 0.01 * variance, (
+        f"errors have {squares / variance:.3f} times the variance of stochastic rounding"
+    )
 
 
 Values = Callable[[torch.device], torch.Tensor]

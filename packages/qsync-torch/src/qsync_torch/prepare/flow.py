@@ -250,6 +250,9 @@ class _Flow:
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
         bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
+        with folder.together(slow=True):  # before minutes are spent on a device that is refused
+            if me.rank == own.first.rank:
+                bench.check_base(own)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):

@@ -59,10 +59,9 @@ from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_cha
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.handing_on import handed_on
-from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, right_kernels
+from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, refuse_wrong_base, right_kernels
 from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
-from qsync_torch.sharing.right_shares import wrong_base_error
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import is_run_loss
@@ -159,9 +158,7 @@ def profile(
     progress(0, 1, "canary")
     canary = Canary(target)
     right = right_kernels(items, dag, chooser, canary)
-    if right.of_base:
-        base_calls = [CallShapes.of(item.operator) for item in items if item.operator.is_adjustable and item.variant == base]
-        raise wrong_base_error(right.of_base, base_calls, dag.base, share, type_.name)
+    refuse_wrong_base(right, items, dag.base, share, type_.name)
     for left_out in right.wrong:
         note(left_out_sentence(left_out, type_.name))
     items, choices = [*right.choices], right.choices

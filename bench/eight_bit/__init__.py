@@ -1,0 +1,1 @@
+"""What the rows of ``docs/results/today.json`` are measured with."""

@@ -1,0 +1,228 @@
+"""Rows P1 to P3: whole compiled training steps in 8 bit over compiled bfloat16 autocast, and their peak memory."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+import qsync_torch as qsync
+from kernels.bench import Bench, Row
+from kernels.whole_model import StepTimes, time_in_turns
+from qsync_core.ir.precision import Precision
+
+GIB = 2.0**30
+BLOCKS, STEPS = 5, 4
+"""How often contenders take turns, and steps of a turn."""
+INT8 = "int8;out=bfloat16;save=int8;{gradients};x={x};w=channel;round=stochastic;sym=true"
+
+
+@attrs.frozen
+class Way:
+    """One way to train in 8 bit, or PyTorch's own 16.
+
+    Attributes:
+        name: for people and for ``--contenders``.
+        spec: the variant of every linear inside the layers; empty for none of QSync's.
+        saved: what ``qsync.compile`` keeps the inputs of fused chains in.
+    """
+
+    name: str
+    spec: str = ""
+    saved: str = ""
+
+
+BASE, TORCHAO = Way("bf16"), Way("torchao float8")
+ALL = INT8.format(gradients="gi=int8;gw=int8", x="tensor")
+WAYS = (
+    BASE,
+    TORCHAO,
+    Way("int8 forward", "int8>bfloat16"),
+    Way("int8", ALL),
+    Way("int8, saved", ALL, "int8"),
+    Way("int8, a scale a row", INT8.format(gradients="gi=int8;gw=bfloat16", x="row")),
+)
+
+
+@attrs.frozen
+class Shape:
+    """A transformer and its batch: the class, arguments of its configuration, samples and tokens (or the image's size)."""
+
+    title: str
+    model: str
+    arguments: Mapping[str, Any]
+    batch: int
+    length: int
+    classes: int = 0
+    causal: bool = False
+
+
+def llama(title: str, hidden: int, inner: int, layers: int, batch: int, length: int, *, causal: bool) -> Shape:
+    """A Llama whose heads have 64 columns (128 from 4,096 on), four queries to a key."""
+    heads = hidden // (64 if hidden < 4096 else 128)
+    arguments = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
+    arguments |= {"num_key_value_heads": max(1, heads // 4), "vocab_size": 32000, "tie_word_embeddings": False, "use_cache": False}
+    title = f"{title}, {batch} × {length} tokens, {'causal attention' if causal else 'a dense mask'}"
+    return Shape(title, "Llama", arguments, batch, length, causal=causal)
+
+
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+SHAPES = {
+    "P1": llama("Llama-like 1B", 2048, 8192, 16, 4, 2048, causal=False),
+    "P1b": llama("Llama-like 1B", 2048, 8192, 16, 4, 2048, causal=True),
+    "P2": llama("4 layers of 8B's size", 4096, 14336, 4, 2, 4096, causal=True),
+    "P2b": llama("4 layers of 8B's size", 4096, 14336, 4, 4, 4096, causal=True),
+    "P3-bert": Shape("BERT-large 16 × 512", "Bert", LARGE, 16, 512),
+    "P3-vit": Shape("ViT-L b64", "ViT", {**LARGE, "num_labels": 1000}, 64, 224, classes=1000),
+}
+BOUNDS = {"P1": 0.83, "P1b": 0.79, "P2": 0.74, "P2b": 0.80, "P3-bert": 0.92, "P3-vit": 0.92}
+TINY: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def made(shape: Shape, quick: bool) -> nn.Module:
+    """The model with random weights."""
+    import transformers
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    arguments = dict(shape.arguments) | (TINY if quick else {})
+    if quick and "num_key_value_heads" in arguments:
+        arguments |= {"num_key_value_heads": 1, "vocab_size": 256}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{shape.model}Config")(**arguments)
+    if shape.causal:  # a name without a function that makes masks: none is made, and SDPA is told that it is causal
+        ALL_ATTENTION_FUNCTIONS.register("causal", _causal)
+        config._attn_implementation = "causal"
+    heads = {"Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM", "ViT": "ViTForImageClassification"}
+    model: nn.Module = getattr(transformers, heads[shape.model])(config)
+    return model
+
+
+def _causal(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None, **_: Any
+) -> tuple[Any, None]:
+    """Attend to what came before, as trainers of causal models do: no mask in memory, flash attention."""
+    repeated = query.shape[1] != key.shape[1]
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=repeated)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def batch_of(shape: Shape, device: torch.device, quick: bool) -> dict[str, torch.Tensor]:
+    """Random samples."""
+    batch, length = (2, 32) if quick else (shape.batch, shape.length)
+    if shape.classes:
+        pixels = torch.randn(batch, 3, 224, 224, device=device)
+        return {"pixel_values": pixels, "labels": torch.randint(shape.classes, (batch,), device=device)}
+    ids = torch.randint(256 if quick else 30000, (batch, length), device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def stepped(way: Way, shape: Shape, bench: Bench) -> Callable[[], None]:
+    """What trains one step, after it has done so; compiled as a trainer would."""
+    device, backend = bench.device, {} if bench.device.type == "cuda" else {"backend": "aot_eager"}
+    model = made(shape, bench.quick).to(device).train()
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and _in_a_layer(name)]
+    if way.spec:
+        applied = qsync.apply_(model, {f"{name}#0": way.spec for name in linears}, base=Precision.BFLOAT16)
+        run = qsync.compile(applied, saved=way.saved or None, **backend)
+    elif way is TORCHAO:
+        from torchao.float8 import convert_to_float8_training
+
+        inside = frozenset(linears)
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in inside)
+        run = torch.compile(model, **backend)
+    else:
+        run = torch.compile(model, **backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    batch = batch_of(shape, device, bench.quick)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = run(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def _in_a_layer(name: str) -> bool:
+    """Whether a linear is of the repeated layers, not the head."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+@attrs.frozen
+class Measured:
+    """What contenders took: whole steps in turns, and their peaks beyond what was allocated before."""
+
+    times: Mapping[Way, StepTimes]
+    peaks: Mapping[Way, float]
+
+    def best(self, values: Callable[[Way], float]) -> Way:
+        """The best of QSync's."""
+        return min((way for way in self.times if way.spec), key=values)
+
+    def ratio(self, over: Way, under: Way) -> tuple[float, str]:
+        """Median of the ratios of neighbouring turns, and their range."""
+        found = [a / b for a, b in zip(self.times[over].blocks_ms, self.times[under].blocks_ms, strict=True)]
+        return statistics.median(found), f"{min(found):.3f} to {max(found):.3f} of {len(found)} turns"
+
+    @property
+    def told(self) -> str:
+        """Every contender's step and peak."""
+        return "; ".join(f"{way.name} {self.times[way].median_ms:.1f} ms, {self.peaks[way]:.2f} GiB" for way in self.times)
+
+
+def measured(shape: Shape, ways: Sequence[Way], bench: Bench) -> Measured:
+    """Steps of the contenders in turns; one that fails is told on stderr, and the others still count."""
+    cuda = bench.device.type == "cuda"
+    steps: dict[Way, Callable[[], None]] = {}
+    peaks: dict[Way, float] = {}
+    for way in ways:
+        gc.collect()
+        before = torch.cuda.memory_allocated() if cuda else 0
+        try:
+            steps[way] = stepped(way, shape, bench)
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            steps[way]()
+            peaks[way] = (torch.cuda.max_memory_allocated() - before) / GIB if cuda else 0.0
+        except Exception:
+            print(f"{shape.title}, {way.name}: not measured", file=sys.stderr)
+            traceback.print_exc(limit=4)
+            steps.pop(way, None)
+            continue
+        bench.say(f"{shape.title}, {way.name}: ready, peak {peaks[way]:.2f} GiB")
+    found = time_in_turns(steps, bench.device, blocks=BLOCKS, steps=STEPS, warm_up=2)  # type: ignore[arg-type]
+    return Measured(found, peaks)  # type: ignore[arg-type]
+
+
+def rows(bench: Bench, part: str, words: str) -> Iterator[Row]:
+    """The rows of one shape: its step, its peak, and over torchao's float8."""
+    shape, wanted = SHAPES[part], [word for word in words.split("|") if word]
+    ways = [way for way in WAYS if way is BASE or not wanted or any(word == way.name for word in wanted)]
+    found = measured(shape, ways, bench)
+    fastest, smallest = found.best(lambda way: found.times[way].median_ms), found.best(lambda way: found.peaks[way])
+    value, spread = found.ratio(fastest, BASE)
+    peak = found.peaks[smallest] / (found.peaks[BASE] or 1.0)
+    step = f"{shape.title}, whole compiled step: {fastest.name} over bfloat16 autocast"
+    if part == "P2b":  # the row is of the peak alone
+        yield bench.row("P2b", f"{shape.title}, peak: {smallest.name} over bfloat16", peak, "ratio", "≤ 0.80", found.told)
+        yield bench.row("P2b-step", step, value, "ratio", "reported", f"{spread}; {found.told}")
+        return
+    yield bench.row(part, step, value, "ratio", f"≤ {BOUNDS[part]:.2f}", f"{spread}; {found.told}")
+    peak_id, target = {"P1": ("P1m", "≤ 0.76")}.get(part, (f"{part}-peak", "reported"))
+    yield bench.row(peak_id, f"{shape.title}, peak: {smallest.name} over bfloat16", peak, "ratio", target, found.told)
+    if TORCHAO in found.times:
+        over, range_ = found.ratio(fastest, TORCHAO)
+        id_ = f"P1c-{'causal' if shape.causal else 'dense'}" if part in ("P1", "P1b") else f"{part}-torchao"
+        target = "≤ 0.95" if part in ("P1", "P1b") else "reported"
+        yield bench.row(id_, f"{shape.title}, whole step: {fastest.name} over torchao's float8", over, "ratio", target, range_)

@@ -1,0 +1,59 @@
+"""Rows of ``docs/results/today.json``: 8 bit over the base that people train with, bfloat16 autocast under ``torch.compile``.
+
+    python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
+
+P1 to P3 need a CUDA device, P1 and P1b torchao too.  ``--tiny`` tries them on a CPU, with small models; such rows are printed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from eight_bit import steps
+from kernels.bench import Bench, Row
+from results import write_rows
+
+COMMAND = "python bench/today.py"
+
+
+def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
+    """What measures rows, by the name that ``--only`` takes."""
+    return {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
+
+
+def main() -> None:
+    """Measure the parts that are asked for; a row is written as soon as it has a value."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="parts, comma-separated")
+    parser.add_argument("--contenders", default="", help="of P1 to P3, by name (a|b); bf16 is always one")
+    parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too; nothing is written")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    bench = Bench(torch.device("cuda", 0) if cuda else torch.device("cpu"), quick=options.tiny)
+    known = parts(bench, options)
+    wanted = [name for name in options.only.split(",") if name] or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
+    if not cuda and not options.tiny:
+        raise SystemExit("these rows need a CUDA device, and torch sees none; --tiny tries them on a CPU")
+    where = {"directory": options.directory} if options.directory else {}
+    for name in wanted:
+        try:
+            for row in known[name]():
+                if not options.tiny:
+                    write_rows("today", [row], f"{COMMAND} --only {name}", **where)
+        except Exception:
+            print(f"{name}: not measured", file=sys.stderr)
+            traceback.print_exc()
+
+
+if __name__ == "__main__":
+    main()

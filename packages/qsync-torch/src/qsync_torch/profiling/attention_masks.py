@@ -1,0 +1,80 @@
+"""What attention with a mask in memory costs, beside what it would take without one.
+
+Libraries of transformers build a mask of (batch, 1, queries, keys) whenever they are traced, so under ``torch.compile`` too; flash
+kernels take none, and those that do compute the half of the products that a causal mask hides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
+from qsync_core.units import format_ns
+from qsync_torch.profiling.operator_cost import measure_operator
+from qsync_torch.timing import Effort, make_stopwatch
+from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
+
+_EFFORT = Effort(min_repeats=5, max_repeats=20, budget_s=0.1)
+_MASK, _DROPOUT = 3, 4
+"""Places among the arguments of ``scaled_dot_product_attention``."""
+_WORTH_SAYING = 0.02
+"""Of a step."""
+
+
+def masks_told(dag: PrecisionDag, device: torch.device, step_ns: int) -> str:
+    """Say what masks of attention cost in a step on a device, as a sentence; empty where that is less than 2% of it.
+
+    Args:
+        dag: of the job.
+        device: where it is measured.
+        step_ns: what the whole step takes there.
+    """
+    masked, count_of = {}, Counter[object]()
+    for operator in dag.operators:
+        if shape := _mask_of(operator):
+            masked[operator.cost_key] = operator, shape
+            count_of[operator.cost_key] += 1
+
+    def takes(replaced: Mapping[str, Any] | None) -> int:
+        return sum(count_of[key] * _takes(operator, replaced, dag.base, device) for key, (operator, _) in masked.items())
+
+    with_masks, without, causal = takes(None), takes({"is_causal": False}), takes({"is_causal": True})
+    if with_masks - causal < _WORTH_SAYING * step_ns:
+        return ""
+    which = ", ".join(f"{count_of[key]} of {' × '.join(map(str, shape))}" for key, (_, shape) in masked.items())
+    return (
+        f"attention reads masks from memory ({which}), which transformers makes whenever it is traced: {format_ns(with_masks)} of "
+        f"a step of {format_ns(step_ns)}, where attention without a mask takes {format_ns(without)}, and causal attention "
+        f"{format_ns(causal)}; if no batch is padded, train with attention that makes no mask "
+        "(docs/training.md#attention-without-a-mask)"
+    )
+
+
+def _mask_of(operator: Operator) -> tuple[int, ...]:
+    """The shape of the mask that attention reads, with a row for each of several queries; empty where there is none."""
+    if operator.kind != "scaled_dot_product_attention" or CALL_ATTRIBUTE not in operator.attributes:
+        return ()
+    match json.loads(operator.attributes[CALL_ATTRIBUTE])["args"][_MASK : _MASK + 1]:
+        case [{"tensor": [*shape]}] if len(shape) > 1 and shape[-2] > 1:
+            return tuple(shape)
+    return ()
+
+
+def _takes(operator: Operator, replaced: Mapping[str, Any] | None, base: Precision, device: torch.device) -> int:
+    """Nanoseconds forward and backward; without its mask where that is replaced by other arguments."""
+    if replaced is not None:
+        call = json.loads(operator.attributes[CALL_ATTRIBUTE])
+        dropout = call["args"][_DROPOUT : _DROPOUT + 1]
+        call["args"], call["kwargs"] = [*call["args"][:_MASK], None, *dropout], {**call["kwargs"], **replaced}
+        operator = attrs.evolve(operator, attributes={**operator.attributes, CALL_ATTRIBUTE: json.dumps(call)})
+    cost = measure_operator(operator, Variant.plain(base), {}, KernelChoice(), make_stopwatch(device), _EFFORT, base)
+    return cost.forward_compute_ns + cost.backward_compute_ns
