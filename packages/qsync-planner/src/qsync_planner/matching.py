@@ -183,11 +183,6 @@ class Inputs:
         links = _links_among(self.cluster, profiles)
         return self._but(cluster=attrs.evolve(self.cluster, groups=groups, links=links), profiles=profiles)
 
-    def one_rank(self, group: str, profile: Profile) -> Inputs:
-        """A single rank of a group, with its profile at another batch, which talks to no other."""
-        alone = attrs.evolve(self.cluster, groups=(attrs.evolve(self.cluster.group(group), count=1),), links=())
-        return self._but(cluster=alone, profiles={group: profile}, communication=None)
-
 
 def _links_among(cluster: Cluster, profiles: Mapping[str, Profile]) -> tuple[Link, ...]:
     kept = set(profiles)

@@ -19,6 +19,7 @@ from qsync_core.ir.functions import Takes, function_of
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.remembering import remembers
 
 
 @attrs.frozen
@@ -37,9 +38,7 @@ class OutputFormats:
     @classmethod
     def of(cls, dag: PrecisionDag) -> OutputFormats:
         """Read a graph."""
-        if dag.base is not Precision.FLOAT32:
-            return cls(decides=False)
-        return cls(_together(dag))
+        return _formats_of(dag)
 
     def delivered(self, name: str, outputs: Mapping[str, Precision]) -> Precision:
         """The format in which an operator delivers.
@@ -94,6 +93,13 @@ class _Value:
     is_mask: bool = False
     unmasked: frozenset[str] = frozenset()
     perhaps: frozenset[str] = frozenset()
+
+
+@remembers(4)
+def _formats_of(dag: PrecisionDag) -> OutputFormats:
+    if dag.base is not Precision.FLOAT32:
+        return OutputFormats(decides=False)
+    return OutputFormats(_together(dag))
 
 
 def _together(dag: PrecisionDag) -> dict[str, tuple[str, ...]]:

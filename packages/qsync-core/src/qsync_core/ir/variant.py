@@ -29,7 +29,7 @@ _FACTORS = ";factors=channel"
 """What a text ends with that means channel factors; without them it is as it was before there were any."""
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Variant:
     """How one operator runs, forward and backward (docs/artifacts.md#variants).
 
