@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -131,7 +133,8 @@ def _compiler(
 
 
 def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+    from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
+    from torch._dynamo.backends.debugging import boxed_nop
 
     def rewritten(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _rewrite(graph.graph)
@@ -141,7 +144,19 @@ def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph.recompile()
         return boxed_nop(graph, list(inputs))
 
-    return aot_eager(graph, list(inputs), fw_compiler=rewritten, bw_compiler=rewritten)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it runs in a backward pass
+    def rewritten_backward(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        return torch.compiler.disable(rewritten(graph, inputs))
+
+    compiled = aot_module_simplified(
+        graph,
+        list(inputs),
+        fw_compiler=rewritten,
+        bw_compiler=rewritten_backward,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return cast(Callable[..., Any], torch.compiler.disable(compiled))
 
 
 def _rewrite_joint(graph: Graph) -> None:
@@ -158,7 +173,7 @@ def _rewrite(graph: Graph) -> None:
 @functools.cache
 def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
     """A rewriting as inductor takes it, whose caches of compiled graphs ask which version it is."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Rewrite(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
@@ -166,6 +181,7 @@ def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> Any:
             parts = (gradient_copies, gradient_sums, graph_nodes, shape_arguments, producers)
-            return get_hash_for_files(tuple(part.__file__ for part in parts), rewrite.__name__)
+            sources = b"".join(Path(part.__file__).read_bytes() for part in parts)
+            return hashlib.sha256(sources + rewrite.__name__.encode()).digest()
 
     return Rewrite()
