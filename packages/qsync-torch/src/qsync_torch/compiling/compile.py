@@ -133,8 +133,7 @@ def _compiler(
 
 
 def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
-    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
     def rewritten(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _rewrite(graph.graph)
@@ -144,19 +143,7 @@ def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph.recompile()
         return boxed_nop(graph, list(inputs))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it runs in a backward pass
-    def rewritten_backward(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        return torch.compiler.disable(rewritten(graph, inputs))
-
-    compiled = aot_module_simplified(
-        graph,
-        list(inputs),
-        fw_compiler=rewritten,
-        bw_compiler=rewritten_backward,
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )
-    return cast(Callable[..., Any], torch.compiler.disable(compiled))
+    return aot_eager(graph, list(inputs), fw_compiler=rewritten, bw_compiler=rewritten)
 
 
 def _rewrite_joint(graph: Graph) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qsync_core.errors import TraceError
 from qsync_core.ir.dag import Bucket
@@ -134,9 +134,10 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
     """
     order: list[str] = []
     parameters: dict[str, torch.Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    placeholders = step.graph_module.graph.find_nodes(op="placeholder")
+    with _like_that_of(placeholders), torch.enable_grad():
         values = []
-        for node in step.graph_module.graph.find_nodes(op="placeholder"):
+        for node in placeholders:
             stands_for = step.placeholders[node.name]
             example = node.meta.get("val")
             if not isinstance(example, torch.Tensor):
@@ -168,6 +169,13 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         if step.loss is not None:
             order[:0] = [name for name in step.loss.parameters if name not in order]
     return FakeRun(tuple(order), recorder.storage, frozenset(recorder.requires_grad))
+
+
+def _like_that_of(placeholders: Sequence[torch.fx.Node]) -> AbstractContextManager[Any]:
+    """A mode of fake tensors like that in which an export has made its own, without what it knows of sizes."""
+    examples = (node.meta.get("val") for node in placeholders)
+    mode = next(example.fake_mode for example in examples if isinstance(example, torch.Tensor))
+    return type(mode)(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
 
 
 _MEBIBYTE = 1024 * 1024
