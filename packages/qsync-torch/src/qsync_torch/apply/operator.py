@@ -30,8 +30,8 @@ from qsync_torch.kernels.library_ops import PLAIN_TENSORS
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
-from qsync_torch.operators.casts import CastCache, Seeds
-from qsync_torch.operators.products import lowered_node, run_product
+from qsync_torch.operators.casts import CastCache, Seeds, apply_of
+from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
 from qsync_torch.operators.step_key import StepKey
 from qsync_torch.torch_internals import DisableTorchFunction, process_groups
 
@@ -263,6 +263,9 @@ class Operator:
                 if self._in_force.base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
                         return run_product(input, weight, bias, binding, seeds, casts)
+                if binding.is_quantized and (binding.of_rows or input.ndim == weight.ndim):  # nothing is left of run_product
+                    run = apply_of(QuantizedProduct, binding, seeds)
+                    return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)
                 return run_product(input, weight, bias, binding, seeds, casts)
         except NumericsError as error:
             raise self._named(error) from None

@@ -304,6 +304,7 @@ _LIBRARY.impl("format_read", lambda x: None, "CompositeExplicitAutograd")
 torch.library.register_fake("qsync::format_read", lambda x: None, lib=_LIBRARY)
 FORMAT_READ = torch.ops.qsync.format_read.default
 """Stands in a graph for ``h.dtype``; it does nothing."""
+torch.library.register_vmap("qsync::format_read", lambda info, dims, x: (FORMAT_READ(x), None), lib=_LIBRARY)
 has_side_effect(FORMAT_READ)  # or else a graph loses it, which nothing reads
 
 
