@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from qsync_torch.torch_internals import TorchDispatchMode, occupy_stream
 
 Thunk = Callable[[], Any]
 _CUDA_CYCLES_PER_NS = 2.0
@@ -92,7 +93,7 @@ class LaunchQueue:
 
     def spin(self, ns: int) -> None:
         """Occupy the stream for at least this time."""
-        torch.cuda._sleep(int(ns * _CUDA_CYCLES_PER_NS))
+        occupy_stream(int(ns * _CUDA_CYCLES_PER_NS))
 
     def record(self) -> torch.cuda.Event:
         """A moment on the stream."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
+from qsync_torch.torch_internals import pytree
 
 LOW_BASES = frozenset(PRECISION[dtype] for dtype in LOW_FLOATS)
 """Bases of jobs that run under autocast."""

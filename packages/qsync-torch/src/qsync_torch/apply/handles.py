@@ -26,6 +26,7 @@ from qsync_core.errors import PlanError
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
 from qsync_torch.kinds.table import SPELLED
+from qsync_torch.torch_internals import DisableTorchFunction
 
 
 class OperatorCall(Protocol):
@@ -145,7 +146,7 @@ class Handle(torch.Tensor):
         arguments, named = plain(args), {name: plain(value) for name, value in kwargs.items()}
         if func in _BACKWARD:  # in which forwards may run again, with handles of their own
             return func(*arguments, **named)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return func(*arguments, **named)
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
@@ -26,6 +25,7 @@ from qsync_core.units import format_ns
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.step_times import Moment, StepTime, StepTimes, between_ns, has_passed, now
 from qsync_torch.distributed.mailbox import Mailbox
+from qsync_torch.torch_internals import pytree, running_wrapper
 
 STATED_ERROR = {DeviceKind.CUDA: 0.05, DeviceKind.CPU: 0.10}
 """The stated error of a predicted step, as a part of it: rows H2-worst (docs/hybrid.md) and S4 hold predictions to it."""
@@ -189,7 +189,7 @@ class LagWatch:
         self._times = StepTimes(self._model, lambda: int, self._plan.accumulate)
         self._times.listeners.append(self._steps.append)
         self._buffers.clear()
-        if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
+        if (wrapper := running_wrapper()) is not None:
             self._before = _BeforeForward(wrapper, self._model)
         self._then(self._tell, STEPS * self._plan.accumulate + _LATE)
 

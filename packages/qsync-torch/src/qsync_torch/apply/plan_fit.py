@@ -262,8 +262,9 @@ def check_weight_dtype(fqn: str, weight: torch.Tensor, caller: Caller = BY_HAND,
     if weight.dtype is not torch.float32:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise PlanError(
-            f"the {what} of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before {caller.call}; a job "
-            f"that computes in 16 bit keeps float32 parameters under torch.autocast, with {caller.with_amp('bfloat16')}"
+            f"the {what} of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before {caller.call}, and "
+            "leave param_dtype out of fully_shard's MixedPrecisionPolicy; a job that computes in 16 bit keeps float32 parameters "
+            f"under torch.autocast, with {caller.with_amp('bfloat16')}"
         )
 
 

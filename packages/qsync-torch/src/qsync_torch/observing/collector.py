@@ -6,7 +6,6 @@ step as often as it needs: for second derivatives, or for many draws on one batc
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -221,9 +220,6 @@ class ObservedStep:
 
 @torch.no_grad()
 def _copy_each(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors of the same names, with a launch for each format and device rather than for each of them."""
-    groups: defaultdict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
+    """Copy tensors of the same names."""
     for name, tensor in into.items():
-        groups[tensor.device, tensor.dtype].append(name)
-    for names in groups.values():
-        torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])
+        tensor.copy_(values[name])

@@ -30,6 +30,7 @@ from qsync_torch.aten.layer_norm import build_layer_norm_output, layer_norm_grad
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.observing.noise_response import NoiseResponse, Phase
 from qsync_torch.observing.rounding_noise import int8_scale
+from qsync_torch.torch_internals import saves_through_hooks
 
 _KINDS: Mapping[Any, str] = {F.batch_norm: "batch_norm", F.layer_norm: "layer_norm", F.gelu: "gelu", F.silu: "silu"}
 _NORMS = {kind: inspect.signature(function) for function, kind in _KINDS.items() if kind.endswith("norm")}
@@ -154,7 +155,7 @@ class KeptInputs(ProducerCalls):
 
     def call(self, call: ProducerCall) -> torch.Tensor:
         """Run it on a copy of its input; what is checkpointed runs again elsewhere and stays as it is."""
-        checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        checkpointed = saves_through_hooks()
         if not torch.is_grad_enabled() or checkpointed:
             return call.run(call.x)
         site, x = _Site(attrs.evolve(call, x=call.x.detach())), call.x

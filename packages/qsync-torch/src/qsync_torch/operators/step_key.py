@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from qsync_core.errors import PlanError
 from qsync_torch.aten.random_bits import Offset
 from qsync_torch.operators.channel_factors import ChannelFactors
+from qsync_torch.torch_internals import at_end_of_backward, version_of
 
 STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
@@ -89,7 +90,7 @@ class StepKey:
 
     def mark(self, device: torch.device) -> int:
         """A number that differs from step to step, by which a copy is known to be this step's."""
-        return self._memory[0] if device.type == "cpu" else self.on(device)._version
+        return self._memory[0] if device.type == "cpu" else version_of(self.on(device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _move_to(self, device: torch.device) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _ended(optimizer: Any, *_: Any) -> None:
         return
     keys = _plans_of(optimizer)
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(_count_pending)
+        at_end_of_backward(_count_pending)
         _PENDING.update(keys)
     except RuntimeError:  # outside of every backward pass
         for key in keys:
@@ -214,7 +215,7 @@ def _count_at_end_of(nodes: Sequence[torch.autograd.graph.Node]) -> None:
     def before(_: Any) -> None:
         for hook in hooks:
             hook.remove()
-        torch.autograd.Variable._execution_engine.queue_callback(_count_pending)
+        at_end_of_backward(_count_pending)
 
     hooks = [node.register_prehook(before) for node in nodes]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Precision
@@ -24,6 +23,7 @@ from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.operators.casts import GRAD, Gradient, Grads, Saved, Seeds, W, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.products import QuantizedProduct, backward_products, forward_product
+from qsync_torch.torch_internals import pytree
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.running_loss import map_tensors, outputs_of
 

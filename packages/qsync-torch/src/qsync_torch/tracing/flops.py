@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_core.ir.functions import function_of
+from qsync_torch.torch_internals import OpOverload
 from qsync_torch.tracing.graph_values import Read, static_shape
 
 
@@ -36,7 +37,7 @@ def _counted(node: torch.fx.Node) -> int:
     """What PyTorch counts in a call on fake tensors; 0 where it cannot be made alone."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
     counter, target = FlopCounterMode(display=False), node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return 0
     try:
         with torch.no_grad(), counter:
