@@ -39,6 +39,14 @@ def test_every_product_has_its_format_and_the_length_of_its_sums(op, shapes, fie
     assert support.contraction_length(attrs.evolve(request, shapes=())) == 0
 
 
+def test_operands_have_the_dimensions_of_their_kind():
+    volumes = attrs.evolve(LINEAR, op="conv3d.output", shapes=((2, 4, 5, 6, 7), (8, 4, 3, 3, 3)))
+    assert list(support.shape_reasons(volumes)) == []
+    assert list(support.shape_reasons(attrs.evolve(volumes, shapes=((2, 4, 6, 7), (8, 4, 3, 3))))) == [
+        "conv3d.output takes two operands of 5 dimensions each, and these have the shapes (2, 4, 6, 7) and (8, 4, 3, 3)"
+    ]
+
+
 def test_an_unknown_compute_capability_speaks_against_nothing():
     for capability, refused in (("8.0", True), ("8.9", False), ("10.0", False), ("", False), ("x", False)):
         request = attrs.evolve(LINEAR, compute_capability=capability)

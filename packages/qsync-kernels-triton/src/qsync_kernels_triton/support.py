@@ -37,10 +37,10 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"{what} need compute capability {least[0]}.{least[1]}, and this device's is unknown"
     if request.op == Op.QUANTIZE:
         yield from _quantization_reasons(request)
-    elif request.op in Op.UNFUSED:
-        yield from _product_reasons(request)
     elif request.op in Op.PRODUCERS:
         yield from _producer_reasons(request)
+    elif request.op in OPS:
+        yield from _product_reasons(request)
     if missing := [module for module in ("torch", "triton") if importlib.util.find_spec(module) is None]:
         yield f"{' and '.join(missing)} cannot be found; install qsync-kernels-triton[triton]"
 

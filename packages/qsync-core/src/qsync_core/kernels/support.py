@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kinds import KINDS
 
 LINEAR = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
 CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT)
@@ -226,7 +227,8 @@ def producer_shape_reasons(request: KernelRequest) -> Iterator[str]:
 
 def shape_reasons(request: KernelRequest) -> Iterator[str]:
     """Shapes are not those of a product.  The functions above take them for granted: ask this one first."""
-    op, shapes, rank = request.op, request.shapes, 4 if request.op in CONVOLUTIONS else 2
+    op, shapes, kind = request.op, request.shapes, KINDS.get(request.op.partition(".")[0], KINDS["linear"])
+    rank = 2 if kind.of_rows else 2 + kind.dimensions
     said = " and ".join(str(tuple(shape)) for shape in shapes) or "none"
     if len(shapes) != 2 or any(len(shape) != rank for shape in shapes):
         yield f"{op} takes two operands of {rank} dimensions each, and these have the shapes {said}"
@@ -235,7 +237,7 @@ def shape_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"operands of shapes {said} have sizes below 0"
         return
     first, second = shapes
-    groups = request.geometry.groups if rank == 4 else 1
+    groups = 1 if kind.of_rows else request.geometry.groups
     if op.endswith(".output"):
         one, other = first[1], second[1] * groups
     else:
