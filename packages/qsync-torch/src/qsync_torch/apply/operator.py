@@ -63,7 +63,7 @@ def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> 
 def _collectives_so_far() -> int:
     """How many collectives this process has begun, in all its groups; another number each time where a backend does not count."""
     try:
-        return sum(group._get_sequence_number_for_group() for group in process_groups())
+        return sum(group._get_sequence_number_for_group() for group in process_groups())  # type: ignore[attr-defined]
     except RuntimeError:
         return next(_UNCOUNTED)
 

@@ -168,7 +168,7 @@ def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> Any:
             parts = (gradient_copies, gradient_sums, graph_nodes, shape_arguments, producers)
-            sources = b"".join(Path(part.__file__).read_bytes() for part in parts)
+            sources = b"".join(Path(str(part.__file__)).read_bytes() for part in parts)
             return hashlib.sha256(sources + rewrite.__name__.encode()).digest()
 
     return Rewrite()

@@ -52,7 +52,7 @@ class PlannedChains:
         earlier = self._seen.get(name)
         if earlier is None or compilation is None:
             return False
-        return earlier.frame_id != compilation.frame_id or earlier.frame_compile_id == compilation.frame_compile_id
+        return bool(earlier.frame_id != compilation.frame_id or earlier.frame_compile_id == compilation.frame_compile_id)
 
     def check(self, module: nn.Module, *_: Any) -> None:
         """Check, after a forward, that the compiled model has every chain that the plan fuses.

@@ -18,6 +18,9 @@ from qsync_core.geometry import Geometry, sizes_of
 from qsync_core.kinds import Kind
 from qsync_torch.kinds.kind import Operands, OperatorKind, Settings, Spelling, TracedCall
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The layout in which a pixel's channels lie together, by the dimensions of a batch."""
+
 _SETTINGS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _TRANSPOSED = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
@@ -139,6 +142,7 @@ def _describe(row: Kind, call: TracedCall) -> tuple[dict[str, str], str]:
     stride = sizes_of(arguments["stride"], count)
     geometry = Geometry(stride, sizes_of(padding, count), dilation, int(arguments["groups"]), row.transposed, extra)
     attributes = geometry.attributes
-    if call.x.dim() == 4 and not call.x.is_contiguous() and call.x.is_contiguous(memory_format=torch.channels_last):
+    last = CHANNELS_LAST.get(call.x.dim())
+    if last is not None and not call.x.is_contiguous() and call.x.is_contiguous(memory_format=last):
         attributes["memory_format"] = "channels_last"
     return attributes, reason

@@ -20,6 +20,7 @@ from qsync_torch.distributed.alone import Alone
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.kinds.convolution import CHANNELS_LAST
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.operators.casts import GRAD, Gradient, Grads, Saved, Seeds, W, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.products import QuantizedProduct, backward_products, forward_product
@@ -110,7 +111,7 @@ def adjustable_case(
     if operator.input_stride:
         x = torch.empty_strided(operator.input_shapes[0], operator.input_stride, device=device).normal_()
     if operator.attributes.get("memory_format") == "channels_last":
-        x = x.to(memory_format=torch.channels_last)
+        x = x.to(memory_format=CHANNELS_LAST[x.dim()])
     first = layouts[operator.parameters[0]] if operator.parameters else torch.empty(0)
     is_computed = tuple(first.shape) != operator.parameter_shape  # weight_norm: the weight is none of the parameters that it reads
     parameter = (
@@ -190,8 +191,9 @@ def _quantized_case(
         return BenchmarkCase(lambda: call, (kept_x,), trained, binding.grad_float)
     # The casts of the gradient are timed on their own, so the copies are made here.
     incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
-    if operator.is_convolution and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        incoming = incoming.to(memory_format=torch.channels_last)
+    last = CHANNELS_LAST.get(x.dim())
+    if operator.is_convolution and last is not None and x.is_contiguous(memory_format=last):
+        incoming = incoming.to(memory_format=last)
     gradient = cast_gradient(incoming, q_w.scale, binding, needs, GRAD, q_x.stream)
     call = ReadyCall(forward, (parameter,), lambda grad: backward(gradient))
     return BenchmarkCase(lambda: call, (kept_x,), trained)

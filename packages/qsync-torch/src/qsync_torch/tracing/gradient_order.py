@@ -178,8 +178,9 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
 def _like_that_of(placeholders: Sequence[torch.fx.Node]) -> AbstractContextManager[Any]:
     """A mode of fake tensors like that in which an export has made its own, without what it knows of sizes."""
     examples = (node.meta.get("val") for node in placeholders)
-    mode = next(example.fake_mode for example in examples if isinstance(example, torch.Tensor))
-    return type(mode)(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
+    fake: Any = next(example for example in examples if isinstance(example, torch.Tensor))
+    made: AbstractContextManager[Any] = type(fake.fake_mode)(allow_non_fake_inputs=True)
+    return made
 
 
 _MEBIBYTE = 1024 * 1024
