@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch import apply_
+from qsync_torch.elastic.checkpoints import Checkpoints
 from qsync_torch.operators import conv2d, linear
 from qsync_torch.operators.channel_factors import Factor, next_factors
 
@@ -199,6 +200,18 @@ def test_a_job_that_resumes_with_its_state_trains_bit_for_bit():
         assert (train(model, optimizer, range(3, 6)) == expected) == same
     with pytest.raises(PlanError, match="the factors of a plan in force are a text for each operator, got 3"):
         applied.load_state_dict({"step": 3, "seed": 5, "factors": 3})
+
+
+def test_checkpoints_keep_each_ranks_factors(tmp_path):
+    model, applied, optimizer = planned()
+    train(model, optimizer, range(3))
+    Checkpoints(tmp_path, applied).save(3, copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    expected = train(model, optimizer, range(3, 5))
+    model, applied, optimizer = planned(seed=1)
+    found = Checkpoints(tmp_path, applied).load()
+    model.load_state_dict(found.state["model"])
+    optimizer.load_state_dict(found.state["optimizer"])
+    assert train(model, optimizer, range(3, 5)) == expected
 
 
 def test_compiled_steps_take_the_factors_of_eager_ones():
