@@ -29,7 +29,7 @@ from qsync_torch.distributed.ranks import naming_lost_ranks, together, told_by_a
 _PREFIX, _SUFFIX = "step-", ".pt"
 _KEYS = {"step", "state", "plan", "random"}
 _FACTORS = "factors"
-"""Of a plan's operators: those of each rank, by its place."""
+"""Channel factors of a plan's operators, of each rank by its place."""
 _BATCHES = "batches"
 """Samples of a step, of the job and as planned; not in the files of versions that did not keep them."""
 
