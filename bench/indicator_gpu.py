@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from indicator.gpu_models import MODELS
+from indicator.measuring import HessianCollector, PaperCollector
 from indicator.published import named
 from indicator.rows import beside_int8
 from qsync_core.artifacts.files import save
@@ -30,8 +31,7 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_torch.load_job import load_job
-from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
-from qsync_torch.observing.hessian import HessianCollector
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe

@@ -21,12 +21,12 @@ from typing import Any
 import attrs
 import torch
 
-from indicator.measuring import INT8, SETS
+from indicator.measuring import INT8, SETS, PaperCollector
 from indicator.models import SUBJECTS
 from indicator.published import named
 from qsync_core.ir.observations import Observations
 from qsync_planner.indicate import indicate
-from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import SettledRule, spearman

@@ -54,6 +54,7 @@ def store_synthetic(folder: Path) -> dict[str, Path]:
     sys.path.insert(0, str(ROOT / "packages" / "qsync-planner" / "tests"))
     import synthetic
 
+    from indicator.published import named
     from qsync_core.artifacts.files import digest, save
     from qsync_planner.indicate import indicate
 
@@ -64,7 +65,7 @@ def store_synthetic(folder: Path) -> dict[str, Path]:
         save(dag, target / "dag.qsync")
         for group, profile in synthetic.hybrid_profiles(dag).items():
             save(attrs.evolve(profile, dag_digest=digest(dag)), target / f"{PROFILE_PREFIX}{group}.qsync")
-        save(indicate(None, dag, synthetic.LADDER, "random"), target / "sensitivity.qsync")
+        save(indicate(None, dag, synthetic.LADDER, named("random")), target / "sensitivity.qsync")
         (target / "cluster.toml").write_text(CLUSTER, encoding="utf-8")
     return found
 

@@ -1,12 +1,15 @@
-"""Rows H1 to H10 and S1 to S6 of ``docs/results/structure.json``: how the source is arranged, and what that costs when it runs.
+"""Rows H1 to H10 and S1 to S15 of ``docs/results/structure.json``: how the source is arranged, and what that costs when it runs.
 
     python bench/structure.py [--test-command 18.5 | --measure-tests] [--rounds 3]
     python bench/structure.py --only S1,S2,S3,S5,S6
 
 S1 and S2 say what the source has to do with PyTorch's insides, S3 and S4 how long it is, S5 where it names kinds of operators, S6
-what a new rung touches. Each H row is measured in this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was
-another. Cycles, floors, sizes and citations are read from the source; H5 and H6 from a traced call; H7 is processor time of fresh
-processes that take turns.
+what a new rung touches. S7 and S8 follow a call and time it, S9 is the test command, S10 to S13 are of steps under a plan: forwards
+that run again, micro-batches, compiled graphs, other numbers without a word. S15 compares plans. S8 and S9 want a quiet machine; S9
+runs the tests twice. S14 is written by ``bench/kernels/checksum_cost.py`` on a GPU.
+
+Each H row is measured in this tree and, as ``H…-before``, at commit c2de34d, whose arrangement was another. Cycles, floors, sizes
+and citations are read from the source; H5 and H6 from a traced call; H7 is processor time of fresh processes that take turns.
 
 ``--tree DIR`` measures another checkout and prints only; ``--list`` prints every cycle, citation and frame behind the rows,
 ``--profile`` where the time of H7 goes, both instead of writing.
@@ -22,23 +25,27 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from results import ROOT, write_rows
 from structure.imports import cycles, floors, import_graph, modules, room_graph, room_sizes, within
 from structure.kinds import files_of_commit, files_of_patch, files_that_name_kinds
 from structure.private_names import Use, frame_walks, private_uses
+from structure.rows import Row, row, shortened
 from structure.running import KINDS, Round, call_path, checkout, run_in, step_profile, times_in_turns
 from structure.texts import Citations, source_lines, text_files, written_apart
+from structure.training_rows import (
+    compiled_rows,
+    host_time_rows,
+    micro_batch_rows,
+    path_rows,
+    plan_rows,
+    repeated_rows,
+    silence_rows,
+    test_command_rows,
+)
 
 BEFORE = "c2de34d"
-Row = dict[str, Any]
 DIRECTLY = {"H2a": ("qsync_torch", 12), "H2b": ("qsync_core", 10), "H2c": ("qsync_planner", 8)}
-_LISTED = 6
-
-
-def row(id: str, what: str, value: float, unit: str = "", spread: str = "", target: str = "reported") -> Row:
-    return {"id": id, "what": what, "value": value, "unit": unit, "spread": spread, "target": target}
 
 
 def import_rows(tree: Path) -> Iterator[Row]:
@@ -96,13 +103,9 @@ def text_rows(tree: Path) -> Iterator[Row]:
     yield row("H8", "lines of packages/*/src/**/*.py", source_lines(tree), "lines", f"{len(modules(tree))} files", "≤ 37000")
     texts = text_files(tree)
     dead, apart = Citations(tree, texts).dead(), written_apart(texts)
-    yield row("H9a", "citations that lead nowhere, in all text files", len(dead), "", "; ".join(_shortened(dead)), "0")
+    yield row("H9a", "citations that lead nowhere, in all text files", len(dead), "", "; ".join(shortened(dead)), "0")
     in_source = sum("/src/" in place for place in apart)
     yield row("H9b", 'times that "cannot" is two words, in all text files', len(apart), "", f"{in_source} in packages/*/src", "0")
-
-
-def _shortened(found: list[str]) -> list[str]:
-    return [*found[:_LISTED], f"{len(found) - _LISTED} more"] if len(found) > _LISTED else found
 
 
 def time_rows(rounds: Sequence[Round]) -> Iterator[Row]:
@@ -141,8 +144,8 @@ def replaced_rows(tree: Path) -> Iterator[Row]:
     found = json.loads(run_in(tree, "replaced.py"))
     what = f"of {found['places']} functions, classes, methods and properties of PyTorch, those that are other objects after"
     after, in_force = found["after"], found["in force"]
-    yield row("S1", f"{what} import qsync_torch, apply_, a step and remove()", len(after), "", "; ".join(_shortened(after)), "0")
-    yield row("S1a", f"{what} a step, while the plan is in force", len(in_force), "", "; ".join(_shortened(in_force)))
+    yield row("S1", f"{what} import qsync_torch, apply_, a step and remove()", len(after), "", "; ".join(shortened(after)), "0")
+    yield row("S1a", f"{what} a step, while the plan is in force", len(in_force), "", "; ".join(shortened(in_force)))
     what = "TorchFunctionModes entered in a step of a model under a plan, forward and backward"
     yield row("S1b", what, found["modes"], "", "", "0")
 
@@ -201,7 +204,11 @@ def _listed(parts: Mapping[str, int]) -> str:
     return "; ".join(f"{name} {count}" for name, count in parts.items())
 
 
-INSIDES = {"S1": replaced_rows, "S2": insides_rows, "S3": size_rows, "S5": kind_rows, "S6": rung_rows}
+INSIDES = {
+    "S1": replaced_rows, "S2": insides_rows, "S3": size_rows, "S5": kind_rows, "S6": rung_rows, "S7": path_rows,
+    "S8": host_time_rows, "S9": test_command_rows, "S10": repeated_rows, "S11": micro_batch_rows, "S12": compiled_rows,
+    "S13": silence_rows, "S15": plan_rows,
+}  # fmt: skip
 """Rows that ``--only`` measures by themselves."""
 
 

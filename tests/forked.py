@@ -119,6 +119,7 @@ def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
+    multiprocessing.set_start_method(None, force=True)  # what the process starts, it starts as Python does by default
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -12,14 +12,14 @@ from typing import Any
 from hypothesis import settings
 
 PROFILE = os.environ.get("QSYNC_HYPOTHESIS", "ci")
-TIMES = {"ci": 0.5, "nightly": 10}
+TIMES = {"ci": 0.25, "nightly": 10}
 """How many times the examples that a test asks for are tried, by profile."""
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("nightly", deadline=None, print_blob=True, max_examples=500)
 settings.load_profile(PROFILE)
 
 
 def tries(count: int, **others: Any) -> settings:
-    """Return the settings of a law that half of ``count`` examples try in CI, and ten times ``count`` nightly."""
+    """Return the settings of a law that a quarter of ``count`` examples try in CI, and ten times ``count`` nightly."""
     return settings(max_examples=math.ceil(count * TIMES[PROFILE]), **others)

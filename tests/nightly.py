@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,8 +30,8 @@ def nightly_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in kept else pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
-def each_once(axes: Axes) -> pytest.MarkDecorator:
-    """Parametrize with the product of the axes: in CI each value occurs, the rest is nightly."""
+def each_once(axes: Axes, indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize with the product of the axes: in CI each value occurs, the rest is nightly; ``indirect`` names fixtures."""
     sizes = [len(values) for values in axes.values()]
     most = max(sizes)
     periods, period = [], 1  # axes that are short take turns at different speeds, so that they are not always in step
@@ -39,15 +39,16 @@ def each_once(axes: Axes) -> pytest.MarkDecorator:
         fits = size < most and period * size <= most
         periods.append(period if fits else 1)
         period *= size if fits else 1
-    return _product(axes, {tuple(row // each % size for each, size in zip(periods, sizes, strict=True)) for row in range(most)})
+    chosen = {tuple(row // each % size for each, size in zip(periods, sizes, strict=True)) for row in range(most)}
+    return _product(axes, chosen, indirect)
 
 
-def in_pairs(axes: Axes) -> pytest.MarkDecorator:
+def in_pairs(axes: Axes, indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
     """Parametrize with the product of three or more axes: in CI any two values of two axes meet, the rest is nightly."""
-    return _product(axes, {tuple(row) for row in AllPairs([range(len(values)) for values in axes.values()])})
+    return _product(axes, {tuple(row) for row in AllPairs([range(len(values)) for values in axes.values()])}, indirect)
 
 
-def _product(axes: Axes, chosen: Collection[tuple[int, ...]]) -> pytest.MarkDecorator:
+def _product(axes: Axes, chosen: Collection[tuple[int, ...]], indirect: Sequence[str]) -> pytest.MarkDecorator:
     rows = []
     for places in itertools.product(*(range(len(values)) for values in axes.values())):
         row: list[Any] = []
@@ -57,7 +58,7 @@ def _product(axes: Axes, chosen: Collection[tuple[int, ...]]) -> pytest.MarkDeco
             row += value if "," in axis else [value]
             names.append(_name(value, f"{axis.partition(',')[0]}{place}"))
         rows.append(pytest.param(*row, marks=() if places in chosen else pytest.mark.nightly, id="-".join(names)))
-    return pytest.mark.parametrize(", ".join(axes), rows)
+    return pytest.mark.parametrize(", ".join(axes), rows, indirect=indirect)
 
 
 def _name(value: Any, otherwise: str) -> str:

@@ -11,6 +11,9 @@ group ``a`` alone, under QSync's plan, and in the way that the verdict recommend
 On GPUs the shares of a model are prepared in one run folder: what was measured of group ``a`` is kept.  So are tuned and compiled
 kernels, where all jobs of this machine have theirs.
 
+At a share at which the library computes wrong numbers ``prepare`` refuses the job and names the nearest that are right
+(docs/shared-gpus.md#canary): the job is then measured at the nearest of these, and the row says so.
+
 A verdict is borne out where the steps of the plan and of the recommended way are predicted to within ``TOLERANCE``, and no other
 way that was measured makes more samples a second than the recommended one by more than that.
 
@@ -30,8 +33,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,7 @@ TUNE_S = 15
 TUNE = ("--tune", str(TUNE_S))
 """How long kernels are tuned in a job; the others continue with what it has found."""
 _TOOK = re.compile(r"\[ *\d+ s\] .* took [\d.]+ s")
+_RIGHT_SHARES = re.compile(r"the nearest shares that are right here: ([\d.]+)(?: and ([\d.]+))?;")
 BUSY = "while True: pass"
 NICE = {0.5: 0, 0.75: 5}
 """Of the busy process: the scheduler gives it as much as group b's, or a third."""
@@ -80,6 +85,12 @@ class Ended:
         return ([line for line in lines if "rror" in line] or lines)[-1][:300]
 
     @property
+    def right_shares(self) -> list[float]:
+        """The nearest shares that are right, where the one that was asked for is refused."""
+        found = _RIGHT_SHARES.search(" ".join(self.text.split()))
+        return [float(share) for share in found.groups() if share] if found else []
+
+    @property
     def steps(self) -> dict[str, dict[str, Any]]:
         """What rank 0 measured, by mode."""
         lines = [line for line in self.text.splitlines() if line.startswith("STEP ")]
@@ -87,8 +98,8 @@ class Ended:
 
     @property
     def stages(self) -> list[str]:
-        """What ``qsync prepare`` says of how long its stages took."""
-        return [line.partition("] ")[2] for line in self.text.splitlines() if _TOOK.match(line)]
+        """What ``qsync prepare`` says of how long its stages took, and when they ended."""
+        return [line for line in self.text.splitlines() if _TOOK.match(line)]
 
 
 @attrs.frozen
@@ -178,7 +189,17 @@ class Way:
         return abs(self.predicted_ms / self.measured["ms"] - 1)
 
 
-def measure(model: str, share: float, place: Place, work: Path) -> dict[str, Any]:
+def measure(model: str, share: float, place_at: Callable[[float], Place], work: Path) -> dict[str, Any]:
+    """The same as :func:`measured_at`, at the nearest share that is right where ``prepare`` refuses this one."""
+    found = measured_at(model, share, place_at(share), work)
+    if not (right := found.get("right_shares")):
+        return found
+    nearest = min(right, key=lambda other: abs(other - share))
+    refused = {"refused": f"refused at {share:g}, nearest right {nearest:g}", "refused_after_s": found["prepare_s"]}
+    return measured_at(model, nearest, place_at(nearest), work) | refused | {"share": share, "measured_at": nearest}
+
+
+def measured_at(model: str, share: float, place: Place, work: Path) -> dict[str, Any]:
     """Prepare a job, train it in every way, and judge the verdict."""
     limits = {name: seconds[not place.on_gpus] for name, seconds in LIMITS_S.items()}
     # MPS's share is among what measurements depend on; how busy a core is, is not.
@@ -191,6 +212,8 @@ def measure(model: str, share: float, place: Place, work: Path) -> dict[str, Any
     prepared = place.run("ab", ["-m", "qsync", "prepare", str(SCRIPT), "-o", str(run.path), *TUNE], common, limits["prepare"])
     found: dict[str, Any] = {"model": model, "share": share, "prepare_s": round(prepared.seconds, 1), "stages": prepared.stages}
     whole = run.plan("ab")
+    if right := prepared.right_shares:
+        return found | {"right_shares": right, "borne_out": False, "why": prepared.failure}
     if any(prepared.statuses) or not whole.exists():
         return found | {"borne_out": False, "why": f"prepare ended without a plan: {prepared.failure}"}
     plan = load(whole, PrecisionPlan)
@@ -259,6 +282,9 @@ def write(jobs: Sequence[Mapping[str, Any]], of_all: int, on_gpus: bool, command
     """The row, of the jobs that are finished."""
     good = sum(job["borne_out"] for job in jobs)
     told = "; ".join(f"{job['model']} at {job['share']:g}: {job['why']}" for job in jobs if not job["borne_out"])
+    refused = "; ".join(
+        f"{job['model']}: {job['refused']} after {job['refused_after_s']:.0f} s" for job in jobs if "refused" in job
+    )
     offs = [
         abs(way["predicted_ms"] / way["measured"]["ms"] - 1)
         for job in jobs
@@ -271,6 +297,7 @@ def write(jobs: Sequence[Mapping[str, Any]], of_all: int, on_gpus: bool, command
         "id": "C3" if on_gpus else "C3-cpu",
         "what": f"jobs under bfloat16 autocast on {where}: a plan, and a verdict that measured steps bear out to {tolerance:.0%}; "
         f"{len(jobs)} of {of_all} jobs were tried, kernels tuned for {TUNE_S} s in each"
+        + (f"; measured at another share: {refused}" if refused else "")
         + (f"; not borne out: {told}" if told else ""),
         "value": good,
         "unit": f"jobs of {of_all}",
@@ -310,9 +337,9 @@ def main() -> None:
         if done := [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]:
             write(done, len(wanted), not options.cpu, command, options.out)
 
-    def finish(model: str, share: float, place: Place) -> None:
+    def finish(model: str, share: float, place_at: Callable[[float], Place]) -> None:
         try:
-            found = measure(model, share, place, work)
+            found = measure(model, share, place_at, work)
         except Exception as error:  # one job that fails does not keep the others from running
             found = {"model": model, "share": share, "borne_out": False, "why": f"{type(error).__name__}: {error}"[:300]}
         with writing:
@@ -320,7 +347,8 @@ def main() -> None:
             write_finished()
             judged = "borne out" if found["borne_out"] else found["why"]
             took = f"prepare {found.get('prepare_s', 0):.0f} s, training {found.get('train_s', 0):.0f} s"
-            print(f"{model} at {share:g}, {took}: {judged} {found.get('verdict', '')}", flush=True)
+            where = f"{model} at {share:g}" + (f" ({found['refused']})" if "refused" in found else "")
+            print(f"{where}, {took}: {judged} {found.get('verdict', '')}", flush=True)
             print(*(f"    {stage}" for stage in found.get("stages", ())), sep="\n", flush=True)
 
     def in_time() -> bool:
@@ -338,7 +366,7 @@ def main() -> None:
                     return
                 started = time.monotonic()
                 with ExitStack() as stack:
-                    finish(*one, place_at(stack, one[1]))
+                    finish(*one, partial(place_at, stack))
                 left.remove(one)
                 longest_s = max(longest_s, time.monotonic() - started)
 

@@ -48,7 +48,7 @@ TRAINED = ("int8", "bfloat16", "float16")
 STEPS, LAYERS = 5, ((192, 768), (768, 192), (192, 768), (768, 64))
 ROWS = 50176
 _MANY = 16.0
-"""Formats' steps beyond which an element counts as wrong."""
+"""Relative errors that formats and sums explain, beyond which an element counts as wrong."""
 HERE = Path(__file__).resolve()
 
 
@@ -206,8 +206,8 @@ def exact(first: Any, second: Any) -> Any:
 
 def wrong_elements(product: Any, known: list[Any]) -> int:
     """How many elements of a product of matrices are wrong, all of them compared; ``known`` keeps the exact product."""
-    a = product.first.wide(0, product.first.count).flatten(1)
-    b = product.second.wide(0, product.second.count).flatten(1)
+    a = product.first.part(0, product.first.count).flatten(1).double()
+    b = product.second.part(0, product.second.count).flatten(1).double()
     if product.what == "grad_weight":
         a, b = a.t().contiguous(), b.t().contiguous()
     elif product.what == "grad_input":
@@ -220,7 +220,7 @@ def wrong_elements(product: Any, known: list[Any]) -> int:
         wanted = wanted + product.bias.double()
     usual = (a.norm(dim=1)[:, None] * b.norm(dim=1)) / a.shape[1] ** 0.5 * scale
     error = (product.found.double() - wanted).abs()
-    return int((~(error <= _MANY * product.step * (usual + wanted.abs()))).sum())
+    return int((~(error <= _MANY * product.allowed * (usual + wanted.abs()))).sum())
 
 
 def of_share(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+_BENCH = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_BENCH), str(_BENCH.parent / "examples" / "qsync-indicators-example" / "src")]

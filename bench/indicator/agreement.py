@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 
 import attrs
+from qsync_indicators_example.random_scheme import RandomScheme
 
 from indicator.measuring import BFLOAT16, FLOAT32, INT8, Measured
 from indicator.published import INDICATORS
@@ -14,7 +15,6 @@ from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_planner.indicator_check.agreement import Agreement
 from qsync_planner.indicator_check.compare import Check, DecrementCheck, VariantCheck
-from qsync_planner.indicators.random_scheme import RandomScheme
 
 DEFAULT = "hutchinson"
 RANDOM = "random"

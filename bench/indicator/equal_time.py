@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+from qsync_indicators_example.random_scheme import RandomScheme
 
 from allocator.hardware import CHIPS
 from indicator.additivity import Omega, measured_omega, with_true_omega
@@ -33,7 +34,6 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.verdict import noise_at_masks, plan_error
 from qsync_planner.indicate import indicate
-from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.series import geometric_mean
 
 Row = dict[str, Any]

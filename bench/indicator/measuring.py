@@ -9,6 +9,8 @@ from pathlib import Path
 
 import attrs
 import torch
+from qsync_indicators_example.observing_hessian import HessianCollector
+from qsync_indicators_example.observing_paper import PaperCollector
 
 from indicator.models import SUBJECTS, Reached, reached
 from qsync_core.artifacts.files import load, save
@@ -16,8 +18,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
-from qsync_torch.observing.hessian import HessianCollector
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "qsync-indicators-example" / "src"))
-
 from qsync_indicators_example.hessian import Hessian
 from qsync_indicators_example.paper import Paper
+from qsync_indicators_example.random_scheme import RandomScheme
 
 from qsync_planner.indicators import Indicator, get_indicator
 from qsync_planner.indicators.hutchinson import Hutchinson
@@ -19,4 +15,4 @@ INDICATORS: tuple[Indicator, ...] = (Hutchinson(), LossVar(), Paper(), Hessian()
 
 def named(name: str) -> Indicator:
     """The indicator of that name."""
-    return next((indicator for indicator in INDICATORS if indicator.name == name), None) or get_indicator(name)
+    return next((indicator for indicator in (*INDICATORS, RandomScheme()) if indicator.name == name), None) or get_indicator(name)

@@ -11,6 +11,7 @@ from indicator.agreement import NAMES, Judged
 from indicator.data import BYTES, SIDE, digits_batch, text_batch
 from indicator.measuring import INT8, Effort, Kept, Task, measure
 from indicator.models import SUBJECTS
+from indicator.published import named
 from indicator.rows import ladder_rows
 from qsync_core.ir import observations as terms
 from qsync_planner.indicate import indicate
@@ -76,7 +77,7 @@ def test_a_row_is_kendalls_tau_of_the_kept_measurements(tmp_path) -> None:
     sq_norms = np.array(measured.truth.values(terms.MONTECARLO, terms.GRADIENT_SQ_NORM, None))
     truth = (np.mean(halves, 0) / sq_norms).mean(1)
     for name in ("lossvar", "hessian", "paper"):
-        omega = indicate(measured.observed, measured.dag, [INT8], name).omega
+        omega = indicate(measured.observed, measured.dag, [INT8], named(name)).omega
         expected = kendalltau([omega[o.op_id][INT8] for o in measured.dag.adjustable], truth).statistic
         assert rows[f"I1b-{name}"]["value"] == pytest.approx(expected, abs=1e-4)
     by_draws = kendalltau(*((half / sq_norms).mean(1) for half in halves)).statistic

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `results`, which other benchmarks share
 torch = pytest.importorskip("torch")
 
 from kernels import baselines, compare, page, shapes, suite_file  # noqa: E402

@@ -1,11 +1,15 @@
 """Row S11 on fewer steps: errors of micro-batches average out as if each were rounded with numbers of its own."""
 
+import math
+
+import attrs
 import pytest
 import torch
 
+from qsync_core.ir.precision import Rounding
 from qsync_torch.operators import products
 from structure import micro_batches
-from structure.micro_batches import cases, ratio
+from structure.micro_batches import biases, cases, ratio
 
 TRIALS = 150
 
@@ -38,3 +42,10 @@ def test_weights_that_draw_by_their_own_bits_would_not_average_out(monkeypatch):
     monkeypatch.setattr(products, "cast_weight", by_itself)
     monkeypatch.setattr(micro_batches, "errors", errors_of)
     assert ratio(cases()["nearly equal"], 60).value > 1.2
+
+
+def test_rounding_on_the_same_data_is_unbiased_and_rounding_to_nearest_is_not(monkeypatch):
+    assert all(abs(bias.z) < 4 for bias in biases(60))
+    nearest = attrs.evolve(micro_batches.INT8, rounding=Rounding.NEAREST)
+    monkeypatch.setattr(micro_batches, "INT8", nearest)
+    assert all(math.isinf(bias.z) for bias in biases(3))  # the same error in every step

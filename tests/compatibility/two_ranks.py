@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 import traceback
 import warnings
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from compatibility.page import row_of
+from forked import run_forked
 
 Body = Callable[[Path], Any]
 TIMEOUT_S = 300
@@ -70,24 +70,11 @@ def run_bodies(names: Sequence[str], folder: Path) -> dict[str, list[Any]]:
     """By name, what a body returned on each rank: JSON, or ``Class: text`` of what it raised."""
     settings = {"GLOO_SOCKET_IFNAME": "lo", "QSYNC_RANK_TIMEOUT_S": "20", "OMP_NUM_THREADS": "1"}
     settings["PYTHONPATH"] = os.pathsep.join(sys.path)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "compatibility.two_ranks", str(rank), str(folder), *names],
-            env=os.environ | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for output in outputs:
-        print(output)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    commands = [["-m", "compatibility.two_ranks", str(rank), str(folder), *names] for rank in range(2)]
+    ended = run_forked(commands, [os.environ | settings] * 2, cwd=Path.cwd(), timeout_s=TIMEOUT_S)
+    outputs = [process.output for process in ended]
+    print(*outputs, sep="\n")
+    assert [process.status for process in ended] == [0, 0], "\n".join(outputs)
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return {name: [one[name] for one in found] for name in names}
 

@@ -28,6 +28,7 @@ def venv(make_venv):
     return venv
 
 
+@pytest.mark.slow
 def test_an_older_core_is_refused_by_the_command(venv):
     claim_version(venv, "qsync-core", "0.9.3")
     done = venv.qsync("--help")

@@ -20,7 +20,7 @@ DIRECTLY = {"qsync_torch": 12, "qsync_core": 10, "qsync_planner": 8}
 """Modules beside a package's folders, at most."""
 IN_A_ROOM = 18
 FLOORS = 10
-LEANS = re.compile(r"(Of|As|By|In|With|For)\b")
+LEANS = re.compile(r"(Of|As|By|In|With|For|Per|Its|Those)\b")
 """How a docstring begins that says nothing without the name it stands under, which a tooltip does not show."""
 
 

@@ -33,6 +33,7 @@ def test_the_tables_of_this_file_name_every_package():
 
 
 @pytest.mark.parametrize("distribution", nightly_but({"qsync-core", "qsync-planner"}, MODULES))
+@pytest.mark.slow
 def test_a_wheel_installed_alone_brings_what_it_declares_and_works(distribution, make_venv):
     venv = make_venv(distribution)
     venv.install(distribution)

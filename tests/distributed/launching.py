@@ -36,7 +36,7 @@ def run_machines(
     return run_together(commands, own, cwd=EXAMPLES, timeout_s=TIMEOUT_S)
 
 
-def run_ranks(scripts: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> list[Ended]:
+def run_ranks(scripts: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], cwd: Path = EXAMPLES) -> list[Ended]:
     """:func:`run_machines` with the variables that torchrun sets and without torchrun."""
     job = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     job |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -44,7 +44,7 @@ def run_ranks(scripts: Sequence[Sequence[str]], environments: Sequence[Mapping[s
     own = [
         inherited | job | {"RANK": str(rank), "GROUP_RANK": str(rank)} | variables for rank, variables in enumerate(environments)
     ]
-    return run_forked(scripts, own, cwd=EXAMPLES, timeout_s=TIMEOUT_S)
+    return run_forked(scripts, own, cwd=cwd, timeout_s=TIMEOUT_S)
 
 
 def train(

@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import EXAMPLES
+from launching import EXAMPLES, run_ranks
 
 from forked import run_forked
+from journey.scripts import ALL, IMPORT
 from qsync_torch.capturing.script import job_of_script
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
-
-sys.path.insert(0, str(EXAMPLES.parent / "bench"))
-
-from journey.scripts import ALL, IMPORT
 
 pytestmark = pytest.mark.distributed
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -33,11 +30,11 @@ def python(folder: Path, *arguments: str) -> str:
     return ended.output
 
 
-def run(folder: Path, *command: str) -> str:
-    """What a command prints; it must end well."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def train(folder: Path) -> None:
+    """Run ``train.py`` by two ranks of one machine, which must end well."""
+    places = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"} for rank in range(2)]
+    for ended in run_ranks([[str(folder / "train.py")]] * 2, places, cwd=folder):
+        assert ended.status == 0, ended.output
 
 
 @pytest.mark.filterwarnings("ignore:the batches of BertForSequenceClassification differ")
@@ -75,10 +72,12 @@ def test_a_strangers_script_trains_as_it_did_where_nothing_is_lowered(tmp_path, 
         folder.mkdir()
         (folder / "train.py").write_text(text)
         if name == "hybrid":
-            run(folder, *TORCHRUN, "-m", "qsync", "prepare", "train.py", "-o", "run")
+            prepare = (*TORCHRUN, "-m", "qsync", "prepare", "train.py", "-o", "run")
+            done = subprocess.run(prepare, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
             assert (folder / "run" / "report.html").is_file()
             assert not (folder / "autoencoder.pt").exists()
-        run(folder, *TORCHRUN, "train.py")
+        train(folder)
         saved[name] = torch.load(folder / "autoencoder.pt", weights_only=True)
     assert all(torch.equal(saved["plain"][key], saved["hybrid"][key]) for key in saved["plain"])
 

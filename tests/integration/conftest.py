@@ -124,7 +124,7 @@ def planner_executable(tmp_path_factory) -> tuple[str, ...]:
     return (str(folder / "bin" / "qsync"),)
 
 
-@pytest.fixture(scope="session", params=nightly_but({"resnet50", "bert-base"}, JOBS))
+@pytest.fixture(scope="session", params=nightly_but({"bert-base"}, JOBS))
 def flow(request, tmp_path_factory, planner_executable) -> Flow:
     """One model, traced, profiled, observed, indicated and planned."""
     folder = tmp_path_factory.mktemp(request.param)

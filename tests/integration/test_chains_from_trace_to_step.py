@@ -121,6 +121,7 @@ def train(model, job, steps: int = 3):
     return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.slow
 def test_the_plan_fuses_what_the_profile_measured(folder):
     group = load(folder / "plan.qsync", PrecisionPlan).group("infer")
     fused = {name: entry for name, entry in group.chains.items() if entry.variant.fused}

@@ -118,6 +118,7 @@ def train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_the_base_is_recorded_and_nothing_above_it_measured(made):
     dag, measured, notes, observations, sensitivity = made
     assert dag.base is Precision.BFLOAT16

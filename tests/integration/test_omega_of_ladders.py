@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from bench.indicator.published import named
 from hypothesis import example, given
 from hypothesis import strategies as st
+from qsync_indicators_example.observing_hessian import HessianCollector
+from qsync_indicators_example.observing_paper import PaperCollector
 from torch import nn
 
 from hypothesis_profiles import tries
@@ -18,8 +20,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
-from qsync_torch.observing.hessian import HessianCollector
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.tracing.trace import trace

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from qsync_indicators_example.observing_hessian import HessianCollector
+from qsync_indicators_example.observing_paper import PaperCollector
 
 from indicator.accuracy.methods import OBSERVED
 from indicator.models import SUBJECTS
 from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
-from qsync_torch.observing.closed_form import PaperCollector
-from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.tracing.trace import trace

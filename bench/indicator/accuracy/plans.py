@@ -15,6 +15,7 @@ import functools
 from collections.abc import Mapping
 
 import attrs
+from qsync_indicators_example.random_scheme import RandomScheme
 
 import allocator  # noqa: F401  (puts synthetic on the path)
 from indicator.accuracy.methods import FULL, HALF, INDICATORS, RANDOM, SETTINGS, UNIFORM, Setting, Task
@@ -32,7 +33,6 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.allocator.request import Request
 from qsync_planner.indicate import indicate
-from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 

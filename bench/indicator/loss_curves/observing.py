@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from qsync_indicators_example.observing_paper import PaperCollector
+
 from indicator.loss_curves.subjects import SUBJECTS
 from indicator.loss_curves.training import be_exact
 from indicator.measuring import FLOAT32, INT8
 from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
-from qsync_torch.observing.closed_form import PaperCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.tracing.trace import trace

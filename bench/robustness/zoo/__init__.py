@@ -7,7 +7,7 @@ seeds: making a job twice gives equal weights and equal batches.
 from __future__ import annotations
 
 # Importing them enters their jobs.
-from robustness.zoo import families, layers, operators, outputs, recomputation, weights  # noqa: F401
+from robustness.zoo import families, in_place, layers, operators, outputs, recomputation, weights  # noqa: F401
 from robustness.zoo.entries import ZOO
 
 __all__ = ["ZOO"]

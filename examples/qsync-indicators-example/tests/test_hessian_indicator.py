@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import pytest
+from qsync_indicators_example import terms
 from qsync_indicators_example.hessian import Hessian
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
-from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId

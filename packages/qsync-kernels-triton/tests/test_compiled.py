@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from nightly import nightly_but
+
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: it is read there
 pytest.importorskip("triton")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 
 
-@pytest.fixture(scope="module", params=[80, 90])
+@pytest.fixture(scope="module", params=nightly_but([90], [80, 90]))
 def kernels(request, tmp_path_factory):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     command = [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(request.param)]
@@ -25,6 +27,7 @@ def kernels(request, tmp_path_factory):
     return request.param, found
 
 
+@pytest.mark.slow
 def test_every_kernel_fits_the_shared_memory_of_its_chip(kernels):
     capability, found = kernels
     assert {name: facts["shared"] for name, facts in found.items() if facts["shared"] > SHARED_MEMORY[capability]} == {}

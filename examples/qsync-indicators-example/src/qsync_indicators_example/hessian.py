@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_indicators_example import terms
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
 

@@ -17,12 +17,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_indicators_example import terms
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.series import non_negative, require
 

@@ -1,4 +1,4 @@
-"""The plugin: it offers both indicators to ``qsync indicate``."""
+"""The plugin: it offers the indicators to ``qsync indicate``, and what two of them read to ``qsync observe``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from qsync_core.plugins.hooks import hookimpl
 
 @hookimpl
 def qsync_register_indicators() -> list[Any]:
-    """Offer ``paper`` and ``hessian``."""
+    """Offer ``paper``, ``hessian`` and ``random``."""
     from qsync_indicators_example.hessian import Hessian
     from qsync_indicators_example.paper import Paper
+    from qsync_indicators_example.random_scheme import RandomScheme
 
-    return [Paper(), Hessian()]
+    return [Paper(), Hessian(), RandomScheme()]
+
+
+@hookimpl
+def qsync_register_collectors() -> list[Any]:
+    """Offer the collectors ``paper`` and ``hessian``, which run where they are named; qsync-torch asks for them."""
+    from qsync_indicators_example.observing_hessian import HessianCollector
+    from qsync_indicators_example.observing_paper import PaperCollector
+
+    return [PaperCollector(), HessianCollector()]

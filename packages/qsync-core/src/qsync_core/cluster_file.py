@@ -56,7 +56,6 @@ def parse_cluster(text: str, where: str = "the cluster description", *, default_
     ``rounding``, ``w_granularity`` and ``output``, and gradients in bfloat16 (float16 where the chip has no bfloat16).
 
     Args:
-        text: the TOML.
         where: how error messages call it: the file name.
         default_name: the cluster's name where the text gives none.
 
@@ -110,7 +109,6 @@ def check_profiles(cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
     """Check that every group has a profile of its device type, and that there are no others.
 
     Args:
-        cluster: the device groups.
         profiles: by group name.
 
     Raises:

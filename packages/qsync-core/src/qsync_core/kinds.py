@@ -28,14 +28,13 @@ class Products(NamedTuple):
 
 @attrs.frozen
 class Kind:
-    """One row.
+    """A kind of operators: one row of the table.
 
     Attributes:
-        name: ATen's plain name.
         dimensions: of the images that it convolves; 0: it multiplies rows, the last dimension of its activation.
         transposed: it is the transpose of a convolution.
         runs_as: kind whose kernels run it, on images with more dimensions of size 1; empty: its own.
-        in_8_bit: whether there are kernels for 8-bit operands; else profiles leave such variants out for it.
+        in_8_bit: whether there are kernels for 8-bit operands (:meth:`qsync_core.ir.dag.Operator.runs_in`).
     """
 
     name: str
@@ -51,7 +50,7 @@ class Kind:
 
     @property
     def as_run(self) -> Kind:
-        """The kind whose kernels run it."""
+        """The kind whose kernels run this one."""
         return KINDS[self.runs_as] if self.runs_as else self
 
     @functools.cached_property
@@ -94,6 +93,7 @@ KINDS = {
         Kind("conv2d", dimensions=2),
         Kind("conv1d", dimensions=1, runs_as="conv2d"),
         Kind("conv_transpose2d", dimensions=2, transposed=True),
+        Kind("conv3d", dimensions=3, in_8_bit=False),
     )
 }
 """Every kind by its name."""

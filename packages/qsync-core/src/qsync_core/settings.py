@@ -18,7 +18,6 @@ class Setting:
     """One version or setting.
 
     Attributes:
-        what: it is, in words.
         advice: how a job comes to have the value that ``{}`` stands for.
         changes_numbers: a difference changes results, or makes every prediction worthless, and is refused; any other changes only
             times, and gives a warning.
@@ -80,7 +79,6 @@ class Difference:
 
     Attributes:
         name: in :data:`SETTINGS`.
-        profile, job: the two values.
     """
 
     name: str

@@ -93,6 +93,25 @@ def test_operands_of_a_product_of_activations_go_together() -> None:
     assert together(q, called("square", "matmul", "q", "q")) == {"q": {"q"}}
 
 
+def test_scores_whose_mask_some_steps_leave_out_are_float32_with_it_and_without() -> None:
+    """The value goes with the probabilities, which are float32 where there is a mask, and would have 16 bits without one."""
+    q, k, v = (linear(name, "x") for name in "qkv")
+    mask = called("mask", "where", "x", op_class=FIXED)
+    scores = called("scores", "matmul", "q", "k")
+    rest = (
+        called("p", "softmax", "sum", op_class=GUARDED),
+        called("dropped", "dropout", "p", op_class=GUARDED),
+        called("c", "matmul", "dropped", "v"),
+    )
+    assert together(q, k, v, mask, scores, called("sum", "add", "scores", "mask"), *rest) == {}
+    # A bias that is learned is there in every step.
+    bias = called("mask", "embedding", "x", op_class=FIXED, parameters=("w",))
+    with_bias = together(q, k, v, bias, scores, called("sum", "add", "scores", "mask"), *rest)
+    assert with_bias == {"q": {"q", "k"}, "k": {"q", "k"}}
+    # What else is added to is float32 by the sum alone, and its operator need not be.
+    assert together(q, mask, called("sum", "add", "q", "mask"), called("r", "relu", "sum")) == {"q": {"q"}}
+
+
 def test_what_is_added_in_place_must_be_as_narrow_as_what_it_is_added_to_and_not_the_other_way_round() -> None:
     a, b = linear("a", "x"), linear("b", "x")
     assert together(a, b, called("add", "add", "a", "b", in_place=True)) == {"a": {"a", "b"}, "b": {"b"}}

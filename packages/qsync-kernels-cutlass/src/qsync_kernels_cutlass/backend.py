@@ -11,7 +11,7 @@ from qsync_core.progress import ProgressCallback
 from qsync_kernels_cutlass import support
 from qsync_kernels_cutlass.architectures import Architecture, architecture_of
 from qsync_kernels_cutlass.compiling import ahead
-from qsync_kernels_cutlass.compiling.compile import print_progress
+from qsync_kernels_cutlass.compiling.compile import interrupt, print_progress
 from qsync_kernels_cutlass.configs import candidates, validity
 from qsync_kernels_cutlass.configs.config import Config, ConvConfig, GemmConfig
 from qsync_kernels_cutlass.configs.problem import ConvProblem, problem_of
@@ -25,7 +25,7 @@ class CutlassBackend:
     offset_tensors = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """What the backend offers, as data only."""
         eight_bit = ("int8", "float8_e4m3fn")
         all_formats = (*eight_bit, "float16", "bfloat16")
         return (
@@ -71,6 +71,10 @@ class CutlassBackend:
                 print_progress(done, total, what)
 
         return ahead.compile_ahead(requests, arch, report)
+
+    def interrupt_compiling(self) -> None:
+        """End all compilers that run for this process; builds that wait for one raise a BackendError."""
+        interrupt()
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel, compiled now if it is not in the cache; the signatures are in ``docs/writing-a-backend.md``.

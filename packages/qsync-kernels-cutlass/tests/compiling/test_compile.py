@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from qsync_core.errors import BackendError
 from qsync_core.progress import silent
 from qsync_kernels_cutlass.compiling import compile as compiling
 from qsync_kernels_cutlass.compiling.cache import KernelCache
-from qsync_kernels_cutlass.compiling.compile import cache_key, compile_files, compiled, print_progress, source_key
+from qsync_kernels_cutlass.compiling.compile import cache_key, compile_files, compiled, interrupt, print_progress, source_key
 from qsync_kernels_cutlass.sources import KernelSource
 
 COPY = 'cat "$source" > "$out"'
@@ -176,6 +177,22 @@ def test_an_interrupted_process_ends_its_compilers_and_leaves_nothing(stand_in_n
         while runs(int(pid)):  # it was killed, and is not our child to wait for
             assert time.monotonic() < deadline
     assert kept(own_cache) == []
+
+
+def test_compilers_are_ended_for_the_others_of_a_process(stand_in_nvcc, own_cache, tmp_path):
+    stand_in_nvcc(f"[ -e '{tmp_path}/quick' ] || {{ touch '{tmp_path}/runs'; sleep 100; }}; {COPY}")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(compile_files, [SOURCE], progress=silent)
+        while not (tmp_path / "runs").exists():
+            assert not waiting.done()
+        interrupt()
+        with pytest.raises(BackendError, match="interrupted"):
+            waiting.result(timeout=60)
+    assert kept(own_cache) == []
+    (tmp_path / "quick").write_text("")
+    interrupt()  # which ends nothing
+    (path,) = compile_files([SOURCE], progress=silent)
+    assert path.read_text() == SOURCE.text
 
 
 def test_compilers_do_not_outlive_a_process_that_is_killed(stand_in_nvcc, own_cache, tmp_path):

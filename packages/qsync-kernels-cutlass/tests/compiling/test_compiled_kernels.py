@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=nightly_but({SM_75, SM_90A}, CHIPS), ids=lambda chip: chip.name)
+@pytest.fixture(scope="module", params=nightly_but({SM_75}, CHIPS), ids=lambda chip: chip.name)
 def libraries(request):
     """A chip, and by request the libraries of its best-ranked configuration there."""
     chip = request.param

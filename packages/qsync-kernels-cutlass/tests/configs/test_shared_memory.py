@@ -12,7 +12,6 @@ import attrs
 import pytest
 from kernel_requests import FLOAT8, INT8, conv2d, linear
 
-from nightly import nightly_but
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import Op
 from qsync_core.progress import silent
@@ -138,7 +137,8 @@ def libraries(request):
 @pytest.mark.slow
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="nvcc is not installed, so nothing can be compiled")
 @pytest.mark.skipif(toolchain.find_headers() is None, reason="CUTLASS's headers are not installed (nvidia-cutlass)")
-@pytest.mark.parametrize("name", nightly_but({"products by TMA", "2.x convolutions of sm_80"}, CASES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_counted_is_what_the_compiler_lays_out(libraries, name):
     arch, _, cases = CASES[name]
     if reason := toolchain.arch_reason(toolchain.find_nvcc(), arch.name):

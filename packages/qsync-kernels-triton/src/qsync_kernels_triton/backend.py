@@ -103,7 +103,7 @@ class TritonBackend:
     offset_tensors = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """What the backend offers, as data only."""
         return tuple(
             KernelSpec(
                 op,

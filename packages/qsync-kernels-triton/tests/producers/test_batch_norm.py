@@ -17,7 +17,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hypothesis_profiles import tries  # noqa: E402
-from nightly import each_once  # noqa: E402
+from nightly import each_once, in_pairs  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Rounding  # noqa: E402
@@ -259,8 +259,7 @@ def check_gradients(case, grad, found, xhat, is_open):
         assert_close(grad_residual, h, 0.0 * h, "gradient of the residual")
 
 
-@pytest.mark.parametrize(("activation", "residual"), CHAINS)
-@pytest.mark.parametrize("shape", [(2, 20, 5, 3), (3, 64, 4, 5)])
+@each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)]})
 def test_gradients_from_x_and_from_its_8_bit_copy(outputs, shape, activation, residual):
     case = Case(shape, activation, residual, mean=0.5).run(outputs)
     grad = image(*shape, seed=9)
@@ -273,6 +272,7 @@ def test_gradients_from_x_and_from_its_8_bit_copy(outputs, shape, activation, re
 
 
 @each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)]})
+@pytest.mark.slow
 def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
     """The other gradients to the bit; the copy rounds ∂x times the multiplier, with a scale that nothing exceeds."""
     case = Case(shape, activation, residual, mean=0.5).run(outputs)
@@ -299,33 +299,41 @@ def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
             checking.assert_is_rounded(q, q_scale, gradient, SEED, checking.streams(grad, OFFSET))
 
 
-@each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)], "dtype": [torch.float32, torch.float16]})
-def test_a_gradient_in_two_parts_gives_the_bits_of_their_sum(outputs, shape, activation, residual, dtype):
+@in_pairs(
+    {
+        "activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)], "dtype": [torch.float32, torch.float16],
+        "from_copy": [False, True], "copied": [False, True], "wanted": ["all", "the input's", "all but the input's"],
+    }
+)  # fmt: skip
+def test_a_gradient_in_two_parts_gives_the_bits_of_their_sum(
+    outputs, shape, activation, residual, dtype, from_copy, copied, wanted
+):
     """From x and from its copy, with a copy of the gradient and without; also where no gradient of the residual is wanted.
 
     Of bfloat16 the conformance suite asks the same on a GPU: the interpreter cuts it off where hardware rounds.
     """
     case = Case(shape, activation, residual, mean=0.5).run(outputs)
     grad, other = image(*shape, seed=9, dtype=dtype), image(*shape, seed=11, dtype=dtype)
-    whole, parts = (build_batch_norm_grad_input(activation, Rounding.STOCHASTIC, SMALL, of_sum) for of_sum in (False, True))
-    again = activation is RELU and not residual
-    for kept, scale, bits in ((case.x, None, None if again else case.open), (case.x_q, case.x_scale, case.open)):
-        given = (kept, scale, case.mean_out, case.var_out, case.weight, case.bias, EPS, bits)
-        for wanted in ((True, residual, True, True), (True, False, False, False), (False, residual, False, True)):
-            for copied in (False, True):
-                results = []
-                for kernel, gradients in ((whole, (grad + other,)), (parts, (grad, other.contiguous()))):
-                    like = (dtype, dtype, torch.float32, torch.float32)
-                    sizes = (shape, shape, shape[1:2], shape[1:2])
-                    found = [
-                        outputs.empty(size, form, len(size) == 4) if want else None
-                        for want, size, form in zip(wanted, sizes, like, strict=True)
-                    ]
-                    copy = [outputs.empty(shape, torch.int8, True), outputs.empty((1,))] if copied else []
-                    kernel(*gradients, *given, *found, *([None, *copy, SEED, OFFSET] if copied else []))
-                    results.append([*found, *copy])
-                for one, two in zip(*results, strict=True):
-                    assert one is two or torch.equal(one, two)
+    bits = case.open if from_copy or activation is not RELU or residual else None
+    kept, scale = (case.x_q, case.x_scale) if from_copy else (case.x, None)
+    given = (kept, scale, case.mean_out, case.var_out, case.weight, case.bias, EPS, bits)
+    likes = [(shape, dtype), (shape, dtype), (shape[1:2], torch.float32), (shape[1:2], torch.float32)]
+    wants = {
+        "all": (True, residual, True, True), "the input's": (True, False, False, False),
+        "all but the input's": (False, residual, False, True),
+    }  # fmt: skip
+    results = []
+    for of_sum, gradients in ((False, (grad + other,)), (True, (grad, other.contiguous()))):
+        kernel = build_batch_norm_grad_input(activation, Rounding.STOCHASTIC, SMALL, of_sum)
+        found = [
+            outputs.empty(size, form, len(size) == 4) if want else None
+            for want, (size, form) in zip(wants[wanted], likes, strict=True)
+        ]
+        copy = [outputs.empty(shape, torch.int8, True), outputs.empty((1,))] if copied else []
+        kernel(*gradients, *given, *found, *([None, *copy, SEED, OFFSET] if copied else []))
+        results.append([*found, *copy])
+    for one, two in zip(*results, strict=True):
+        assert one is two or torch.equal(one, two)
 
 
 @pytest.mark.parametrize(("dtype", "written"), [(torch.float32, torch.float16), (torch.float16, torch.float32)])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nightly import nightly_but
+
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: it is read there
 pytest.importorskip("triton")
 SHARED_MEMORY = 48 * 1024
@@ -19,7 +21,7 @@ CALLS = {"normalize_rows": 6, "normalize_rows in five": 10, "normalize_rows long
 a tile."""
 
 
-@pytest.fixture(scope="module", params=[75, 80, 89, 90])
+@pytest.fixture(scope="module", params=nightly_but([90], [75, 80, 89, 90]))
 def kernels(request, tmp_path_factory):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     command = [sys.executable, str(Path(__file__).parents[1] / "compile_producers.py"), str(request.param)]
@@ -28,6 +30,7 @@ def kernels(request, tmp_path_factory):
     return {name.rsplit(" ", 1)[0]: facts for name, facts in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+@pytest.mark.slow
 def test_what_is_compiled_reads_16_bytes_a_thread_and_sums_in_one_order(kernels):
     assert {name for name, facts in kernels.items() if facts["shared"] > SHARED_MEMORY} == set()
     narrow = {"channel_coefficients", "finish_sums", "gradient_reach", "normalize_positions odd e4m3"}

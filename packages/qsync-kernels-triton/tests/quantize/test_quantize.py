@@ -18,7 +18,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hypothesis_profiles import tries  # noqa: E402
-from nightly import each_once  # noqa: E402
+from nightly import each_once, in_pairs  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
@@ -34,7 +34,10 @@ SMALL = QuantizeConfig(block=64, warps=1, programs=6, keep=512)
 FORMATS = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
-@pytest.fixture(params=["one read", "two passes"])
+WAYS = ["one read", "two passes"]
+
+
+@pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Both ways to quantize, whatever the size."""
     if request.param == "two passes":
@@ -74,9 +77,10 @@ def streams(x, granularity, offset):
     return [reference.stream_of(offset, checksum) for checksum in reference.checksums(x, scale_count(tuple(x.shape), granularity))]
 
 
-@pytest.mark.parametrize("rounding", list(Rounding))
-@pytest.mark.parametrize("granularity", list(Granularity))
-@pytest.mark.parametrize("shape", [(7, 30), (1, 1), (3, 5, 67), (4, 3, 3, 3), (2, 256), (3, 72), (1, 401)])
+SHAPES = [(7, 30), (1, 1), (3, 5, 67), (4, 3, 3, 3), (2, 256), (3, 72), (1, 401)]
+
+
+@in_pairs({"way": WAYS, "shape": SHAPES, "granularity": list(Granularity), "rounding": list(Rounding)}, ["way"])
 def test_equals_the_reference_bit_for_bit(shape, granularity, rounding, way):
     assert_is_reference(tensor(*shape), granularity, rounding)
 
@@ -88,8 +92,7 @@ def test_sixteen_bit_sources_equal_the_reference(dtype, rounding, way):
     assert_is_reference(tensor(5, 81, dtype=dtype), Granularity.PER_ROW, rounding)
 
 
-@pytest.mark.parametrize("rounding", list(Rounding))
-@pytest.mark.parametrize("form", list(FORMATS))
+@in_pairs({"way": WAYS, "form": list(FORMATS), "rounding": list(Rounding)}, ["way"])
 def test_every_magnitude_equals_the_reference(form, rounding, way):
     """From the smallest number of float32 to the largest; a group too small for its own scale takes the smallest scale."""
     sizes = torch.tensor([2.0**-149, 1e-40, 2.0**-126, 1e-36, 2e-36, 9e-35, 1.0, 1.3e36, 1.4e36, torch.finfo(torch.float32).max])
@@ -102,8 +105,7 @@ def test_every_magnitude_equals_the_reference(form, rounding, way):
     assert (moved <= (sizes.double() / steps[form]).clamp(min=2.0**-126) * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("rounding", list(Rounding))
-@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+@in_pairs({"way": WAYS, "form": ["float8_e4m3fn", "float8_e5m2"], "rounding": list(Rounding)}, ["way"])
 def test_float8_equals_the_reference(form, rounding, way):
     x = tensor(6, 104) * torch.logspace(-6, 0, 104)
     assert_is_reference(x, Granularity.PER_TENSOR, rounding, form)
@@ -237,9 +239,10 @@ def test_zeros_quantize_to_zeros_under_scale_one(way):
         assert torch.equal(scale, torch.ones_like(scale))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("rounding", list(Rounding))
-@pytest.mark.parametrize("form", list(FORMATS))
+NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
+
+
+@in_pairs({"way": WAYS, "bad": NOT_FINITE, "rounding": list(Rounding), "form": list(FORMATS)}, ["way"])
 def test_a_value_that_is_not_finite_makes_the_scale_infinite_instead_of_vanishing(bad, rounding, form, way):
     x = tensor(2, 70)
     x[1, 3] = bad

@@ -30,7 +30,7 @@ def indicate(
     """Ω of every adjustable operator in every variant.
 
     Args:
-        observations: numbers over the first updates; may be None for an indicator that needs none (``random``).
+        observations: numbers over the first updates; may be None for an indicator that needs none.
         dag: the model that they belong to.
         variants: what to rate; empty means every variant that the observations mention.
         indicator: a name, or an indicator object; ``auto`` is the best that was observed: ``hutchinson``, else ``lossvar``, and
@@ -66,7 +66,7 @@ def indicate(
         )
     rated.sort(key=str)
     with guarded(chosen, observations):
-        omega = {op_id: dict(by_variant) for op_id, by_variant in chosen.omega(dag, rated, observations).items()}
+        omega = _of_those_that_run(chosen.omega(dag, rated, observations), dag)
         _check_omega(chosen.name, omega, dag, rated)
         flips = chosen.flips(dag, rated, observations) if isinstance(chosen, RatesFlips) else {}
         flips = {op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()}
@@ -104,13 +104,22 @@ def _observed_variants(observations: Observations | None, dag: PrecisionDag) -> 
 def _check_omega(name: str, omega: Mapping[OpId, Mapping[Variant, float]], dag: PrecisionDag, variants: Iterable[Variant]) -> None:
     """Hold an indicator (a plugin's included) to its contract, so that a fault is blamed on it and not on the allocator."""
     for operator in dag.adjustable:
-        for variant in variants:
+        for variant in filter(operator.runs_in, variants):
             value = omega.get(operator.op_id, {}).get(variant)
             if value is None or not math.isfinite(value) or value < 0:
                 got = "nothing" if value is None else repr(value)
                 raise ObservationError(
                     f"indicator {name!r} gave {got} for {operator.op_id} at {variant.label}; Ω must be a finite number ≥ 0"
                 )
+
+
+def _of_those_that_run(omega: Omega, dag: PrecisionDag) -> dict[OpId, dict[Variant, float]]:
+    """Ω without variants that an operator's kind does not run in."""
+    adjustable = {operator.op_id: operator for operator in dag.adjustable}
+    return {
+        op_id: {v: value for v, value in by_variant.items() if op_id not in adjustable or adjustable[op_id].runs_in(v)}
+        for op_id, by_variant in omega.items()
+    }
 
 
 def _check_kept(name: str, kept: Omega, dag: PrecisionDag) -> None:
@@ -137,7 +146,9 @@ def lowered_last(omega: Omega, operators: Sequence[OpId]) -> Omega:
     if not known:
         return omega
     return {
-        op_id: {v: max(by[v] for by in known) for v in by_variant} if op_id in operators else by_variant
+        op_id: {v: max((by[v] for by in known if v in by), default=own) for v, own in by_variant.items()}
+        if op_id in operators
+        else by_variant
         for op_id, by_variant in omega.items()
     }
 

@@ -104,7 +104,6 @@ class Inputs:
     There is none of parts that do not belong together.  It is made of artifacts, which are checked, or from another one.
 
     Attributes:
-        dag: the model; dag_digest: its digest.
         described: the cluster as it was given.
         cluster: as a job of this graph's base has it (:func:`under_base`), with groups that were measured to synchronise doing so.
         profiles: by group; equal ones are one object.
@@ -137,7 +136,6 @@ class Inputs:
         """Match artifacts.
 
         Args:
-            dag: the model.
             cluster: device groups, as a cluster file describes them; any number of either role.
             profiles: costs, one for each of these groups.
             sensitivity: Ω, of this model.
@@ -184,11 +182,6 @@ class Inputs:
         profiles = {group.name: self.profiles[group.name] for group in groups}
         links = _links_among(self.cluster, profiles)
         return self._but(cluster=attrs.evolve(self.cluster, groups=groups, links=links), profiles=profiles)
-
-    def one_rank(self, group: str, profile: Profile) -> Inputs:
-        """A single rank of a group, with its profile at another batch, which talks to no other."""
-        alone = attrs.evolve(self.cluster, groups=(attrs.evolve(self.cluster.group(group), count=1),), links=())
-        return self._but(cluster=alone, profiles={group: profile}, communication=None)
 
 
 def _links_among(cluster: Cluster, profiles: Mapping[str, Profile]) -> tuple[Link, ...]:

@@ -62,7 +62,6 @@ class Verification:
     """The comparison of two timelines.
 
     Attributes:
-        iteration: the steady-state period.
         phases: per group, phase and resource, in that order; communication last, as the time that collectives transfer: of each the
             shortest over all ranks, because the rank that comes last to it does not wait.
         waiting: per group the rest of a rank's time in collectives, in which it waits for others; empty without collectives.

@@ -157,6 +157,7 @@ def best_objective(case: Case, plan: PrecisionPlan) -> float:
 
 
 @pytest.mark.parametrize("bound", ["time", "memory"])
+@pytest.mark.slow
 def test_greedy_against_the_best_plan_by_enumeration(bound: str) -> None:
     """Greedy is not exact; this keeps its distance from the optimum from growing unnoticed."""
     ratios = []

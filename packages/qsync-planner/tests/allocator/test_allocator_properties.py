@@ -195,6 +195,7 @@ def fingerprints() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("hash_seed", ["1", *nightly("2")])
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_bytes_again_and_in_processes_that_hash_otherwise(hash_seed: str) -> None:
     first = fingerprints()
     assert fingerprints() == first

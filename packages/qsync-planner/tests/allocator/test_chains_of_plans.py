@@ -143,6 +143,7 @@ def test_a_plan_and_its_note_count_the_noise_of_copies() -> None:
     assert f"Σ Ω {found.objective:.3g}:" in note
 
 
+@pytest.mark.slow
 def test_with_memory_short_inputs_are_kept_in_8_bit_and_their_noise_counts() -> None:
     free = plan()
     peaks = {}

@@ -72,6 +72,7 @@ def test_finds_what_enumeration_of_splits_and_assignments_finds(seed: int, kind:
     contended=st.booleans(),
     solver=st.sampled_from(["exact", "auto", "greedy"]),
 )
+@pytest.mark.slow
 def test_a_free_batch_is_never_worse_and_keeps_every_limit(
     seed: int, infer_groups: int, memory: float, contended: bool, solver: str
 ) -> None:

@@ -105,6 +105,7 @@ def test_the_best_plan_of_a_job_whose_ranks_slow_each_other_down_is_found_and_pr
     assert proven >= len(seeds) - synchronises
 
 
+@pytest.mark.slow
 def test_several_free_groups_are_solved_for_in_turn_within_the_gap_that_is_stated() -> None:
     found = 0
     for seed in range(12):

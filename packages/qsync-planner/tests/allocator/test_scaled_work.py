@@ -15,6 +15,7 @@ from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.allocator.problem import build_problem
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.scaled_work import ScaledWork
 from qsync_planner.replayer.step_timing import Condensed
 
 
@@ -31,7 +32,8 @@ def test_work_by_scaled_kernels_is_that_of_a_scaled_profile(number: int) -> None
             scaled = BatchScaling(problem.inputs, group.name).profile_at(batch)
             other = Replayer(Inputs(instance.dag, instance.cluster, {**instance.profiles, group.name: scaled}))
             mapper = whole.mapper(group.name, variants)
-            found = Condensed.of(mapper, cuts, other.model_of(group.name, variants))
+            kernels = BatchScaling(problem.inputs, group.name).kernels_at(batch)
+            found = ScaledWork(mapper, cuts).condensed(*kernels, other.model_of(group.name, variants).calibration)
             assert found == Condensed.of(other.mapper(group.name, variants), cuts)
 
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from synthetic import BFLOAT16, INT8
 from test_indicator_check import A, B, C, checked, graph, observed
+from test_indicators import Flat
 
 from qsync_core.artifacts.files import digest, load, save
 from qsync_core.artifacts.summary import summarize
@@ -51,6 +52,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed plugin whose indicator ``flat`` needs no observations."""
+    monkeypatch.setattr(Registry, "collect", lambda self, hook, *problem: [Flat()] if hook == "qsync_register_indicators" else [])
+
+
 def run(*arguments: str) -> Result:
     @click.group()
     def root() -> None:
@@ -64,19 +71,21 @@ def check(*arguments: str) -> Result:
     return run("o.qsync", "--dag", "dag.qsync", "--indicator", "lossvar", "--check", *arguments)
 
 
+@pytest.mark.usefixtures("flat")
 def test_every_indicator_that_the_observations_allow(folder: Path) -> None:
     result = check("--truth", "t.qsync", "--json")
     data = json.loads(result.stdout)
     assert data["output"] is None
-    assert data["check"]["indicators"] == ["lossvar", "random"]
+    assert data["check"]["indicators"] == ["lossvar", "flat"]
     sixteen, eight = data["check"]["variants"]
     assert [v["agreement"]["lossvar"]["tau"] for v in (eight, sixteen)] == [1.0, -1.0]
     assert eight["agreement"]["lossvar"]["regret"] == {"10": 1.0, "25": 1.0, "40": 1.0, "50": 1.0}
     assert data["check"]["decrements"][0]["from"] == "int8"
 
 
+@pytest.mark.usefixtures("flat")
 def test_named_indicators_a_sensitivity_and_a_page(folder: Path) -> None:
-    result = check("--truth", "t.qsync", "--against", "random", "-o", "s.qsync", "--page", "p.html")
+    result = check("--truth", "t.qsync", "--against", "flat", "-o", "s.qsync", "--page", "p.html")
     assert result.exit_code == 0, result.output
     assert (folder / "s.qsync").exists()
     assert (folder / "p.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -88,12 +97,13 @@ def test_named_indicators_a_sensitivity_and_a_page(folder: Path) -> None:
     assert "wrote p.html" in result.output
 
 
+@pytest.mark.usefixtures("flat")
 def test_observations_that_hold_the_truth_themselves(folder: Path) -> None:
     dag, rows, _ = checked()
     seen = observed(dag, rows)
     save(seen, folder / "both.qsync")
-    result = run("both.qsync", "--dag", "dag.qsync", "--indicator", "random", "--check", "--json")
-    assert json.loads(result.stdout)["check"]["indicators"] == ["random"]
+    result = run("both.qsync", "--dag", "dag.qsync", "--indicator", "flat", "--check", "--json")
+    assert json.loads(result.stdout)["check"]["indicators"] == ["flat"]
 
 
 def test_a_truth_of_fewer_updates_is_said(folder: Path) -> None:
@@ -125,12 +135,13 @@ def test_a_truth_of_other_updates_is_said(folder: Path) -> None:
     assert "the truth was measured with seed 7, the indicators were observed with 0: other updates" in output
 
 
+@pytest.mark.usefixtures("flat")
 def test_an_indicator_that_can_not_be_computed_is_left_out_unless_it_was_named(folder: Path) -> None:
     dag, rows, _ = checked()
     half = Series(A, I8, terms.HUTCHINSON, terms.OPERANDS, (1.0, 1.0))
     seen = observed(dag, rows)
     save(attrs.evolve(seen, series=(*seen.series, half)), folder / "o.qsync")
-    arguments = ["o.qsync", "--dag", "dag.qsync", "--indicator", "random", "--check"]
+    arguments = ["o.qsync", "--dag", "dag.qsync", "--indicator", "flat", "--check"]
     assert "hutchinson is left out: the observations lack hutchinson." in run(*arguments).output
     named = run(*arguments, "--against", "hutchinson")
     assert isinstance(named.exception, ObservationError)
@@ -187,10 +198,11 @@ def test_what_can_not_be_written_is_refused_before_anything_is_measured(
         (("o.qsync", "--dag", "dag.qsync", "-o", "s", "--truth", "t.qsync"), "--truth is for --check; add it"),
         (("o.qsync", "--dag", "dag.qsync", "-o", "s", "--job", "x"), "--job is for --check"),
         (("o.qsync", "--dag", "dag.qsync", "--check"), "--check needs the truth: --truth FILE that has it, or --job JOB"),
-        (("--dag", "dag.qsync", "--check", "--indicator", "random", "--cluster", "c.toml"), "--check needs OBSERVATIONS"),
+        (("--dag", "dag.qsync", "--check", "--indicator", "flat", "--cluster", "c.toml"), "--check needs OBSERVATIONS"),
         (("o.qsync", "--dag", "dag.qsync", "--check", "--job", "x", "--budget", "0"), "Invalid value for '--budget'"),
     ],
 )
+@pytest.mark.usefixtures("flat")
 def test_usage(folder: Path, arguments: tuple[str, ...], message: str) -> None:
     (folder / "c.toml").write_text(
         '[[group]]\nname = "a"\ndevice = "cpu"\ncount = 1\nrole = "infer"\nladder = ["int8", "float32"]\n'
@@ -262,4 +274,4 @@ def test_a_check_without_16_bit_has_no_decrements() -> None:
     assert "What the allocator compares" not in render_page(found)
     seen = attrs.evolve(observed(dag, only), settings={})
     request = CheckRequest(None, None, 1.0, "", "", None)
-    assert run_check(indicate(seen, dag, [I8], "random"), seen, dag, request).decrements == ()
+    assert run_check(indicate(seen, dag, [I8], Flat()), seen, dag, request).decrements == ()

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from chained_models import IMAGE, ChainBuilder, block
 from test_cli_check import run
-from test_indicators import observe
+from test_indicators import Flat, observe
 
 from qsync_core.artifacts.files import digest, save
 from qsync_core.errors import ObservationError, PluginError
@@ -106,7 +106,7 @@ WIDE = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 
 def test_an_indicator_that_knows_nothing_of_it_rates_none() -> None:
     dag = model()
-    assert NORM not in indicate(observed(dag), dag, [I8, F32], "random").omega
+    assert NORM not in indicate(observed(dag), dag, [I8, F32], Flat()).omega
 
 
 @pytest.mark.parametrize(("name", "value"), [(NORM, math.nan), (NORM, -1.0), (OpId("head"), 1.0), (OpId("elsewhere"), 1.0)])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from planning_cases import leanest, random_case
 from report_cases import EVIL, job_of, measured_like, stored_run
 
+from qsync_core.artifacts.files import save
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.op_id import OpId
@@ -217,7 +218,10 @@ def test_a_timeline_that_is_drawn_covers_what_was_there(run: RunFolder) -> None:
 def test_the_page_says_what_the_plan_says(run: RunFolder) -> None:
     job, measured = read_job(run)
     assert measured is not None
-    page = report_page(job, None, measured)
+    page = report_page(job, None, measured, [(("infer", "train"), job.plan), (("train",), job.plan)])
+    tables = [part for section in page.sections for part in section.parts if isinstance(part, Table)]
+    assert len(tables) >= 5
+    assert all(len(row) == len(table.header) for table in tables for row in table.rows)
     assert job.plan.verdict is not None
     assert page.verdict[1:] == f"{job.plan.verdict.sentence[1:]}."
     assert f"measured {measured.iteration_ns / 1e6:.2f} ms (-2.9%)" in texts(page)
@@ -225,27 +229,24 @@ def test_the_page_says_what_the_plan_says(run: RunFolder) -> None:
     assert f"Lowered on infer {lowered} of 54" in texts(page)
 
 
-def test_a_report_is_written_with_its_trace(run: RunFolder) -> None:
-    assert write_report(run) == run.path / "report.html"
-    text = run.report.read_text(encoding="utf-8")
-    assert "When groups are missing" in text
+def test_the_command_writes_a_report_with_its_trace_and_says_where(run: RunFolder) -> None:
+    result = CliRunner().invoke(cli, ["report", str(run.path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"output": str(run.report), "perfetto": str(run.trace)}
+    assert "When groups are missing" in run.report.read_text(encoding="utf-8")
     trace = json.loads(run.trace.read_text())
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     assert names == {f"rank {r} ({g}, {s})" for r, g in ((0, "train"), (1, "infer")) for s in ("predicted", "measured")}
 
 
-def test_the_page_says_what_to_type(tmp_path: Path) -> None:
-    run = stored_run(tmp_path / "run")
+@pytest.mark.slow
+def test_the_page_says_what_to_type(run: RunFolder, tmp_path: Path) -> None:
+    run = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
     run.start.write_text(f"train by:\n  torchrun train.py {EVIL}\n", encoding="utf-8")
-    text = write_report(run).read_text(encoding="utf-8")
+    assert write_report(run) == run.path / "report.html"
+    text = run.report.read_text(encoding="utf-8")
     assert f"<h2>How to train</h2>\n<pre>{run.start.read_text().strip()}</pre>" in html.unescape(text)
     assert EVIL not in text
-
-
-def test_the_command_says_where_it_wrote(run: RunFolder) -> None:
-    result = CliRunner().invoke(cli, ["report", str(run.path), "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout) == {"output": str(run.report), "perfetto": str(run.trace)}
 
 
 def test_show_and_explain_take_the_folder(run: RunFolder) -> None:
@@ -322,13 +323,13 @@ def test_a_folder_that_is_not_finished_is_refused(run: RunFolder, tmp_path: Path
 
 def test_a_plan_or_sensitivity_of_another_job_is_named(run: RunFolder, tmp_path: Path) -> None:
     mixed = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
-    other = stored_run(tmp_path / "other", "h200/bert-base")
-    names = ["train", "infer"]
+    job, other = read_job(mixed)[0], job_of(random_case(0))
+    plan = attrs.evolve(job.plan, model=other.plan.model, dag_digest=other.plan.dag_digest)
     for file, foreign, words in (
-        (mixed.plan(names), other.plan(names), "the plan is for another graph"),
-        (mixed.sensitivity, other.sensitivity, "the sensitivity is of another graph"),
+        (mixed.plan(["train", "infer"]), plan, "the plan is for another graph"),
+        (mixed.sensitivity, other.inputs.sensitivity, "the sensitivity is of another graph"),
     ):
-        file.write_bytes(foreign.read_bytes())
+        save(foreign, file)
         with pytest.raises(PlanError, match=words):
             write_report(mixed)
 
@@ -358,11 +359,3 @@ def test_where_no_other_plan_is_better_a_sentence_says_so() -> None:
     (section,) = (section for section in report_page(job_of(case), None, None).sections if section.title == "Other plans")
     assert section.sentences == ("No other plan is better than this one in Ω, in step time or in memory.",)
     assert not section.parts
-
-
-def test_tables_have_a_cell_for_every_column(run: RunFolder) -> None:
-    job, measured = read_job(run)
-    page = report_page(job, None, measured, [(("infer", "train"), job.plan), (("train",), job.plan)])
-    tables = [part for section in page.sections for part in section.parts if isinstance(part, Table)]
-    assert len(tables) >= 5
-    assert all(len(row) == len(table.header) for table in tables for row in table.rows)

@@ -52,7 +52,7 @@ class BatchAxis:
 
 
 def axes_of_calls(model: nn.Module, axes: Mapping[str, int]) -> tuple[BatchAxis, ...]:
-    """Where calls of a model have what :func:`batch_axes` found, the first argument first."""
+    """The places at which calls of a model have what :func:`batch_axes` found, the first argument first."""
     names = _positional_names(model)
     found = []
     for whole, axis in axes.items():

@@ -73,7 +73,7 @@ class Caller:
         return f"{self.call}(..., {self.options.replace('{}', text)})"
 
     def with_amp(self, amp: str) -> str:
-        """Where a job says that it trains under autocast."""
+        """The call by which a job says that it trains under autocast."""
         return f"{'Job' if self.call in _WITHOUT_AMP else self.call}(..., amp={amp!r})"
 
 

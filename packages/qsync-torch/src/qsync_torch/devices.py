@@ -109,10 +109,11 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def has_expandable_segments() -> bool:
     """Whether PyTorch's CUDA allocator grows its segments instead of adding new ones.
 
-    PyTorch 2.11 does not tell its settings; there the environment is asked, from which it takes them when it starts.
+    The segments that it has say so; where it has none yet, the environment is asked, from which it takes its settings.
     """
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    settings: str = read() if read is not None else next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
+    if torch.cuda.is_initialized() and (segments := torch.cuda.memory_snapshot(include_traces=False)):
+        return any(segment["is_expandable"] for segment in segments)
+    settings = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
     entries = dict(entry.partition(":")[::2] for entry in settings.replace(" ", "").split(","))
     return entries.get("expandable_segments", "").lower() == "true"
 

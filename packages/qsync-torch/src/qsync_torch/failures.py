@@ -21,7 +21,7 @@ _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error comes from, as `` because of file:line (code)``: the deepest line of the user, else of another library."""
+    """Say where an error comes from, as `` because of file:line (code)``: the deepest line of the user, else of another library."""
     frames: list[Frame] = []
     seen: BaseException | None = error
     while seen is not None and not _deepest(frames, _USER):

@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.checks import MOST_MICRO_BATCHES
@@ -21,6 +20,7 @@ from qsync_core.ir.dag import INPUT_STRIDE, Operator, PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.failures import first_line
+from qsync_torch.torch_internals import pytree
 
 DEFAULT_BATCH_SIZE = 8
 """Batch size of a job whose author gave none."""
@@ -121,7 +121,7 @@ def check_shapes(name: str, model: torch.nn.Module) -> None:
 
 @attrs.frozen(eq=False)
 class Job:
-    """What is trained.
+    """A training job: the model with its data, loss and optimizer.
 
     Attributes:
         name: the model's name in artifacts and messages.

@@ -67,13 +67,12 @@ def qsync_describe_device(device: str) -> DeviceFacts | None:
 
 @hookimpl
 def qsync_register_collectors() -> list[Any]:
-    """What the built-in indicators need; ``hessian`` and ``montecarlo`` run only where they are asked for."""
-    from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
-    from qsync_torch.observing.hessian import HessianCollector
+    """What the built-in indicators need; ``montecarlo`` runs only where it is asked for."""
+    from qsync_torch.observing.closed_form import LossVarCollector
     from qsync_torch.observing.hutchinson import HutchinsonCollector
     from qsync_torch.observing.montecarlo import MonteCarloCollector
 
-    return [HutchinsonCollector(), LossVarCollector(), PaperCollector(), HessianCollector(), MonteCarloCollector()]
+    return [HutchinsonCollector(), LossVarCollector(), MonteCarloCollector()]
 
 
 @hookimpl

@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from qsync_torch.torch_internals import TorchDispatchMode, occupy_stream
 
 Thunk = Callable[[], Any]
 _CUDA_CYCLES_PER_NS = 2.0
@@ -33,7 +34,6 @@ class Stopwatch:
     There a call returns when its work is done, so only the sum of issuing and computing can be measured: all of it is compute.
 
     Attributes:
-        device: where the calls run.
         clock: nanoseconds of the CPU's clock.
         must_repeat: the last series was not measured properly: make its calls ready and time them again.
         given_up: how many series could not be measured properly however often they were repeated; the device time of those may
@@ -93,7 +93,7 @@ class LaunchQueue:
 
     def spin(self, ns: int) -> None:
         """Occupy the stream for at least this time."""
-        torch.cuda._sleep(int(ns * _CUDA_CYCLES_PER_NS))
+        occupy_stream(int(ns * _CUDA_CYCLES_PER_NS))
 
     def record(self) -> torch.cuda.Event:
         """A moment on the stream."""
@@ -231,7 +231,6 @@ def rotation_count(set_bytes: int, device: torch.device, *, most: int, cache_byt
 
     Args:
         set_bytes: size of one set.
-        device: where it lies.
         most: bound on the number of sets.
         cache_bytes: what to take for a CPU's cache.
     """
@@ -265,7 +264,6 @@ class Timing:
     Attributes:
         median_ns: median of each component, in nanoseconds.
         spread: interquartile range of the samples' sums over the median of the sums.
-        samples: how many samples were taken.
     """
 
     median_ns: tuple[int, ...]
@@ -286,7 +284,6 @@ def repeat(sample: Callable[[], Sequence[int]], effort: Effort, clock: Callable[
 
     Args:
         sample: one measurement: a vector of nanoseconds, always of the same length.
-        effort: when to stop.
         clock: seconds; replaced in tests.
     """
     for _ in range(effort.warmup):

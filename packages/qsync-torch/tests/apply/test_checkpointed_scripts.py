@@ -118,3 +118,27 @@ def test_checkpointing_of_another_make_runs_the_last_forward_again(x):
     x.requires_grad_()
     variants = named(**{"block.a": INT8, "block.b": BFLOAT16})
     assert equal(step_of(Wrapped(True), x, variants), step_of(Wrapped(False), x, variants))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_optimizers_that_step_in_the_backward_pass_change_no_numbers_of_what_is_still_to_run_again(x, use_reentrant):
+    """An optimizer a parameter, which steps when its gradient is there, while earlier blocks have yet to run again."""
+
+    def trained(way):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Checkpointed(way, use_reentrant) for _ in range(3)))
+        apply_(model, {f"{block}.{name}": INT8 for block in range(3) for name in "ab"}, seed=5)
+        optimizers = {parameter: torch.optim.SGD([parameter], 0.01) for parameter in model.parameters()}
+
+        def step(parameter):
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            model(x).square().mean().backward()
+        return [parameter.detach() for parameter in optimizers]
+
+    x.requires_grad_()
+    assert equal(trained("method"), trained("none"))

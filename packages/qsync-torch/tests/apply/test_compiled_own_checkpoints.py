@@ -8,6 +8,7 @@ from torch._dynamo import compiled_autograd
 
 from nightly import nightly
 from qsync_torch import apply_
+from qsync_torch.aten import float_products
 
 from .own_checkpoints import VARIANTS, Block, attached, diffusion, hooks, reentrant, separate
 from .two_layers import equal, gradients_of
@@ -46,8 +47,14 @@ def gradients_compiled(x, how, kind, *, forward=False, backward=False):
 
 
 @pytest.mark.parametrize("kind", [hooks, diffusion, *nightly(clipped, separate, attached, reentrant)])
+@pytest.mark.slow
 def test_compiled_autograd_runs_again_what_ran(x, kind):
     assert equal(gradients_compiled(x, "functions", kind, backward=True), gradients_compiled(x, "functions", kind))
+
+
+def test_products_of_a_cpu_without_bfloat16_run_again_too(x, monkeypatch):
+    monkeypatch.setattr(float_products, "FORMATS_WITHOUT_HARDWARE", frozenset({torch.bfloat16}))
+    assert equal(gradients_compiled(x, "functions", hooks, backward=True), gradients_compiled(x, "functions", hooks))
 
 
 @pytest.mark.parametrize("how", ["modules", "functions"])

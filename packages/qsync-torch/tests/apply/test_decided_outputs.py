@@ -104,3 +104,30 @@ def test_the_trace_of_a_model_that_adds_in_place_keeps_those_operands_in_float32
             return self.c(torch.relu(self.b(h - self.offset)))
 
     assert traced(Trace()).together == {"b": ("b",)}
+
+
+def test_attention_whose_mask_is_in_the_trace_and_in_some_steps_alone() -> None:
+    """Transformers' eager attention adds a float32 mask where it is traced or something is hidden, and none otherwise."""
+    from transformers import BertConfig, BertModel
+
+    def bert() -> BertModel:
+        torch.manual_seed(0)
+        config = BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+                            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager")  # fmt: skip
+        return BertModel(config, add_pooling_layer=False)
+
+    tokens = torch.arange(16).view(2, 8)
+    job = Job(
+        "m", bert(), lambda step, size: Batch((tokens.repeat(size // 2, 1),)), lambda y, _: y[0].square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1), 4,
+    )  # fmt: skip
+    formats = OutputFormats.of(dag := trace(job))
+    model, plain = bert(), bert()
+    plan = plan_of(formats.decided(dict.fromkeys((operator.op_id for operator in dag.adjustable), BFLOAT16)))
+    apply_(model, attrs.evolve(plan, output_formats=formats))
+    hidden = torch.ones(2, 8, dtype=torch.long)
+    hidden[0, 5:] = 0
+    for mask in (None, hidden):
+        found, expected = model(tokens, attention_mask=mask)[0], plain(tokens, attention_mask=mask)[0]
+        assert (found - expected).norm() < 0.02 * expected.norm()
+        found.square().sum().backward()

@@ -97,6 +97,7 @@ def compiled(model, x_plan=None, variant=NEAREST, without=()):
         *nightly((("norm", "norm2"), "bn1 before conv2, bn2 before conv3"), (("eager",), "eager activation before conv2")),
     ],
 )
+@pytest.mark.slow
 def test_both_parts_are_named_once(places, shown):
     (sentence,) = said(compiled(Block(*places)), images(), steps=2)
     broken = "torch.compiler.disable()`d function" if "eager" in places else "Call to `torch._dynamo.graph_break()`"

@@ -225,6 +225,7 @@ def test_scales_of_rows():
     assert chains(model, tokens(), lowered(model, rows))[0] == "layer_norm, 3 readers, float"
 
 
+@pytest.mark.slow
 def test_readers_of_other_copies_read_the_float_result():
     model = Bert()
     variants = lowered(model)

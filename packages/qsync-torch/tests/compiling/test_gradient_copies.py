@@ -58,6 +58,7 @@ def test_gradients_are_as_good_as_from_copies_made_by_themselves(copies, saved, 
     assert max(distances(found, exact)) < 2 * max(distances(unfused, exact)) + 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_are_unbiased(copies):
     """The mean over many steps is float64's: operands lie on the grid of their scales, so that the copy alone is rounded."""
     torch._dynamo.reset()

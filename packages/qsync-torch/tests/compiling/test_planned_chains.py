@@ -220,6 +220,7 @@ class Reversed(ResNet):
 @pytest.mark.parametrize(
     "make, x", [(Vgg, images), (Bert, tokens), *nightly((ResNet, images), (Reversed, images), (Repeated, tokens))]
 )
+@pytest.mark.slow
 def test_chains_have_the_forms_of_a_trace(make, x, fused):
     """All of a model's chains, and every other one."""
     model, batch = make(), x()

@@ -55,6 +55,7 @@ class Pooled(nn.Module):
         return self.last(self.pool(self.first(x))).mean((2, 3))
 
 
+@pytest.mark.slow
 def test_what_is_pooled_is_not_kept(counted, monkeypatch):
     gone, found = counted("keep_no_shapes"), []
     for rewriting in (True, False):
@@ -66,7 +67,8 @@ def test_what_is_pooled_is_not_kept(counted, monkeypatch):
         apply_(model, lowered(model))
         note = lambda tensor, kept=kept: (kept.append(tuple(tensor.shape)), tensor)[1]  # noqa: E731
         with (
-            torch._inductor.config.patch(force_disable_caches=True),
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         ):
             found.append((step(qsync.compile(model), model, x), kept.count((4, 8, 6, 6))))

@@ -61,6 +61,7 @@ def passed(cwd):
     return int(re.search(r"(\d+) passed", result.stdout)[1])
 
 
+@pytest.mark.nightly
 def test_the_backend_of_the_page_passes(installed):
     assert passed(installed) > 40
 

@@ -55,6 +55,7 @@ def verdicts(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", nightly_but({"aten"}, ["aten", "conformance.mutants:Draws"]))
+@pytest.mark.slow
 def test_backends_without_mistakes_pass(tmp_path, backend):
     result = run_suite(backend, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

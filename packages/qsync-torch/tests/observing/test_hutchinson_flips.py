@@ -136,6 +136,7 @@ def _expected(step):
     return smooth, flips, weights
 
 
+@pytest.mark.slow
 def test_flips_are_what_elements_of_masks_add_one_by_one(step, monkeypatch):
     """The direction averaged out over all coordinates, signs at masks by drawing them."""
     monkeypatch.setattr(mask_flips, "WINDOW", WINDOW)

@@ -12,7 +12,6 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
-from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.tracing.trace import trace
@@ -85,16 +84,3 @@ def test_activation_checkpointing_is_refused_with_the_reason():
     assert any("observing goes on with lossvar" in text for text in said)
     with pytest.raises(Exception, match="cannot observe part: operator middle#0 runs under activation checkpointing"):
         observe(job, trace(plain), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()])
-
-
-def test_hessian_refuses_checkpointing_of_a_frozen_weight_alone():
-    """It would differentiate for that weight in the first run only."""
-    torch.manual_seed(0)
-    job, plain = _job(Checkpointed()), _job(Frozen())
-    assert observe(job, trace(plain), LADDER, warmup=0, steps=1, collectors=[HessianCollector()]).values(
-        terms.HESSIAN, terms.TOP_EIGENVALUE, OpId("middle")
-    )
-    job.model.middle.requires_grad_(False)
-    plain.model.middle.requires_grad_(False)
-    with pytest.raises(Exception, match="cannot observe part: operator middle#0 runs under activation checkpointing"):
-        observe(job, trace(plain), LADDER, warmup=0, steps=1, collectors=[HessianCollector()])

@@ -15,7 +15,6 @@ from qsync_core.ir.semantics import CastSite, CastTarget
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
-from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.tracing.trace import trace
@@ -40,7 +39,7 @@ def _job():
 
 def _observed():
     """By term, the sum over operators at the first update."""
-    collectors = [HutchinsonCollector(), LossVarCollector(), HessianCollector()]
+    collectors = [HutchinsonCollector(), LossVarCollector()]
     found = observe(_job(), trace(_job()), [INT8], warmup=0, steps=1, batch_size=4, collectors=collectors, settled=None)
     return {
         (series.collector, series.term): sum(s.values[0] for s in found.series if s.term == series.term)
@@ -71,7 +70,7 @@ CHANGES = {
     "the weight": (
         CastSite.WEIGHT,
         lambda variant: EXACT,
-        {(terms.HUTCHINSON, terms.OPERANDS), (terms.LOSSVAR, terms.W_VAR_GRAD), (terms.HESSIAN, terms.WEIGHT_ERROR)},
+        {(terms.HUTCHINSON, terms.OPERANDS), (terms.LOSSVAR, terms.W_VAR_GRAD)},
     ),
     "the incoming gradient": (
         CastSite.GRAD_OUTPUT,

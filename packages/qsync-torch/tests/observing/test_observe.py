@@ -12,7 +12,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
-from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collector import OperatorCall
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import SettledRule
@@ -58,7 +58,7 @@ def _job(lr=0.1, model=None, loss=None):
 
 
 def _observe(job, **options):
-    options = {"warmup": 0, "steps": 2, "collectors": [LossVarCollector(), PaperCollector()], **options}
+    options = {"warmup": 0, "steps": 2, "collectors": [LossVarCollector()], **options}
     return observe(job, trace(job), LADDER, **options)
 
 
@@ -137,8 +137,8 @@ def test_updates_are_real_and_half_batches():
     losses = found.values("run", "loss")
     assert found.batch_size == 3
     assert len(set(losses)) == 4
-    norms = found.values(terms.PAPER, terms.X_SQ_NORM, OpId("twice"))
-    assert len(set(norms)) == 4
+    noise = found.values(terms.LOSSVAR, terms.W_VAR_GRAD, OpId("twice"), INT8)
+    assert len(set(noise)) == 4
 
 
 def test_the_norm_of_every_updates_gradient_is_recorded():
@@ -153,19 +153,6 @@ def test_the_norm_of_every_updates_gradient_is_recorded():
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= 0.5 * gradient
-
-
-def test_paper_terms_by_hand():
-    found = _observe(_job(), steps=1)
-    x = _batch(0, 3).args[0]
-    conv = OpId("conv")
-    assert found.values(terms.PAPER, terms.V_SQ_NORM, conv)[0] == pytest.approx(float(x.double().square().sum()))
-    assert found.values(terms.PAPER, terms.V_NUMEL, conv)[0] == x.numel()
-    assert found.values(terms.PAPER, terms.V_EXPONENT, conv)[0] == int(torch.log2(x.abs().max()).floor())
-    assert found.values(terms.PAPER, terms.V_SCALE_SQ, conv, INT8)[0] == pytest.approx(float(x.abs().max() / 127) ** 2, rel=1e-5)
-    torch.manual_seed(0)
-    channels = Net().conv.weight.detach().abs().amax(dim=(1, 2, 3)) / 127
-    assert found.values(terms.PAPER, terms.X_SCALE_SQ, conv, INT8)[0] == pytest.approx(float(channels.square().mean()), rel=1e-5)
 
 
 def test_float32_has_no_terms_and_16_bit_outputs_have_a_third():
@@ -215,7 +202,7 @@ def test_a_collector_of_a_third_party():
 
 def test_installed_collectors_come_from_the_hook():
     found = observe(job := _job(), trace(job), LADDER, steps=1)
-    assert {terms.LOSSVAR, terms.PAPER} <= {series.collector for series in found.series}
+    assert {series.collector for series in found.series} == {terms.RUN, terms.HUTCHINSON, terms.LOSSVAR}
 
 
 def test_infinite_activation_names_operator_and_term():
@@ -226,7 +213,7 @@ def test_infinite_activation_names_operator_and_term():
             return super().forward(x) + 0 * blown.nan_to_num(0, 0, 0).sum()
 
     job = _job(model=Blown())
-    with pytest.raises(ObservationError, match=r"(lossvar|paper)\.\w+.* of operator conv#\d is (nan|inf).* at update 0 of net"):
+    with pytest.raises(ObservationError, match=r"lossvar\.\w+.* of operator conv#\d is (nan|inf).* at update 0 of net"):
         _observe(job)
 
 
@@ -240,7 +227,7 @@ def test_a_model_without_gradients_is_refused():
     with pytest.raises(
         ObservationError, match=r"no gradient reached .*any other linear or convolution operator of net.*is it trained"
     ):
-        observe(job, trace(_job()), LADDER, steps=1, collectors=[PaperCollector()])
+        observe(job, trace(_job()), LADDER, steps=1, collectors=[LossVarCollector()])
 
 
 def test_an_operator_that_runs_only_sometimes_is_refused():
@@ -255,4 +242,4 @@ def test_an_operator_that_runs_only_sometimes_is_refused():
     dag = trace(_job())
     expected = r"of operator twice#0 of net was seen in some updates only \(first difference at update 1\)"
     with pytest.raises(ObservationError, match=expected):
-        observe(job, dag, LADDER, warmup=0, steps=3, collectors=[PaperCollector()])
+        observe(job, dag, LADDER, warmup=0, steps=3, collectors=[LossVarCollector()])

@@ -16,9 +16,8 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collectors import collectors_named
-from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
@@ -81,7 +80,7 @@ def dag():
 
 
 def _observe(dag, model=Net, **options):
-    collectors = [HutchinsonCollector(), LossVarCollector(), PaperCollector()]
+    collectors = [HutchinsonCollector(), LossVarCollector()]
     options = {"warmup": 2, "steps": 5, "collectors": collectors, "settled": None, **options}
     return observe(_job(model), dag, options.pop("variants", LADDER), **options)
 
@@ -128,7 +127,7 @@ def test_continued_where_a_collector_is_left_out(dag):
     assert "once_differentiable" in whole.settings["without hutchinson"]
     earlier = _interrupted(dag, 2, model=Once)
     assert _observe(dag, model=Once, earlier=earlier, announce=said.append) == whole
-    assert said[0] == f"without hutchinson: {whole.settings['without hutchinson']}; observing goes on with lossvar, paper"
+    assert said[0] == f"without hutchinson: {whole.settings['without hutchinson']}; observing goes on with lossvar"
 
 
 def test_continued_settles_where_it_would_have(dag):
@@ -146,16 +145,34 @@ def test_continued_truth(dag):
     assert _observe(dag, earlier=earlier, collectors=[MonteCarloCollector(draws=4)], **options) == whole
 
 
-def test_continued_hessian(dag):
+class First:
+    """Measures at the first observed update, with two passes a variant, and repeats its number at later ones."""
+
+    name = "first"
+    measures_once = True
+    found = None
+
+    def passes(self, dag, variants):
+        return 2 * len(variants)
+
+    def restore(self, model, update, variants, found):
+        self.found = found
+
+    def collect_step(self, step, variants):
+        self.found = self.found or {(None, None, "measured_at"): float(step.update)}
+        return self.found
+
+
+def test_a_collector_that_measures_once_gets_its_numbers_back(dag):
     """What it measured at the first observed update comes back, and is not measured again."""
-    options = {"collectors": [HessianCollector(), LossVarCollector()], "steps": 3}
+    options = {"collectors": [First(), LossVarCollector()], "steps": 3}
     whole = _observe(dag, **options)
     for after in (1, 2):
-        earlier = _interrupted(dag, after, **{**options, "collectors": [HessianCollector(), LossVarCollector()]})
+        earlier = _interrupted(dag, after, **{**options, "collectors": [First(), LossVarCollector()]})
         said = []
-        again = {**options, "collectors": [HessianCollector(), LossVarCollector()], "announce": said.append}
+        again = {**options, "collectors": [First(), LossVarCollector()], "announce": said.append}
         assert _observe(dag, earlier=earlier, **again) == whole
-        assert "each about 1 forward and backward passes (hessian, lossvar), about" in said[0]
+        assert "each about 1 forward and backward passes (first, lossvar), about" in said[0]
 
 
 def test_the_job_is_left_as_it_was(dag):
@@ -174,7 +191,7 @@ def test_the_job_is_left_as_it_was(dag):
         ({"warmup": 3}, "its warmup is '2', now '3'"),
         ({"steps": 6}, "its steps is '5', now '6'"),
         ({"batch_size": 4}, "its batch_size is '3', now '4'"),
-        ({"collectors": [LossVarCollector()]}, "its collectors is 'hutchinson,lossvar,paper', now 'lossvar'"),
+        ({"collectors": [LossVarCollector()]}, "its collectors is 'hutchinson,lossvar', now 'lossvar'"),
         ({"variants": (BFLOAT16,)}, f"its variants is '{BFLOAT16} {INT8}', now '{BFLOAT16}'"),
         ({"variants": (attrs.evolve(INT8, rounding=Rounding.FLOOR), BFLOAT16)}, "round=floor"),
     ],
@@ -227,13 +244,10 @@ def test_the_cost_is_announced_before_anything_is_observed(dag):
     assert happened[1:] == [4]
 
 
-def test_passes_of_the_hessian_are_those_of_its_first_update(dag):
+def test_passes_of_one_that_measures_once_are_those_of_its_first_update(dag):
     said = []
-    _observe(dag, announce=said.append, steps=3, collectors=[HessianCollector()])
-    products = 8 * 2  # at most eight for each of two weights
-    start = (
-        f"at most 3 observed updates of 3 samples, each about 1 forward and backward passes (hessian), at the first {2 + products} "
-    )
+    _observe(dag, announce=said.append, steps=3, collectors=[First()])
+    start = "at most 3 observed updates of 3 samples, each about 1 forward and backward passes (first), at the first 4 "
     assert said[0].startswith(start)
 
 
@@ -264,14 +278,16 @@ def test_a_loss_without_parameters():
 
 
 def test_an_unknown_collector():
-    with pytest.raises(ObservationError, match=r"^there is no collector 'hutchison'; installed are hessian, hutchinson, lossvar, "):
+    with pytest.raises(ObservationError, match=r"^there is no collector 'hutchison'; installed are hutchinson, lossvar, "):
         collectors_named(["lossvar", "hutchison"])
-    expected = r"^no collector is named, so that nothing would be observed; installed are hessian, hutchinson, lossvar, "
+    with pytest.raises(ObservationError, match=r"^there is no collector 'paper'; .*moved to .*qsync-indicators-example"):
+        collectors_named(["paper"])
+    expected = r"^no collector is named, so that nothing would be observed; installed are hutchinson, lossvar, "
     with pytest.raises(ObservationError, match=expected):
         collectors_named([])
     with pytest.raises(ObservationError, match=expected):
         observe(_job(), trace(_job()), LADDER, collectors=[])
-    assert [collector.name for collector in collectors_named(["paper", "lossvar", "paper"])] == ["paper", "lossvar"]
+    assert [collector.name for collector in collectors_named(["montecarlo", "lossvar", "montecarlo"])] == ["montecarlo", "lossvar"]
 
 
 def test_a_gradient_that_is_not_finite_names_the_update(dag):
@@ -291,6 +307,6 @@ def test_an_operator_that_no_gradient_reaches_has_no_series(dag):
                 y = self.first(x)
             return self.second(self.drop(F.relu(self.norm(y))).flatten(1))
 
-    cut = _observe(dag, model=Cut, steps=2, collectors=[LossVarCollector(), PaperCollector()])
+    cut = _observe(dag, model=Cut, steps=2, collectors=[LossVarCollector()])
     assert {series.op_id for series in cut.series} == {None, OpId("second")}
     assert cut.values(terms.LOSSVAR, terms.X_VAR_GRAD, OpId("second"), INT8)

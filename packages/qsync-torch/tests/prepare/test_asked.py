@@ -39,6 +39,7 @@ def measured(tmp_path: Path) -> tuple[Folder, PrecisionDag]:
     return folder, dag
 
 
+@pytest.mark.slow
 def test_samples_move_only_where_that_is_asked_for(measured, monkeypatch):
     folder, dag = measured
     text = STORED.joinpath("cluster.toml").read_text("utf-8")

@@ -96,11 +96,17 @@ def test_what_lies_outside_the_allocator(allocator, monkeypatch):
         ("roundup_power2_divisions:[256:1,512:2],expandable_segments:true", True),
     ],
 )
-def test_the_allocators_segments(monkeypatch, settings, expandable):
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False)
-    assert has_expandable_segments() is expandable
-    # PyTorch 2.11 has no such function.
-    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+def test_the_allocators_segments_before_it_has_any(monkeypatch, settings, expandable):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    assert has_expandable_segments() is expandable
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_allocators_segments_say_themselves_whether_they_grow(monkeypatch, expandable):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{not expandable}")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "memory_snapshot", lambda include_traces: [{"is_expandable": False}, {"is_expandable": expandable}]
+    )
     assert has_expandable_segments() is expandable

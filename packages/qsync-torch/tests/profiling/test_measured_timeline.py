@@ -36,6 +36,7 @@ def _measure(text, precision):
 
 
 @pytest.mark.parametrize(("text", "precision"), [(TINY_RESNET, Precision.FLOAT32), (TINY_BERT, Precision.INT8)])
+@pytest.mark.slow
 def test_every_operator_of_a_real_step_is_found_forward_and_backward(text, precision):
     dag, timeline = _measure(text, precision)
     ids = {operator.op_id for operator in dag.operators if operator.kind != "input"}

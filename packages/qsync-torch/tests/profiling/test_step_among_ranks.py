@@ -11,7 +11,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
-from qsync_torch.profiling.whole_step import StepRunner, measure_step, measure_while
+from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
 
@@ -81,16 +81,3 @@ def test_alone_there_is_no_ddp(monkeypatch):
     job = job_of(TwoHeads())
     runner = StepRunner.start(job, torch.device("cpu"))
     measure_step(runner, Variant.of(Precision.FLOAT32), trace(job), make_stopwatch(torch.device("cpu")), QUICK)
-
-
-def test_a_step_is_measured_for_as_long_as_others_are_busy(one_of_two, monkeypatch):
-    job = job_of(TwoHeads())
-    runner = StepRunner.start(job, torch.device("cpu"))
-    first = measure_step(runner, Variant.of(Precision.FLOAT32), trace(job), make_stopwatch(torch.device("cpu")), QUICK)
-    ticks = iter(range(0, 10_000_000, 1_000))  # the clock moves on by a microsecond whenever it is read
-    monkeypatch.setattr(whole_step.time, "perf_counter_ns", lambda: next(ticks))
-    answers = iter([True, True, True, True, False])
-    again = measure_while(runner, first, lambda: next(answers))
-    assert list(answers) == []
-    assert (again.forward_compute_ns, again.backward_compute_ns, again.optimizer_compute_ns) == (1000, 1000, 1000)
-    assert (again.iteration_ns, again.spread, again.peak_bytes) == (3000, 0.0, first.peak_bytes)

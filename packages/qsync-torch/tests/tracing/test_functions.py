@@ -116,7 +116,7 @@ def _tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-X, IMAGE = _tensor(4, 6), _tensor(2, 4, 6, 6)
+X, IMAGE, VOLUME = _tensor(4, 6), _tensor(2, 4, 6, 6), _tensor(2, 4, 4, 6, 6)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "leaky_relu": (X, 0.1), "threshold": (X, 0.1, 0.0), "clamp": (X, -0.5, 0.5), "clip": (X, -0.5, 0.5), "clamp_min": (X, -0.5),
     "clamp_max": (X, 0.5), "dropout": (X, 0.0, True), "native_dropout": (X, 0.0, True), "alpha_dropout": (X, 0.0, True),
@@ -126,7 +126,9 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "replication_pad2d": (IMAGE, [1, 1, 1, 1]), "pixel_shuffle": (IMAGE, 2), "pixel_unshuffle": (IMAGE, 2),
     "channel_shuffle": (IMAGE, 2), "max_pool1d": (IMAGE[0], [2]), "max_pool2d": (IMAGE, [2]), "avg_pool1d": (IMAGE[0], [2]),
     "max_pool2d_with_indices": (IMAGE, [2]), "avg_pool2d": (IMAGE, [2]), "adaptive_avg_pool1d": (IMAGE[0], [2]),
-    "adaptive_avg_pool2d": (IMAGE, [2, 2]), "adaptive_max_pool2d": (IMAGE, [2, 2]), "mean": (X,), "pow": (X, 2.0),
+    "max_pool3d": (VOLUME, [2]), "max_pool3d_with_indices": (VOLUME, [2]),
+    "adaptive_avg_pool3d": (VOLUME, [2, 2, 2]), "adaptive_avg_pool2d": (IMAGE, [2, 2]),
+    "adaptive_max_pool2d": (IMAGE, [2, 2]), "mean": (X,), "pow": (X, 2.0),
     "where": (X > 0, X, 2 * X), "cat": ([X, 2 * X],), "concat": ([X, 2 * X],), "concatenate": ([X, 2 * X],),
     "stack": ([X, 2 * X],), "hstack": ([X, 2 * X],), "vstack": ([X, 2 * X],), "matmul": (X, X.t()), "mm": (X, X.t()),
     "linalg_matmul": (X, X.t()), "bmm": (IMAGE[0], IMAGE[1]), "baddbmm": (IMAGE[0], IMAGE[0], IMAGE[1]),

@@ -69,6 +69,11 @@ class OtherData(Base):
         return self.linear(x)
 
 
+class InPlace(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu_().mul_(x)  # what relu_ needs for its gradient
+
+
 class Inner(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.max() > 1:  # inner module
@@ -117,6 +122,7 @@ def test_the_users_line_is_named(model: nn.Module, marker: str, advice: str, cap
         (job(nn.Linear(4, 4), loss=lambda y: y), TraceError, "must be one scalar tensor, got a tensor of shape (2, 4)"),
         (job(nn.Linear(4, 4), loss=lambda y: y.sum().item()), TraceError, "must be one scalar tensor, got a Python number"),
         (job(nn.Linear(4, 4), loss=lambda y: None), TraceError, "must be one scalar tensor, got None"),
+        (job(InPlace()), TraceError, "PyTorch's backward pass fails, under a plan or not (RuntimeError: one of the variables"),
         (job(nn.Linear(4, 4), loss=lambda y: torch.zeros(())), TraceError, "no parameter of broken gets a gradient"),
         (job(nn.Linear(4, 4).requires_grad_(False)), TraceError, "no parameter of broken gets a gradient"),
         (job(nn.Linear(4, 4).bfloat16()), TraceError, "parameter weight of broken is bfloat16; QSync keeps parameters in float32"),

@@ -1,5 +1,8 @@
 """Kernels that compute wrong numbers: found before anything rests on them, and left out by name."""
 
+import os
+import sys
+
 import attrs
 import pytest
 import torch
@@ -16,13 +19,15 @@ from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_torch.apply.kernel_check import check_numbers
 from qsync_torch.apply.plan_fit import Planned, locate
 from qsync_torch.aten import float_products
+from qsync_torch.distributed.ranks import SHARE_VARIABLE
 from qsync_torch.doctor.products import CALLS, formats_of, share_lines, whole_lines
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.canary import Canary, smaller
 from qsync_torch.kernels.selection import reasons_against
+from qsync_torch.prepare.flow import Request, prepare
 from qsync_torch.profiling.items import distinct_items, right_kernels
 from qsync_torch.profiling.profile import profile
-from qsync_torch.sharing.right_shares import nearest_right, wrong_base_error
+from qsync_torch.sharing.right_shares import nearest_right, probing, under_shares, wrong_base_error
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
@@ -177,27 +182,76 @@ def test_a_wrong_base_is_refused(wrong_bfloat16):
     assert "linear.output of aten in bfloat16 on [4, 32] and [64, 32]: its errors are " in said
 
 
+def _probe(right, unknown=(), asked=None):
+    """A probe under which shares of a list are right."""
+
+    def probe(percents):
+        if asked is not None:
+            asked.append(percents)
+        return {percent: "" if percent in right else None if percent in unknown else "wrong" for percent in percents}
+
+    return probe
+
+
 def test_a_refused_share_comes_with_the_nearest_that_are_right(wrong_bfloat16):
     wrong = Canary(CPU).of_operator(CALL, BFLOAT16)
     asked = []
-
-    def probe(percent):
-        asked.append(percent)
-        return "" if percent in (25, 30, 50, 55, 100) else None if percent == 45 else "wrong"
-
+    probe = _probe((10, 25, 30, 50, 55, 100), unknown=(45,), asked=asked)
     said = str(wrong_base_error(wrong, [CALL], Precision.BFLOAT16, 0.4, "NVIDIA H200", probe))
     assert said.startswith("a share of 0.4 of this NVIDIA H200 computes wrong numbers in bfloat16")
     assert "linear.output of aten in bfloat16 on [48, 32] and [64, 32]" in said
     assert "the nearest shares that are right here: 0.3 and 0.5; set the group's share" in said
-    assert asked == [35, 30, 45, 50]
-    none = str(wrong_base_error(wrong, [CALL], Precision.BFLOAT16, 0.4, "NVIDIA H200", lambda percent: "wrong"))
+    assert asked == [[35, 30, 25, 45, 50, 55]]  # at once
+    none = str(wrong_base_error(wrong, [CALL], Precision.BFLOAT16, 0.4, "NVIDIA H200", _probe(())))
     assert "no share near it is right: give the group the whole GPU" in none
 
 
 def test_shares_between_the_steps_are_tried_on_both_sides():
-    assert nearest_right(42, lambda percent: "") == [40, 45]
-    assert nearest_right(98, lambda percent: "") == [95, 100]
-    assert nearest_right(5, lambda percent: "") == [10]
+    every = range(5, 101, 5)
+    assert nearest_right(42, _probe(every)) == [40, 45]
+    assert nearest_right(98, _probe(every)) == [95, 100]
+    assert nearest_right(5, _probe(every)) == [10]
+
+
+def test_further_shares_are_tried_on_the_side_that_has_none_yet():
+    asked = []
+    assert nearest_right(75, _probe((10, 25, 50, 90, 100), asked=asked)) == [50, 90]
+    assert asked == [[70, 65, 60, 80, 85, 90], [55, 50, 45]]
+
+
+def test_each_share_is_tried_in_a_process_of_its_own():
+    def run():
+        if os.environ[SHARE_VARIABLE] == "30":
+            os._exit(1)
+        return [f"wrong at {os.environ[SHARE_VARIABLE]}%"] if os.environ[SHARE_VARIABLE] != "20" else []
+
+    before = dict(os.environ)
+    found = under_shares(range(10, 90, 10), run)  # more than are tried at once
+    assert found == {10: "wrong at 10%", 20: "", 30: None, **{share: f"wrong at {share}%" for share in range(40, 90, 10)}}
+    assert dict(os.environ) == before
+
+
+def test_a_process_answers_as_long_as_it_is_asked(monkeypatch):
+    calls = [attrs.evolve(CALL, x=(8, 8), w=(8, 8), y=(8, 8))]
+    with probing(calls, [Precision.FLOAT32], CPU) as probe:
+        assert [probe([50, 25]), probe([75])] == [{50: "", 25: ""}, {75: ""}]
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # it ends at once
+    with probing(calls, [Precision.FLOAT32], CPU) as probe:
+        assert [probe([50]), probe([75])] == [{50: None}, {75: None}]
+
+
+def test_a_wrong_base_is_refused_before_anything_is_measured(wrong_bfloat16, monkeypatch, tmp_path):
+    job = attrs.evolve(_job(), amp=Precision.BFLOAT16)
+
+    def measure(*arguments, **options):
+        raise AssertionError("it is measured")
+
+    for name in ("profile", "tune_job", "observe", "StepRunner"):
+        monkeypatch.setattr(f"qsync_torch.prepare.measuring.{name}", measure)
+    monkeypatch.setattr("qsync_torch.prepare.flow.measure_communication", measure)
+    monkeypatch.setattr("qsync_torch.prepare.flow.load_job", lambda name, batch: job)
+    with pytest.raises(QSyncError, match=r"this .* computes wrong numbers in bfloat16, the precision that the job has"):
+        prepare(Request("job.py:job", tmp_path / "run", CPU, quiet=True))
 
 
 def test_a_plan_is_refused_where_its_kernels_are_wrong(install):

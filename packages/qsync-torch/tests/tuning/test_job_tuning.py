@@ -1,5 +1,6 @@
 """Tuning a graph's kernels: each distinct one once, for every backend that takes it; interrupted runs continue."""
 
+import itertools
 import math
 import threading
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from qsync_core.tuning.record import TuningRecord
 from qsync_core.tuning.search import Effort
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.installed import open_store, store_of_request
+from qsync_torch.kernels.selection import find_backends
 from qsync_torch.plugin import qsync_describe_device
 from qsync_torch.profiling.items import distinct_items
 from qsync_torch.tracing.trace import trace
@@ -251,6 +253,44 @@ def test_tuning_compiles_few_kernels_that_serve_many_and_measures_their_knobs(da
     assert set(store.measured("one", products[0].asked.request)) == {"t1", "t2", "t1;swizzle=4"}
 
 
+def test_compilers_are_ended_with_the_time_and_others_are_measured(dag, install):
+    interrupted = threading.Event()
+
+    class Compiling(CompilingNamedBackend):
+        def build(self, request, config):
+            if not interrupted.wait(60):
+                return super().build(request, config)
+            raise BackendError("compiling was interrupted")
+
+        def interrupt_compiling(self):
+            interrupted.set()
+
+    one, two = Compiling("one", configs=("a",)), NamedBackend("two", configs=("a",))
+    install(one, two)
+    requests, store = distinct_requests(dag, (INT8,), "cpu", ""), open_store(CPU)
+    found = tune_requests(requests, list(find_backends(("one", "two"))), store, CPU, effort=QUICK, seconds=2)
+    assert interrupted.is_set()
+    assert found.requests
+    assert {record.key.backend for entry in found.requests for record in entry.records} == {"two"}
+    assert [entry.refusals for entry in found.requests] == [{}] * len(found.requests)
+    # Nothing that was interrupted counts as tried.
+    assert not any(store.measured("one", asked.request) for asked in requests)
+
+
+def test_a_search_compiles_nothing_that_there_was_no_time_for(dag, install, monkeypatch):
+    """Its first configuration would be compiled by the search itself, however long that takes."""
+    one, two = CompilingNamedBackend("one", configs=("a", "b", "c", "d")), NamedBackend("two", configs=("a",))
+    install(one, two)
+    # Each compiler takes 40 of 60 seconds: as many begin as there are cores.
+    clock = itertools.count(0, 40)
+    monkeypatch.setattr(compiling, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(compiling, "_cores", lambda: 1)
+    monkeypatch.setattr(job_tuning, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    requests = distinct_requests(dag, (INT8,), "cpu", "")
+    tune_requests(requests, [one, two], open_store(CPU), CPU, effort=QUICK, seconds=60)
+    assert len(one.built) == 1
+
+
 def test_requests_are_measured_as_their_kernels_become_ready(dag, install):
     gate = threading.Event()
     measured = []
@@ -275,8 +315,16 @@ def test_requests_are_measured_as_their_kernels_become_ready(dag, install):
     found = tune_requests(requests, [one, two], open_store(CPU), CPU, effort=QUICK, progress=progress)
     assert [entry.asked for entry in found.requests] == requests
     waited = next(i for i, what in enumerate(measured) if what.startswith("compiling: 0 of "))
-    assert waited == sum(2 for asked in requests if asked.request.op != Op.LINEAR_OUTPUT)
-    assert not any("linear.output" in what for what in measured[:waited])
+    # What needs no compiler is measured first: by both backends, or by the other one.
+    assert waited == sum(1 if asked.request.op == Op.LINEAR_OUTPUT else 2 for asked in requests)
+    assert not any("one: linear.output" in what for what in measured[:waited])
+
+
+def _first(compiler, left):
+    """The request that is ready first."""
+    while (index := compiler.ready(left)) is None:
+        compiler.wait(left, lambda built, every: None)
+    return index
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -285,7 +333,7 @@ def test_no_kernel_is_begun_when_the_time_is_over(dag, install, late):
     install(one)
     requests = distinct_requests(dag, (INT8,), "cpu", "")
     with BackgroundCompiler([one], requests, 1, -math.inf if late else math.inf) as compiler:
-        assert compiler.ready(range(len(requests)), lambda built, every: None) in range(len(requests))
+        assert _first(compiler, range(len(requests))) in range(len(requests))
     assert bool(one.built) != late
 
 
@@ -305,7 +353,7 @@ def test_no_kernel_is_begun_that_would_be_compiled_after_the_time(dag, install, 
     left = list(range(len(requests)))
     with BackgroundCompiler([one], requests, 2, 60.0) as compiler:
         while left:
-            left.remove(compiler.ready(left, lambda built, every: None))
+            left.remove(_first(compiler, left))
     assert len(one.built) == 1
 
 

@@ -87,7 +87,6 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
     """The artifact that :func:`to_bytes` encoded, of any earlier schema version that can be migrated.
 
     Args:
-        data: the whole encoding.
         kind: the class it must be of; None takes any artifact.
         name: how error messages call the data: its file name.
 

@@ -16,7 +16,6 @@ def read_whole(path: str | os.PathLike[str], limit: int, what: str) -> bytes:
     A pipe is read for as long as a process holds its other end open for writing; a FIFO without one is not waited for.
 
     Args:
-        path: the file.
         limit: the most bytes that it may have; what: of such files, in the plural, for the error that says so.
 
     Raises:

@@ -12,7 +12,7 @@ import attrs
 import click
 
 from qsync_core.artifacts.files import load
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.devices import find_chip
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.dag import Operator, PrecisionDag
@@ -143,10 +143,7 @@ def coverage(
     """One entry for every kernel, forward and backward, of each distinct operator in each variant.
 
     Args:
-        graph: whose adjustable operators.
         variants: in which they could run.
-        registry: the installed backends.
-        device_kind, compute_capability: where.
         store: tuning records, if there are any for that device.
     """
     return [
@@ -192,23 +189,27 @@ def _result(answer: Answer) -> Entry:
 
 
 def _render(console: Console, data: dict[str, Any]) -> None:
-    from rich.table import Table
-
     if not data["backends"]:
         console.print("no kernel backend is installed; qsync-torch brings the reference backend, aten")
-    kernels = Table("backend", "operator", "formats", "devices", "from capability", box=None, pad_edge=False)
-    for backend in data["backends"]:
-        for spec in backend["kernels"]:
-            row = (backend["name"], spec["op"], " ".join(spec["compute"]), " ".join(spec["device_kinds"]))
-            kernels.add_row(*row, spec["min_compute_capability"] or "any")
-    console.print(kernels)
+    kernels = [
+        (
+            backend["name"],
+            spec["op"],
+            " ".join(spec["compute"]),
+            " ".join(spec["device_kinds"]),
+            spec["min_compute_capability"] or "any",
+        )
+        for backend in data["backends"]
+        for spec in backend["kernels"]
+    ]
+    print_table(console, ("backend", "operator", "formats", "devices", "from capability"), kernels)
     for plugin, reason in data["disabled"].items():
         console.print(f"plugin {plugin} is disabled: {reason}", style="yellow", soft_wrap=True)
     if "operators" not in data:
         return
     entries = data["operators"]
     console.print("\nWho would run the model's distinct operators:")
-    who = Table("operator", "as", "kernel", "shapes", "backend", "configuration", "latency", "others", box=None, pad_edge=False)
+    who: list[tuple[str, ...]] = []
     last = None
     for entry in entries:
         shapes = " · ".join("×".join(map(str, shape)) for shape in entry["shapes"])
@@ -217,19 +218,12 @@ def _render(console: Console, data: dict[str, Any]) -> None:
         last = head
         chosen = entry["chosen"]
         if chosen is None:
-            who.add_row(*shown, entry["kernel"], shapes, "none", "", "", "")
+            who.append((*shown, entry["kernel"], shapes, "none", "", "", ""))
             continue
         others = "  ".join(" ".join(filter(None, (other["backend"], _latency(other)))) for other in entry["others"])
-        who.add_row(
-            *shown,
-            entry["kernel"],
-            shapes,
-            chosen["backend"],
-            chosen["config"] or "–",
-            _latency(chosen) or "not tuned",
-            others or "–",
-        )
-    console.print(who)
+        measured = (chosen["backend"], chosen["config"] or "–", _latency(chosen) or "not tuned")
+        who.append((*shown, entry["kernel"], shapes, *measured, others or "–"))
+    print_table(console, ("operator", "as", "kernel", "shapes", "backend", "configuration", "latency", "others"), who)
     refusals = Counter((name, why) for entry in entries for name, said in entry["reasons"].items() for why in said)
     if refusals:
         console.print("\nWhy not:")

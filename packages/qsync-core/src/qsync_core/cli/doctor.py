@@ -9,7 +9,7 @@ import attrs
 import click
 
 from qsync_core.cli.options import FiniteRange
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.plugins.doctor import DoctorLine, FindingsTable, Status
 from qsync_core.plugins.registry import Registry
 
@@ -57,17 +57,12 @@ def doctor(ctx: click.Context, timeout_s: float, json_flag: bool) -> None:
 
 
 def _render(tables: Sequence[FindingsTable], lines: Sequence[DoctorLine], console: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     for found in tables:
-        table = Table(*found.columns, title=found.title, title_justify="left", box=None, pad_edge=False)
-        for row in found.rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
+        print_table(console, found.columns, found.rows, found.title)
         console.print()
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for line in lines:
-        advice = f"\n{line.advice}" if line.advice else ""
-        table.add_row(Text(line.status, style=_STYLE[line.status]), Text(line.topic), Text(line.finding + advice))
-    console.print(table)
+    said = ((line, f"\n{line.advice}" if line.advice else "") for line in lines)
+    print_table(
+        console, (), ((Text(line.status, style=_STYLE[line.status]), line.topic, line.finding + more) for line, more in said)
+    )

@@ -55,7 +55,7 @@ class FiniteRange(click.FloatRange):
     """A range of numbers without NaN, which compares as if it were within every range, and without infinities."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
+        """Read a finite number within the range."""
         found: float = super().convert(value, param, ctx)
         if not math.isfinite(found):
             self.fail(f"{value} is not a finite number.", param, ctx)

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -91,6 +91,17 @@ def open_console(**options: Any) -> Console:
                     yield Segment(printable(segment.text), segment.style)
 
     return SafeConsole(**{"markup": False, **options})
+
+
+def print_table(console: Console, header: Collection[str], rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
+    """Print rows, under a header unless it is empty; cells are taken literally, brackets included, unless they are rich's own."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(header))
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    console.print(table)
 
 
 def say(text: str) -> None:

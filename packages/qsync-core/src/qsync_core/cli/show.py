@@ -12,7 +12,7 @@ from qsync_core.artifacts import schema
 from qsync_core.artifacts.codec import to_plain
 from qsync_core.artifacts.summary import summarize
 from qsync_core.cli.options import artifact_argument
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.run_folder import RunFolder
 from qsync_core.units import format_ns
 
@@ -33,14 +33,7 @@ def show(path: Path, json_flag: bool) -> None:
     digest = artifact.digest(loaded)
 
     def render(console: Console) -> None:
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_row("kind", kind)
-        table.add_row("digest", digest)
-        for name, value in summarize(loaded):
-            table.add_row(name, value)
-        console.print(table)
+        print_table(console, (), [("kind", kind), ("digest", digest), *summarize(loaded)])
 
     content = to_plain(loaded) if json_flag else {}
     emit(json_flag, {"kind": kind, "schema_version": schema.schema_version(kind), "digest": digest, "content": content}, render)
@@ -53,22 +46,13 @@ def _show_run(run: RunFolder, json_flag: bool) -> None:
     report = str(run.report) if run.report.is_file() else None
 
     def render(console: Console) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        described, planned = Table(box=None, pad_edge=False), Table(box=None, pad_edge=False)
-        for table, header in ((described, ("group", "device", "role")), (planned, ("plan for", "predicted step", "verdict"))):
-            for name in header:
-                table.add_column(name)
-        for group in groups:
-            described.add_row(*map(Text, (group.name, f"{group.count} × {group.device}", str(group.role))))
-        for names, plan in plans.items():
-            verdict = "" if plan.verdict is None else plan.verdict.sentence
-            planned.add_row(*map(Text, (", ".join(names), format_ns(plan.predicted_iteration_ns), verdict)))
-        console.print(described)
-        console.print(planned)
+        described = [(group.name, f"{group.count} × {group.device}", group.role) for group in groups]
+        print_table(console, ("group", "device", "role"), described)
+        steps = {names: (format_ns(plan.predicted_iteration_ns), plan.verdict) for names, plan in plans.items()}
+        planned = [(", ".join(names), step, verdict.sentence if verdict else "") for names, (step, verdict) in steps.items()]
+        print_table(console, ("plan for", "predicted step", "verdict"), planned)
         if report is not None:
-            console.print(Text(f"report: {report}"))
+            console.print(f"report: {report}")
 
     data = {
         "kind": "run folder",

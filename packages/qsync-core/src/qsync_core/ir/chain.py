@@ -115,7 +115,6 @@ class Chain:
     Attributes:
         producer: what it is built around.
         members: in the order of execution; each but the last is read by the next one alone.
-        x: what produces its input.
         residual: what produces the tensor that is added; None without.
         activation: applied last.
         readers: of its result, in the order of execution, each once.

@@ -43,8 +43,6 @@ class DeviceGroup:
         name: how plans and ``QSYNC_GROUP`` call it.
         device: name of the device type: matched against ``DeviceType.name`` of a profile; known names (``T4``, ``V100``, ``A10``,
             ``L4``, ``A100``, ``H100``, ``H200``) also tell which precisions the chip really has.
-        count: number of ranks.
-        role: train or infer.
         base: precision of everything a plan does not lower.
         ladder: variants a plan may use, lowest first, ending with the base precision's.
         memory_bytes: budget of one rank, 0 for no limit.

@@ -72,7 +72,6 @@ class Operator:
     """One operator: a forward call and the backward that autograd derives from it.
 
     Attributes:
-        op_id: its name.
         kind: ``linear``, ``conv2d``, ``relu``, ``add``, ``batch_norm``, ``layer_norm``, ``softmax``, ``input``, ``loss``, …
         op_class: what a plan may do with it.
         inputs: producers of its floating-point activation inputs, in argument order; views are skipped over.
@@ -85,7 +84,6 @@ class Operator:
         variant_group: operators with the same value share one variant (calls of one module); equals the FQN.
         depth: longest path from a graph input, counted in operators.
         not_applicable: empty where ``apply_`` can change this operator; else the reason why not.
-        variant: the variant it now has.
         no_grad_inputs: positions of the inputs that need no gradient (images, whatever is detached): backward skips them.
         views: per input which of a producer's tensors it is, where operators read several (parts of it, or another shape for each):
             equal numbers are one tensor, of which they may share a cast; empty where all are 0.
@@ -145,6 +143,10 @@ class Operator:
             KeyError: when it is of none of these kinds.
         """
         return KINDS[self.kind]
+
+    def runs_in(self, variant: Variant) -> bool:
+        """Whether its kind runs in a variant; profiles, truths and sensitivities leave the others out."""
+        return self.row.in_8_bit or not variant.compute.needs_scale
 
     @property
     def is_convolution(self) -> bool:
@@ -210,7 +212,6 @@ class PrecisionDag:
     """A model's operators and data edges (docs/artifacts.md).
 
     Attributes:
-        model: a name for people.
         operators: in the order of execution.
         parameters: every parameter of the model, in ``named_parameters`` order.
         buckets: gradient buckets in the order DDP reduces them (first = ready first), as formed after DDP's first iteration.

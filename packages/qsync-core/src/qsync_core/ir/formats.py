@@ -19,6 +19,7 @@ from qsync_core.ir.functions import Takes, function_of
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.remembering import remembers
 
 
 @attrs.frozen
@@ -37,9 +38,7 @@ class OutputFormats:
     @classmethod
     def of(cls, dag: PrecisionDag) -> OutputFormats:
         """Read a graph."""
-        if dag.base is not Precision.FLOAT32:
-            return cls(decides=False)
-        return cls(_together(dag))
+        return _formats_of(dag)
 
     def delivered(self, name: str, outputs: Mapping[str, Precision]) -> Precision:
         """The format in which an operator delivers.
@@ -75,12 +74,32 @@ class OutputFormats:
         return None
 
 
-@attrs.define
+@attrs.frozen
 class _Value:
-    """The result of an operator: whether it is float32 in every plan, else the operators (FQNs) that decide its format."""
+    """The result of an operator.
+
+    Attributes:
+        is_wide: whether it is float32 in every plan.
+        roots: else the operators (FQNs) that decide its format.
+        is_constant: whether no operator of the plan and no parameter is behind it.
+        is_mask: whether it is a choice between constants.
+        unmasked: of a sum with a mask, the operators that would decide its format without that.
+        perhaps: the operators that decide the format of what is computed from a sum with a mask, in steps that leave the mask out.
+    """
 
     is_wide: bool
     roots: frozenset[str] = frozenset()
+    is_constant: bool = False
+    is_mask: bool = False
+    unmasked: frozenset[str] = frozenset()
+    perhaps: frozenset[str] = frozenset()
+
+
+@remembers(4)
+def _formats_of(dag: PrecisionDag) -> OutputFormats:
+    if dag.base is not Precision.FLOAT32:
+        return OutputFormats(decides=False)
+    return OutputFormats(_together(dag))
 
 
 def _together(dag: PrecisionDag) -> dict[str, tuple[str, ...]]:
@@ -116,9 +135,18 @@ def _takes(operator: Operator) -> Takes:
 
 
 def _result(operator: Operator, inputs: list[_Value]) -> _Value:
-    if operator.op_class is OpClass.FIXED or not inputs or _takes(operator) is Takes.FLOAT32 or any(v.is_wide for v in inputs):
-        return _Value(True)
-    return _Value(False, frozenset().union(*(value.roots for value in inputs)))
+    roots = frozenset[str]().union(*(value.roots for value in inputs))
+    is_wide = operator.op_class is OpClass.FIXED or not inputs or _takes(operator) is Takes.FLOAT32
+    if not is_wide and not any(value.is_wide for value in inputs):
+        return _Value(False, roots)
+    is_constant = not operator.parameters and all(value.is_constant for value in inputs)
+    is_mask = is_constant and (operator.kind == "where" or (len(inputs) == 1 and inputs[0].is_mask))
+    if operator.kind == "add" and all(value.is_mask for value in inputs if value.is_wide):
+        return _Value(True, is_constant=is_constant, unmasked=roots)
+    perhaps = frozenset[str]().union(*(value.perhaps for value in inputs))
+    if operator.kind == "softmax":  # transformers masks scores where it is traced, and not in steps in which nothing is hidden
+        perhaps = perhaps.union(*(value.unmasked for value in inputs))
+    return _Value(True, is_constant=is_constant, is_mask=is_mask, perhaps=frozenset() if is_wide else perhaps)
 
 
 def _read(operator: Operator, inputs: list[_Value], calls_are_known: bool, wide: set[str], needs: dict[str, set[str]]) -> None:
@@ -126,6 +154,8 @@ def _read(operator: Operator, inputs: list[_Value], calls_are_known: bool, wide:
     takes, fixed = _takes(operator), operator.op_class is OpClass.FIXED
     in_place = operator.in_place or not calls_are_known
     roots = frozenset[str]().union(*(value.roots for value in inputs))
+    if takes is not Takes.MIXED and (len(inputs) > 1 or takes is Takes.FLOAT32):
+        wide |= frozenset().union(*(value.perhaps for value in inputs))
     if takes is Takes.FLOAT32:
         wide |= roots
     elif takes is Takes.MIXED and not in_place:

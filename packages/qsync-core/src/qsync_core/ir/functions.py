@@ -51,7 +51,7 @@ Shapes = Sequence[Sequence[int]]
 
 @attrs.frozen
 class Function:
-    """One row of the table.
+    """What a function of PyTorch takes and gives, a row of the table.
 
     Attributes:
         op_class: dependent, guarded or fixed, where nothing else about a call makes it fixed.
@@ -85,7 +85,6 @@ _ONE, _MIXED = Takes.ONE_FORMAT, Takes.MIXED
 
 _SUPPORTED = f"a plan lowers {', '.join(KINDS)}"
 _OTHER_CONVOLUTIONS = {
-    "conv3d": "three-dimensional convolution",
     "conv_transpose1d": "transposed convolution",
     "conv_transpose3d": "transposed convolution",
     "conv_tbc": "time-first convolution",
@@ -131,8 +130,11 @@ def _rows() -> Iterator[tuple[str, Function]]:
         "reflection_pad2d replication_pad1d replication_pad2d roll flip pixel_shuffle pixel_unshuffle channel_shuffle",
         Function(takes=_ONE),
     )
-    yield from row("max_pool1d max_pool2d max_pool2d_with_indices avg_pool1d avg_pool2d", Function(takes=_ONE))
-    yield from row("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d mean", Function(takes=_ONE))
+    yield from row(
+        "max_pool1d max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices avg_pool1d avg_pool2d "
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d mean",
+        Function(takes=_ONE),
+    )
     yield from row("pow", Function(takes=_MIXED, autocast=_WIDE))
     yield from row("softplus", Function(takes=_ONE, autocast=_WIDE))
     yield from row(

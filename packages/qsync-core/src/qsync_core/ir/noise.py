@@ -92,7 +92,6 @@ class VariantNoise:
         """The steps that ``apply_`` runs, of the table of precision semantics, where the neighbours of the operator are float32.
 
         Args:
-            variant: what runs.
             base: format of a job under AMP: what its plain variant rounds likewise is there without any plan, and not counted.
         """
         if base is not Precision.FLOAT32:

@@ -28,22 +28,6 @@ spacing s; for nearest the square of the error itself, which is s²/12 on averag
 s²/12 plus the squared mean error s²/4, and 0 for zeros.
 For int8 s is the scale; for floats s = 2^(e−k) with the element's own exponent e, not below the format's smallest.
 
-Collector ``paper``, one series per adjustable operator, ``variant=None`` unless said otherwise:
-
-==================  =================================================================================================
-``v_sq_norm``       ‖v‖², squared Euclidean norm of the activation input
-``x_sq_norm``       ‖x‖² of the weight
-``gv_sq_norm``      ‖∇v‖² of the gradient that enters the operator's backward (with respect to its *output*)
-``v_numel``         D_v, elements of the activation input in the observed (half) batch
-``x_numel``         D_x, elements of the weight
-``gv_numel``        D_∇v, elements of that gradient
-``v_exponent``      e_v = floor(log2(max |v|)), the effective exponent; the smallest normal float32 exponent for an all-zero tensor
-``x_exponent``      e_x, likewise of the weight
-``gv_exponent``     e_∇v, likewise of the gradient
-``v_scale_sq``      per (operator, variant with fixed-point ``compute``): q_v², mean over elements of the squared scale
-``x_scale_sq``      likewise q_x² (per output channel: the mean over channels of the squared scales)
-==================  =================================================================================================
-
 Collector ``hutchinson``, one series per (adjustable operator, variant that is not the base precision's).  For a random direction u
 of independent signs over all parameters, h = ∂⟨∂L/∂θ, u⟩/∂e is the response to noise e added to the named tensors, so that
 Σ_j σ²_j·h²_j + (Σ_j μ_j·h_j)² is an unbiased estimate of the first-order E‖Δ∂L/∂θ‖² (μ the mean error of floor rounding).
@@ -95,17 +79,6 @@ one per (chain, variant under which its kept input is rated):
 
 Where nothing is drawn (no stochastic rounding) both halves are the same number.  Calls of one module are lowered at once, and each
 is written an equal part of what that does.
-
-Collector ``hessian``, one series per adjustable operator unless said otherwise:
-
-====================  ================================================================================================
-``top_eigenvalue``    largest-magnitude eigenvalue of the loss's Hessian with respect to the operator's weight, by power iteration
-``weight_numel``      elements of that weight
-``weight_error``      per variant: ‖Q(w) − w‖², expected over stochastic rounding
-====================  ================================================================================================
-
-γ is not observed: it follows from the loss of the PrecisionDag.  The quantized norms ‖v̂‖² need no term either: for an unbiased
-quantizer E‖v̂‖² = ‖v‖² + Var[v̂], the second summand being Proposition 2.
 """
 
 from __future__ import annotations
@@ -129,19 +102,6 @@ X_VAR_GRAD = "x_var_grad"
 W_VAR_GRAD = "w_var_grad"
 Y_VAR_GRAD = "y_var_grad"
 
-PAPER = "paper"
-V_SQ_NORM = "v_sq_norm"
-X_SQ_NORM = "x_sq_norm"
-GV_SQ_NORM = "gv_sq_norm"
-V_NUMEL = "v_numel"
-X_NUMEL = "x_numel"
-GV_NUMEL = "gv_numel"
-V_EXPONENT = "v_exponent"
-X_EXPONENT = "x_exponent"
-GV_EXPONENT = "gv_exponent"
-V_SCALE_SQ = "v_scale_sq"
-X_SCALE_SQ = "x_scale_sq"
-
 HUTCHINSON = "hutchinson"
 OPERANDS = "operands"
 OUTPUT = "output"
@@ -158,11 +118,6 @@ KEPT_INPUT = "kept_input"
 MONTECARLO = "montecarlo"
 FIRST_HALF = "first_half"
 SECOND_HALF = "second_half"
-
-HESSIAN = "hessian"
-TOP_EIGENVALUE = "top_eigenvalue"
-WEIGHT_NUMEL = "weight_numel"
-WEIGHT_ERROR = "weight_error"
 
 
 @attrs.frozen
@@ -193,7 +148,6 @@ class Observations:
         iterations: indices of the observed updates.
         batch_size: samples per observed batch (half the job's, as in the paper, unless asked otherwise).
         stopped: why observing stopped: ``"budget"`` or ``"settled: …"``.
-        series: the numbers.
         settings: what else a reader needs to repeat them (seed, rounding, warm-up).
     """
 

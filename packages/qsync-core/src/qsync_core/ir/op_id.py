@@ -16,7 +16,7 @@ _CALL = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 @functools.total_ordering
-@attrs.frozen(order=False)
+@attrs.frozen(order=False, cache_hash=True)
 class OpId:
     """``fqn#call``: the fully qualified name of a module (or functional call) and the index of its call.
 

@@ -102,7 +102,6 @@ class RecommendedWay:
     Attributes:
         groups: which train; the others are left out.
         local_batches: samples of one rank in a micro-batch, of each of them.
-        iteration_ns, samples_per_second: its predicted step and throughput.
         options: of ``qsync plan``, which plans it; empty where it is this plan, or this plan without some groups.
     """
 
@@ -120,10 +119,8 @@ class PrecisionPlan:
     Attributes:
         model, dag_digest: what it is for.  ``operator_ids`` are all adjustable operators, to name differences by FQN.
         input_digests: digest of every artifact it was computed from, by name.
-        solver, indicator: how it was found.
         time_limit_ns: T, the iteration time it had to keep: the period of uniform precision times (1 + tolerance), and 0.2% more
             where the way to communicate was chosen too (docs/design/allocator.md#communication).
-        predicted_iteration_ns: its own predicted period.
         objective: Σ Ω of the inference groups, each by its share of the traced batch; bound: a proven lower bound of it, None where
             there is none.
         groups: one per device group of the cluster.

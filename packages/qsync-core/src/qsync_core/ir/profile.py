@@ -105,7 +105,6 @@ class ChainCost:
 
     Attributes:
         chains: the names of those that it holds for.
-        form, variant: how they run.
         cost: of the producer's kernels.  ``saved_own_bytes`` is all that it keeps but an input kept as it is: the 8-bit copy of the
             input with its scales, a sum, statistics, bits; the copy that readers keep is theirs.  ``saves_inputs`` and
             ``saves_output`` say nothing: :func:`qsync_core.ir.semantics.keeps_input` says whether the input is kept.
@@ -260,7 +259,6 @@ class KernelCheck:
     """What was checked before anything was measured: each kernel against exact products, on the shapes that it gets.
 
     Attributes:
-        kernels: how many were.
         wrong: those that were wrong; nothing was measured with them.
     """
 
@@ -273,7 +271,6 @@ class Profile:
     """Measured costs of one model on one device type (docs/design/cost-mapper.md#profiled-costs).
 
     Attributes:
-        device: what was measured.
         software: versions that matter (torch, cuda, driver, backend packages).
         model, dag_digest: which PrecisionDag it belongs to.
         costs: distinct costs; ``cost_index[op][variant]`` is the position of an operator's cost in it.  Dependent and guarded

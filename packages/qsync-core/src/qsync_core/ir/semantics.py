@@ -25,7 +25,7 @@ from qsync_core.ir.variant import Variant
 
 
 class CastSite(enum.StrEnum):
-    """Where around an operator a cast happens."""
+    """The place around an operator at which a cast happens."""
 
     INPUT = "input"
     """Forward: an activation, from the format it arrives in to the operator's compute format."""
@@ -108,10 +108,8 @@ def output_precision(
     """The format of an operator's output.
 
     Args:
-        operator: the operator.
         variant: its variant where it is adjustable, else ignored.
         inputs: formats of the activations it receives.
-        autocast: the job's, None without AMP.
     """
     if operator.op_class is OpClass.ADJUSTABLE:
         assert variant is not None
@@ -195,9 +193,7 @@ class OperatorSteps:
     """How an adjustable operator runs in a variant, apart from the formats in which its activation arrives.
 
     Attributes:
-        variant: whose steps these are.
         x, weight, bias: what the operands of the forward product are cast to.
-        output: format of the result.
         grad_output: copies of the incoming gradient that both backward products read, the float one first.
         grad_output_weight_only: the same where the activation needs no gradient.
         grad_input, grad_weight: the copy that each backward product reads.

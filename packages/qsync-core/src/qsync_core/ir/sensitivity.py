@@ -21,7 +21,6 @@ class Sensitivity:
     Attributes:
         model, dag_digest: which PrecisionDag it belongs to.
         observations_digest: what it was computed from (empty for indicators that need none).
-        indicator: the indicator that made it.
         omega: Ω per operator and variant; finite and not negative.  An operator's base precision may be absent: it is 0.
         notes: what a reader must know (a fallback taken, how values were averaged).
         flips: the part of Ω that comes from masks that flip (ReLU, max pooling), likewise; absent is 0.  Operators share those

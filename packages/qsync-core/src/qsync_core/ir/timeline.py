@@ -25,7 +25,7 @@ class Interval:
 
     @property
     def end_ns(self) -> int:
-        """When it ends."""
+        """The time at which the interval ends, in nanoseconds."""
         return self.start_ns + self.duration_ns
 
 
@@ -35,11 +35,9 @@ class Timeline:
 
     Attributes:
         source: ``predicted`` or ``measured``.
-        model: for people.
         iteration_ns: the steady-state period of the job.
         rank_group: name of each rank's group.
         intervals: sorted by rank, resource, start.
-        peak_bytes: peak memory per group.
         software: per group the versions and settings (:mod:`qsync_core.settings`) that the prediction rests on, or that the
             measured job had; groups of which they are not known are absent.
     """

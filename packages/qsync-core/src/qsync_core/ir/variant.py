@@ -29,7 +29,7 @@ _FACTORS = ";factors=channel"
 """What a text ends with that means channel factors; without them it is as it was before there were any."""
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Variant:
     """How one operator runs, forward and backward (docs/artifacts.md#variants).
 
@@ -128,7 +128,7 @@ class Variant:
 
     @property
     def in_float32(self) -> Variant:
-        """The same, delivering float32."""
+        """The variant that differs in delivering float32."""
         return self if self.output is Precision.FLOAT32 else attrs.evolve(self, output=Precision.FLOAT32)
 
     def known_as(self, known: Container[Variant]) -> Variant | None:

@@ -53,6 +53,8 @@ class Op:
     ALL = (*UNFUSED, *PRODUCERS)
     CONVOLUTIONS = tuple(op for kind in KINDS.values() if not kind.of_rows for op in kind.products)
     """The products of convolutions of all kinds; ``conv2d`` runs others too (:attr:`qsync_core.kinds.Kind.runs_as`)."""
+    IN_FLOATS = tuple(op for kind in KINDS.values() if not kind.in_8_bit for op in kind.products)
+    """The products of kinds that have no kernels for 8-bit operands."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -129,7 +131,7 @@ class KernelBackend(Protocol):
     api_version: int
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """What the backend offers, as data only."""
         ...
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
@@ -170,7 +172,6 @@ class CompilingBackend(Protocol):
         """Compile the candidates of requests that the backend supports, into its cache.
 
         Args:
-            requests: what is going to run.
             arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
             progress: receives how many kernels are done.
 
@@ -180,4 +181,13 @@ class CompilingBackend(Protocol):
         Raises:
             BackendError: when a compiler is missing, or a kernel does not compile.
         """
+        ...
+
+
+@runtime_checkable
+class InterruptibleBackend(Protocol):
+    """What a compiling backend also has if its compilers can be ended: tuning within a time does not wait for them then."""
+
+    def interrupt_compiling(self) -> None:
+        """End all compilers that run for this process; builds that wait for one raise a BackendError, later ones compile."""
         ...

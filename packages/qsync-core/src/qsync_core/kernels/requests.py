@@ -27,7 +27,6 @@ class OperatorRequest:
 
     Attributes:
         role: under which a :class:`~qsync_core.kernels.choice.KernelChoice` has it: its op, or one of the roles of ``quantize``.
-        request: what a backend is asked.
         result_shape: shape of what the kernel writes.
         source: format of its float operand: of the tensor that is quantized, or of the gradient.
     """
@@ -107,11 +106,6 @@ def operator_requests(
 
     Float formats need the three products only.  8-bit formats also quantize activation and weight, and the output's gradient where
     a backward product is in 8 bit.
-
-    Args:
-        call: its shapes.
-        variant: how it runs.
-        device_kind, compute_capability: of the device.
     """
     output_op, grad_input_op, grad_weight_op = KINDS[call.kind].products
     x, y = (_flat(call.x), _flat(call.y)) if call.of_rows else (call.x, call.y)

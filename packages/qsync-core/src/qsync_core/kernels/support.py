@@ -151,7 +151,7 @@ def overflow_reasons(request: KernelRequest) -> Iterator[str]:
 
 
 def layout_reasons(request: KernelRequest) -> Iterator[str]:
-    """Operands are not dense."""
+    """Say which operands are not dense."""
     if not request.contiguous:
         layout = " channels-last" if request.op in Op.CONVOLUTIONS else ""
         yield f"it needs dense{layout} operands, and these are not; copy them first"
@@ -167,7 +167,6 @@ def chain_reasons(request: KernelRequest, *, grad_copies: bool = False, grad_sum
     """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads.
 
     Args:
-        request: of any operator.
         grad_copies: the backend's batch norms write 8-bit copies of their gradients.
         grad_sums: they take the gradient of their result in two parts.
     """

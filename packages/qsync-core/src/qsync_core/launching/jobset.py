@@ -76,9 +76,6 @@ def jobset(job: PlannedJob, name: str, settings: PodSettings, script: Sequence[s
     """Write the manifest, as YAML.
 
     Args:
-        job: groups and machines.
-        name: the JobSet's.
-        settings: of its pods.
         script: what torchrun starts, with arguments.
         meeting: port, restarts, and whether machines may come and go; host and name are the JobSet's.
 

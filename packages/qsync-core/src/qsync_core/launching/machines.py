@@ -19,8 +19,6 @@ class GroupMachines:
     Attributes:
         plan: the group's part of the plan: name, device, share.
         first_node: node rank of its first machine.
-        nodes: how many machines.
-        ranks_each: processes on each.
     """
 
     plan: GroupPlan
@@ -74,8 +72,6 @@ def planned_job(run: RunFolder, groups: Collection[str] = (), ranks_each: Mappin
     """The job of these groups of a run folder, of all by default.
 
     Args:
-        run: the folder.
-        groups: names.
         ranks_each: by group the processes on each machine; by default one machine has all of the group's, and with a share of its
             GPU each has a machine of its own.
 

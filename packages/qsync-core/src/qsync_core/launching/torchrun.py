@@ -16,8 +16,6 @@ class Meeting:
 
     Attributes:
         host: the machine of node rank 0.
-        port: on it.
-        name: of the job.
         elastic: machines may come and go; else all must be there.
         max_restarts: how often all processes are started again after one has failed.
     """

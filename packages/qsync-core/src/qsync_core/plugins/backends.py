@@ -15,6 +15,7 @@ from qsync_core.errors import BackendError, QSyncError
 from qsync_core.kernels.backend import (
     BACKEND_API_VERSION,
     CompilingBackend,
+    InterruptibleBackend,
     Kernel,
     KernelBackend,
     KernelConfig,
@@ -89,7 +90,7 @@ class CheckedBackend:
         return f"{type(self).__name__}({self._backend!r})"
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """What the backend offers, as data only."""
 
         def check(found: Any) -> Sequence[KernelSpec]:
             specs = self._list("kernel_specs", "KernelSpec", KernelSpec, found)
@@ -156,6 +157,11 @@ class CheckedCompilingBackend(CheckedBackend):
         """Compile the candidates of requests that the backend supports, into its cache."""
         return self._ask("compile_ahead", lambda found: found, requests, arch, progress)
 
+    def interrupt_compiling(self) -> None:
+        """End its compilers, where it can."""
+        if isinstance(self._backend, InterruptibleBackend):
+            self._ask("interrupt_compiling", lambda found: found)
+
 
 def _raise_backend_error(sentence: str, error: BaseException) -> NoReturn:
     raise BackendError(sentence) from error
@@ -166,7 +172,6 @@ class Answer:
     """What a backend says to a request.
 
     Attributes:
-        backend: its name.
         reasons: why it cannot run the request; empty when it can.
         config: the tuned configuration; its first candidate where it was never tuned.
         latency_ns: what tuning measured, None where it was never tuned.

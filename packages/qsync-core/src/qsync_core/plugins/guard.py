@@ -116,5 +116,5 @@ def described(error: BaseException) -> str:
 
 
 def origin(offered: object) -> str:
-    """Where the class of what a plugin offers is defined: ``my_package.indicators.Mine``."""
+    """Say where the class of what a plugin offers is defined: ``my_package.indicators.Mine``."""
     return f"{type(offered).__module__}.{type(offered).__qualname__}"

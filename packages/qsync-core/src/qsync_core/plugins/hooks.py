@@ -61,7 +61,6 @@ class TruthRequest:
 
     Attributes:
         job: the name of a model, or ``file.py:function``.
-        dag: its graph.
         observations: what the indicators were computed from; seed, warm-up and batch size say which updates to measure.
         variants: in which the adjustable operators are lowered.
         budget_s: seconds that measuring may take.
@@ -135,17 +134,6 @@ def qsync_register_collectors() -> list[Any]:  # type: ignore[empty-body]
     Parameters: none.
     Returns: objects with the interface ``qsync_torch.observing.collector.Collector``.
     Must not: change the model they observe.
-    """
-
-
-@hookspec
-def qsync_register_operators() -> list[Any]:  # type: ignore[empty-body]
-    """Offer further precision-adjustable operators.  Reserved: nothing asks for them yet, and their interface is not settled.
-
-    When called: when qsync-torch first traces or applies, once there is an interface.
-    Parameters: none.
-    Returns: a list; leave it empty.
-    Must not: replace linear or conv2d.
     """
 
 

@@ -161,7 +161,6 @@ class Registry:
         """What all plugins offer through a hook that returns a list, in order of the plugins' names.
 
         Args:
-            hook: which.
             problem: why an offer is unusable, empty where it is usable; an unusable one is left out, and ``disabled`` names it.
         """
         found: list[Any] = []
@@ -192,7 +191,6 @@ class Registry:
         """The objects with a ``name`` that plugins offer through a hook, by that name.
 
         Args:
-            hook: which.
             kind: what is offered, for messages: ``indicator``.
             lacks: which part of the interface an object lacks, empty for none; such an object is left out, as is a class, and one
                 whose name is not one word.
@@ -341,7 +339,6 @@ class Registry:
         """What every backend says to a request, by name.
 
         Args:
-            request: what is to run.
             names: the backends that are asked; None asks all.
             store: tuning records of this machine; without it a backend's first candidate configuration is taken.
 
@@ -382,7 +379,6 @@ class Registry:
         """The backend and configuration for a request.
 
         Args:
-            request: what is to run.
             backend_name: the backend that a plan names; no other is taken in its place.  None lets the plugins choose.
             store: tuning records of this machine; without it a backend's first candidate configuration is taken.
 

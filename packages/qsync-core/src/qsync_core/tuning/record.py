@@ -28,7 +28,6 @@ class TuningKey:
 
     Attributes:
         device: the device's name; compute_capability: empty on a CPU.
-        backend: whose kernel.
         op: one of :class:`~qsync_core.kernels.backend.Op`.
         formats: of the operands and the result, with granularities, as text; whatever does not change the kernel is left out.
         shapes: of the operands; attributes: geometry and the like.

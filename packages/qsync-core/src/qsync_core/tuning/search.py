@@ -82,11 +82,7 @@ def tune(
     tries it again.
 
     Args:
-        backend: who builds the kernels.
-        request: what is to run.
-        measure: runs a kernel.
         store: where measurements and the record go.
-        effort: how much to try.
         lower_bound_ns: no kernel is faster (:func:`qsync_core.kernels.roofline.lower_bound_ns`); 0 if unknown.
         rival_ns: what another backend takes for the request; 0 if unknown.
         valid: configurations that the backend knows for the request, where it is asked for fewer; None: its candidates.  A record

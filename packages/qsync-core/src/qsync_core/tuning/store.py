@@ -65,7 +65,6 @@ class Match:
     """A record that serves a request.
 
     Attributes:
-        record: the record.
         exact: it is of the request's own shapes; else of the nearest ones.
         latency_ns: the measured latency; scaled by the work where the shapes differ.
     """
@@ -90,7 +89,6 @@ class TuningStore:
         """Open the store; the file is made when the first record is added.
 
         Args:
-            path: the file.
             device: name of the device that kernels run on.
             software: versions that a latency depends on; None finds records of whatever software (to look, not to tune).
             backend_versions: version of each backend by its name; part of the keys of its records.
@@ -128,8 +126,6 @@ class TuningStore:
         """The result of a finished search for exactly this request, None where there is none here.
 
         Args:
-            backend: whose kernel.
-            request: what is to run.
             configs: what the search may have ended with; None: anything.
         """
         return _widest(self._records("key = ?", self.key(backend, request).text), configs)
@@ -143,8 +139,6 @@ class TuningStore:
         """The record that serves a request: of exactly its shapes, else of the nearest ones that are near enough.
 
         Args:
-            backend: whose kernel.
-            request: what is to run.
             configs: the backend's candidates for the request; a record with another configuration counts as none.  It would fail
                 when its kernel is built: the file came from elsewhere, or the backend's configurations have changed.
         """

@@ -92,6 +92,16 @@ class Tally:
 
 
 _tally = Tally()
+_running: set[threading.Event] = set()
+"""One for each call that compiles: set, its compilers are ended."""
+_running_lock = threading.Lock()
+
+
+def interrupt() -> None:
+    """End all compilers of this process; calls that wait for them raise a BackendError."""
+    with _running_lock:
+        for stopped in _running:
+            stopped.set()
 
 
 def compiled(source: KernelSource) -> Library:
@@ -228,10 +238,11 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
             failed = error
         with counting:
             seconds = time.monotonic() - started
-            progress(next(count), len(missing), f"{'failed' if failed else 'compiled'} {source.name} in {seconds:.0f} s")
+            how = "interrupted" if stopped.is_set() else "failed" if failed else "compiled"
+            progress(next(count), len(missing), f"{how} {source.name} in {seconds:.0f} s")
         return failed
 
-    with _termination_raised(), ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
+    with _interruptible(stopped), _termination_raised(), ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
         futures: list[Future[BackendError | None]] = []
         done: list[Future[BackendError | None]] = []
         try:
@@ -250,6 +261,17 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
     for error in errors:
         if error is not None:
             raise error
+
+
+@contextlib.contextmanager
+def _interruptible(stopped: threading.Event) -> Iterator[None]:
+    with _running_lock:
+        _running.add(stopped)
+    try:
+        yield
+    finally:
+        with _running_lock:
+            _running.discard(stopped)
 
 
 class _Terminated(BaseException):

@@ -25,7 +25,7 @@ def rank_problems(ndim: int, **operands: Any) -> Iterator[str]:
 
 
 def device_problems(*operands: Any) -> Iterator[str]:
-    """Operands on several devices."""
+    """Say which operands are on other devices."""
     devices = dict.fromkeys(str(x.device) for x in operands if isinstance(x, torch.Tensor))
     if len(devices) > 1:
         yield f"the operands lie on different devices, {', '.join(devices)}"
@@ -70,7 +70,7 @@ def bias_problems(bias: Any, outputs: int) -> Iterator[str]:
 
 
 def convolution_problems(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, geometry: Geometry) -> Iterator[str]:
-    """Where image (B, C, H, W), filters (O, C / groups, KH, KW) and result (B, O, OH, OW) are not those of one convolution."""
+    """Say where image (B, C, H, W), filters (O, C / groups, KH, KW) and result (B, O, OH, OW) are not those of one convolution."""
     outputs, group_channels, *kernel = w.shape
     groups = geometry.groups
     if x.shape[1] != group_channels * groups or outputs % groups:

@@ -25,7 +25,7 @@ MAX_TOLERANCE = 1000.0
 
 @attrs.frozen
 class UniformStart:
-    """UP of one group.
+    """Uniform precision of one group, from which a search starts.
 
     Attributes:
         rungs: the rung of every unit.

@@ -7,12 +7,19 @@ really does not scale.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import attrs
+import numpy as np
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.matching import BatchProfile, Inputs
+from qsync_planner.replayer.scaled_work import Integers, measured_ns
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @attrs.frozen
@@ -56,6 +63,7 @@ class BatchScaling:
             if (by_variant := self.profile.cost_index.get(operator.op_id))
         ]
         costs = self.profile.costs
+        self._slopes: Numbers = np.asarray([[line.slope for line in pair] for pair in self._lines]).reshape(-1, 2)
         self._dispatch_ns = sum(costs[i].forward_dispatch_ns + costs[i].backward_dispatch_ns for i in chosen)
         forward, backward = ([self._lines[i][phase] for i in chosen] for phase in (0, 1))
         self._forward = _Line(sum(line.traced_ns for line in forward), sum(line.slope for line in forward))
@@ -64,6 +72,16 @@ class BatchScaling:
     def busy_ns(self, traced_ns: int, batch: int) -> int:
         """Busy time of a rank at a local batch, never falling with it; ``traced_ns`` is that at the traced batch size."""
         return traced_ns * self._model_ns(batch) // max(1, self._model_ns(self.batch_size))
+
+    @cached_property
+    def _measured_ns(self) -> tuple[Integers, Integers]:
+        return measured_ns(self.profile)
+
+    def kernels_at(self, batch: int) -> tuple[Integers, Integers]:
+        """Dispatch and compute times of all costs of the profile at a local batch, as :meth:`profile_at` has them."""
+        dispatch, compute = self._measured_ns
+        more = np.rint(self._slopes * (batch - self.batch_size)).astype(np.int64)
+        return dispatch, np.maximum(0, compute + more)
 
     def profile_at(self, batch: int) -> Profile:
         """The group's profile with its kernels, and the whole steps it is calibrated with, scaled to a local batch."""

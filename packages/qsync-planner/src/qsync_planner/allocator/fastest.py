@@ -26,8 +26,10 @@ from qsync_planner.allocator.jobs import JobOfGroups, Jobs
 from qsync_planner.allocator.problem import Problem
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import Calibration
 from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.replay import Replayer, base_rung
+from qsync_planner.replayer.scaled_work import Integers, ScaledWork
 from qsync_planner.replayer.step_timing import Condensed, StepTiming
 
 WORTH_IT = 1.005
@@ -80,7 +82,8 @@ class GroupChoices:
         self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}
         self._work: dict[tuple[int, int], Condensed] = {}
         self._mappers: dict[int, CostMapper] = {}
-        self._scaled: dict[tuple[object, ...], tuple[str, Replayer]] = {}
+        self._kernels: dict[int, ScaledWork] = {}
+        self._scaled: dict[tuple[object, ...], tuple[Integers, Integers, Calibration]] = {}
         shapes = [jobs.ways.at(way).shape(groups[0].name) for way in jobs.ways.settings]
         self._cuts = {cut for shape in shapes for cut in shape.cuts}
 
@@ -129,26 +132,34 @@ class GroupChoices:
         """What a rank has to do in a step."""
         key = (id(choice), batch)
         if key not in self._work:
-            if id(choice) not in self._mappers:
-                self._mappers[id(choice)] = self.jobs.whole.mapper(group, choice.variants)
-            model = None
-            if batch != self.traced:
+            if batch == self.traced:
+                self._work[key] = Condensed.of(self._mapper(group, choice), self._cuts)
+            else:
+                if id(choice) not in self._kernels:
+                    self._kernels[id(choice)] = ScaledWork(self._mapper(group, choice), self._cuts)
                 lowers = choice is not self._base[group]
-                name, replayer = self._at(self.jobs.whole.cluster.group(group), batch, lowers=lowers)
-                model = replayer.model_of(name, choice.variants)
-            self._work[key] = Condensed.of(self._mappers[id(choice)], self._cuts, model)
+                self._work[key] = self._kernels[id(choice)].condensed(*self._at(group, batch, lowers=lowers))
         return self._work[key]
 
-    def _at(self, group: DeviceGroup, batch: int, *, lowers: bool) -> tuple[str, Replayer]:
-        """A replayer of one rank with another batch, for what its operators cost, and its group's name there."""
+    def _mapper(self, group: str, choice: Choice) -> CostMapper:
+        if id(choice) not in self._mappers:
+            self._mappers[id(choice)] = self.jobs.whole.mapper(group, choice.variants)
+        return self._mappers[id(choice)]
+
+    def _at(self, name: str, batch: int, *, lowers: bool) -> tuple[Integers, Integers, Calibration]:
+        """What the costs of a group are at another batch, and how they are brought to whole steps there."""
+        group = self.jobs.whole.cluster.group(name)
         key = (*self._kind(group), batch, lowers)
         if key not in self._scaled:
-            profile = self.problem.scalings[group.name].profile_at(batch)
-            # Bringing memory to measured peaks, and other rungs to their steps, takes long, and is not asked for.
-            base = base_rung(group)
-            steps = [attrs.evolve(step, peak_bytes=0) for step in profile.steps if lowers or step.variant == base]
-            scaled = attrs.evolve(profile, steps=tuple(steps))
-            self._scaled[key] = group.name, Replayer(self.jobs.ways.inputs.one_rank(group.name, scaled))
+            scaling, base = self.problem.scalings[name], base_rung(group)
+            calibration = self.jobs.whole.model(name, lowers=lowers).calibration
+            if any(step.variant == base for step in scaling.profile.steps):
+                profile = scaling.profile_at(batch)
+                # Bringing memory to measured peaks, and other rungs to their steps, takes long, and is not asked for.
+                steps = [attrs.evolve(step, peak_bytes=0) for step in profile.steps if lowers or step.variant == base]
+                scaled = attrs.evolve(profile, steps=tuple(steps))
+                calibration = self.jobs.whole.calibrated(name, scaled, lowers=lowers).calibration
+            self._scaled[key] = (*scaling.kernels_at(batch), calibration)
         return self._scaled[key]
 
 

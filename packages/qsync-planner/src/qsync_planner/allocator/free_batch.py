@@ -49,7 +49,7 @@ FastestSearch = Callable[[Problem, Ways, Mapping[str, Rungs]], Iterable[Solution
 
 @attrs.frozen
 class Freed:
-    """What was found.
+    """The batches and precisions that were found.
 
     Attributes:
         problem: with Ω and costs of the solution's batches.

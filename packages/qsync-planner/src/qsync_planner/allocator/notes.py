@@ -26,7 +26,7 @@ def waiting_notes(inputs: Inputs) -> Iterator[str]:
 
 
 def accumulation_notes(dag: PrecisionDag) -> Iterator[str]:
-    """Steps of several micro-batches."""
+    """Note that steps have several micro-batches."""
     if dag.accumulate > 1:
         yield (f"a step is {dag.accumulate} micro-batches: batches are of one of them, and the last one alone exchanges gradients")
 
@@ -47,7 +47,7 @@ def baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit: 
 
 
 def uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[str]:
-    """Which rung T comes from."""
+    """Note which rung T comes from."""
     notes = []
     for group in problem.groups:
         index = starts[group.name].ladder_index

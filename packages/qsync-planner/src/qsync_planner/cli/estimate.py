@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def estimate(profile_path: Path, dag: Path, device: str, share: float, output: Path, json_flag: bool) -> None:
     """Scale a measured profile to another GPU, or to another share of the same one, by their datasheets."""
     from qsync_core.artifacts.files import load, save
+    from qsync_core.cli.output import print_table
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.profile import Profile
-    from qsync_planner.cli.writing import print_table
     from qsync_planner.estimating import estimate as estimate_profile
     from qsync_planner.estimating.chips import datasheet
 

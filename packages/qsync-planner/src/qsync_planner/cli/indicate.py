@@ -11,8 +11,8 @@ import attrs
 import click
 
 from qsync_core.cli.options import OUTPUT, FiniteRange, output_option
-from qsync_core.cli.output import emit, json_option, progress_bar, say
-from qsync_planner.cli.writing import check_page_name, print_table, write_text
+from qsync_core.cli.output import emit, json_option, print_table, progress_bar, say
+from qsync_planner.cli.writing import check_page_name, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--device", default="", help="With --job: cpu, cuda or cuda:0.  [that of the observations]")
 @click.option("--chains", is_flag=True, help="With --job: also measure what fused chains keep in 8 bit.")
-@click.option("--against", help="With --check: further indicators, as in paper,random.  [all that the observations allow]")
+@click.option("--against", help="With --check: further indicators, as in hutchinson,lossvar.  [all that the observations allow]")
 @click.option("--page", type=OUTPUT, help="With --check: write the comparison as an HTML page with pictures.")
 @click.option("--list", "list_flag", is_flag=True, help="List the installed indicators and stop.")
 @json_option

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from qsync_core.cli.options import artifact_argument, output_option, plan_options, profiles_option
-from qsync_core.cli.output import emit, json_option, progress_bar, progress_line
+from qsync_core.cli.output import emit, json_option, print_table, progress_bar, progress_line
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.cli.options import communication_options
-from qsync_planner.cli.writing import check_page_name, print_table, write_text
+from qsync_planner.cli.writing import check_page_name, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qsync_core.cli.options import OUTPUT, FiniteRange, artifact_argument, output_option, profiles_option
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.cli.options import communication_options
-from qsync_planner.cli.writing import print_table, write_text
+from qsync_planner.cli.writing import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,25 +1,10 @@
-"""What commands print as a table, and write as a page or a trace."""
+"""What commands write as a page or a trace."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from qsync_core.errors import QSyncError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-def print_table(console: Console, header: list[str], rows: list[list[Any]]) -> None:
-    """Print rows under a header; cells are taken literally, brackets included."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*header, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    console.print(table)
 
 
 def check_page_name(path: Path | None, what: str, advice: str, error: type[QSyncError]) -> None:

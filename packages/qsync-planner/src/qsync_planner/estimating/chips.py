@@ -18,7 +18,6 @@ class Datasheet:
 
     Attributes:
         chip: its peaks by format, memory and bandwidth.
-        multiprocessors: how many it has.
         clock_ghz: the boost clock, at which the peaks are stated.
         float32_lanes: float32 multiply-adds of a multiprocessor in a cycle.
         tf32_tera: dense peak of TF32 products in 10¹² operations a second; 0 where there are none.

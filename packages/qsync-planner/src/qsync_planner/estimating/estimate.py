@@ -49,10 +49,8 @@ def estimate(dag: PrecisionDag, profile: Profile, device: str, share: float = 1.
     The same chip and share gives the profile itself.
 
     Args:
-        dag: the model.
         profile: its measurements on a CUDA device.
         device: a chip of :data:`~qsync_planner.estimating.chips.DATASHEETS`, by any name that cluster files take.
-        share: of its multiprocessors.
 
     Raises:
         PlanError: a chip without a datasheet, a profile that was not measured on a GPU or is of another graph, a share out of

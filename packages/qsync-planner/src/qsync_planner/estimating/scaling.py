@@ -70,7 +70,6 @@ def _by_winograd(
     Args:
         products: how long each takes directly, with its format.
         transforms: how long memory takes for the transforms of all; 0 where that algorithm is not possible.
-        left: the time that there is.
     """
     direct = sum(duration for duration, _ in products)
     spared = sum(duration for duration, precision in products if precision is Precision.FLOAT32) * WINOGRAD_SPARES

@@ -54,9 +54,7 @@ def work_of(operator: Operator, run: Variant, backend: str, contiguous: bool) ->
     """The forward and the backward of an operator.
 
     Args:
-        operator: which one.
         run: the variant that it runs in.
-        backend: who runs it.
         contiguous: whether images lie channel by channel in memory.
     """
     if operator.weight_shape and operator.kind in KINDS:

@@ -34,7 +34,6 @@ class Agreement:
     """An estimate of Ω beside another over the same operators.
 
     Attributes:
-        ranks: rank correlations.
         regret: by percentage of the operators kept high (see :func:`~qsync_planner.indicator_check.agreement.regret`).
         median_ratio: of estimate over truth; None without operators.
         share_within_2: operators with a ratio from 0.5 to 2.

@@ -57,13 +57,9 @@ class Check:
     """The whole comparison.
 
     Attributes:
-        model: its name.
         subjects: operators by name, ``a#0 + a#1`` for calls that share a variant.
         adjustable: how many the model has.
-        iterations: observed updates behind the truth.
         indicators: names, in the order asked for.
-        variants, decrements: the results.
-        notes: what a reader must know.
         kept_inputs: the same of what fused chains keep in 8 bit, by chain; None where it was not measured.
     """
 
@@ -117,7 +113,6 @@ def compare(omegas: Mapping[str, Omega], truth: Truth, notes: Iterable[str] = ()
     Args:
         omegas: Ω by indicator, as in ``Sensitivity.omega``; of what the truth is not of (chains beside operators, or the other way
             round), and of variants that lose nothing, it is passed over.
-        truth: the measurement.
         notes: further ones to keep with the result.
 
     Raises:

@@ -43,10 +43,8 @@ class Truth:
     """Measured Ω of a model.
 
     Attributes:
-        model: its name.
         subjects: what was lowered one at a time, in order of execution.
         columns: by variant.
-        iterations: observed updates.
         adjustable: how many subjects the model has; fewer may have been measured.
     """
 
@@ -101,7 +99,6 @@ def read_kept_inputs(observations: Observations, dag: PrecisionDag, rated: Colle
 
     Args:
         observations: as :func:`read_truth` takes them.
-        dag: their graph.
         rated: the chains that an indicator rates; of others there is nothing to compare.
     """
     names = [chain.name for chain in chains_of(dag) if chain.name in rated]

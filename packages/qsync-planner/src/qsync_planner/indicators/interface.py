@@ -32,7 +32,6 @@ class Indicator(Protocol):
         """Ω of every adjustable operator of ``dag`` in every one of ``variants``.
 
         Args:
-            dag: the model.
             variants: what to rate, without repetitions; includes the base precision's where a ladder does.
             observations: finite numbers over the first updates; None only where ``collectors`` is empty.
 

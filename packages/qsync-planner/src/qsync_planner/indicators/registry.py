@@ -13,14 +13,13 @@ from qsync_core.plugins.registry import Registry
 from qsync_planner.indicators.hutchinson import Hutchinson
 from qsync_planner.indicators.interface import Indicator
 from qsync_planner.indicators.lossvar import LossVar
-from qsync_planner.indicators.random_scheme import RandomScheme
 
 AUTO = "auto"
 """Not an indicator: the first of :data:`AUTO_ORDER` that was observed."""
 AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar())
 """Indicators, least true error of plans made from them first (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
 MOVED = dict.fromkeys(
-    ("paper", "hessian"),
+    ("paper", "hessian", "random"),
     "the plugin examples/qsync-indicators-example of QSync's repository: install it, or choose hutchinson or lossvar",
 )
 """Indicators that qsync-planner had, and where they are now."""
@@ -52,7 +51,7 @@ def guarded(indicator: Indicator, observations: Observations | None) -> guard:
 
 def builtin_indicators() -> list[Indicator]:
     """The indicators of this package."""
-    return [Hutchinson(), LossVar(), RandomScheme()]
+    return [Hutchinson(), LossVar()]
 
 
 def available_indicators(
@@ -123,11 +122,12 @@ def automatic(observations: Observations | None) -> tuple[Indicator, tuple[str, 
             )
             return indicator, (f"{indicator.name} in place of {best.name}: {reason}",)
     allowed = sorted(name for name, other in available_indicators().items() if set(observed).issuperset(other.collectors))
+    allow = f"they allow --indicator {' or '.join(allowed)}, and " if allowed else ""
     truth = (
         "; as a measured truth they go to --truth, beside the observations of an indicator" if terms.MONTECARLO in observed else ""
     )
     raise ObservationError(
         f"the observations of {observations.model} hold terms of {', '.join(observed) or 'no collector'}, and the default "
-        f"indicators ({', '.join(indicator.name for indicator in AUTO_ORDER)}) read none of these; they allow --indicator "
-        f"{' or '.join(allowed)}, and 'qsync observe' with the collector {best.name} makes those of the best one{truth}"
+        f"indicators ({', '.join(indicator.name for indicator in AUTO_ORDER)}) read none of these; "
+        f"{allow}'qsync observe' with the collector {best.name} makes those of the best one{truth}"
     )

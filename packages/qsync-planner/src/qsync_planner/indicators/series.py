@@ -158,10 +158,7 @@ def observed_sources(
     """Find an observed variant for every operator and noise that a collector's terms were written for, one that makes that noise.
 
     Args:
-        observations: as collected.
-        collector: whose series.
         noise_of_term: by the terms to look for, the noise that each measures.
-        base: of the graph.
     """
     noise_of = functools.cache(functools.partial(VariantNoise.of, base=base))
     found: dict[tuple[OpId, Noise], Variant] = {}

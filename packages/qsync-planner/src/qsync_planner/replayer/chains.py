@@ -20,6 +20,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost, Profile
 from qsync_core.ir.semantics import ChainResult, ChainRun, chain_result, chain_run, keeps_input, possible_results
 from qsync_core.ir.variant import Variant
+from qsync_core.remembering import remembers
 
 Chosen = Variant | ChainVariant
 """What a plan says of an operator, or of a chain by its name."""
@@ -56,12 +57,7 @@ class ChainEnd:
 
 @attrs.frozen
 class Chains:
-    """The chains of a model, by position.
-
-    Attributes:
-        dag: the model.
-        all: every chain.
-    """
+    """The chains of a model, by position."""
 
     dag: PrecisionDag
     all: tuple[Chain, ...]
@@ -69,7 +65,7 @@ class Chains:
     @classmethod
     def of(cls, dag: PrecisionDag) -> Chains:
         """The chains of a model."""
-        return cls(dag, chains_of(dag))
+        return _chains_of(dag)
 
     @cached_property
     def by_name(self) -> dict[OpId, int]:
@@ -150,8 +146,6 @@ class Chains:
         """What a plan may say of a chain beside that it is not fused: what was measured for all that its neighbours may be.
 
         Args:
-            number: of the chain.
-            profile: the measurements.
             rungs: what a plan may pick for each operator.
         """
         chain = self.all[number]
@@ -168,3 +162,8 @@ class Chains:
             return all((run.form, run.variant) in ways for run in runs)
 
         return tuple(sorted(filter(is_whole, chosen), key=lambda candidate: candidate.saved or ""))
+
+
+@remembers(4)
+def _chains_of(dag: PrecisionDag) -> Chains:
+    return Chains(dag, chains_of(dag))

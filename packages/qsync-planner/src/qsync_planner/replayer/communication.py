@@ -63,7 +63,6 @@ class AllReduce:
     """The all-reduces of all ranks of a cluster.
 
     Args:
-        cluster: groups and links.
         profiles: by group name; only their collective costs are read.
         together: what was measured over ranks of all groups together: in the place of the groups' own and of the links.
 

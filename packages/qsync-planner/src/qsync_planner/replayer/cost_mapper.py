@@ -31,7 +31,7 @@ from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.cost_model import CostModel, Evaluation, PricedCast
-from qsync_planner.replayer.max_plus import Work, kernel, sequence
+from qsync_planner.replayer.max_plus import Work, sequence
 
 BEFORE_FORWARD = (CastSite.INPUT, CastSite.WEIGHT)
 AFTER_FORWARD = (CastSite.OUTPUT,)
@@ -66,7 +66,6 @@ class OpState:
     tensor; everything else about it does not change.
 
     Attributes:
-        evaluation: its formats and costs.
         format: a number for the format of its output.
         shared: the casts that it shares with other readers of its inputs, each with a bit of its own.
         readings: by slot (the first input that reads a tensor), how the tensor is used.
@@ -151,7 +150,6 @@ class CostMapper:
         states: per operator how it now runs.
         charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
-        wiring: which operator reads which.
     """
 
     def __init__(self, dag: PrecisionDag, model: CostModel, variants: Variants) -> None:
@@ -187,19 +185,6 @@ class CostMapper:
     def is_synchronous(self) -> bool:
         """Whether the CPU runs the kernels."""
         return self.model.synchronous
-
-    def work_under(self, model: CostModel) -> tuple[list[Work], list[Work]]:
-        """Forward and backward of every operator by a model that differs from this one's in what kernels take, and in nothing else.
-
-        Formats and casts are the same then.  No chain may be fused.
-        """
-        forward, backward = [], []
-        for position, (state, casts) in enumerate(zip(self.states, self.charged, strict=True)):
-            times = model.kernels(position, state.evaluation.run)
-            cost = _with_casts(casts, kernel(*times[:2]), kernel(*times[2:]))
-            forward.append(cost.forward)
-            backward.append(cost.backward)
-        return forward, backward
 
     def serves(self, producer: int, reader: int) -> bool:
         """Whether an operator reads the whole result of the chain that ends with a producer, so that its copy serves it."""

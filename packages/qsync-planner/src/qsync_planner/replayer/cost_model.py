@@ -20,6 +20,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
 from qsync_core.ir.variant import Variant
+from qsync_core.remembering import remembers
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.chains import Absorbed, ChainEnd, Chains
 from qsync_planner.replayer.max_plus import Work, kernel
@@ -181,11 +182,16 @@ class Wiring:
     @classmethod
     def of(cls, dag: PrecisionDag) -> Wiring:
         """The wiring of a model."""
-        inputs = tuple(tuple(dag.index[producer] for producer in operator.inputs) for operator in dag.operators)
-        readers = tuple(tuple(dict.fromkeys(consumers)) for consumers in dag.consumers)
-        reads = tuple(tuple((r, inputs[r].index(position)) for r in row) for position, row in enumerate(readers))
-        slots = tuple(tuple(map(row.index, row)) for row in inputs)
-        return cls(inputs, slots, readers, reads, *_parameter_gradients(dag), _first_gradients(dag, inputs))
+        return _wiring(dag)
+
+
+@remembers(4)
+def _wiring(dag: PrecisionDag) -> Wiring:
+    inputs = tuple(tuple(dag.index[producer] for producer in operator.inputs) for operator in dag.operators)
+    readers = tuple(tuple(dict.fromkeys(consumers)) for consumers in dag.consumers)
+    reads = tuple(tuple((r, inputs[r].index(position)) for r in row) for position, row in enumerate(readers))
+    slots = tuple(tuple(map(row.index, row)) for row in inputs)
+    return Wiring(inputs, slots, readers, reads, *_parameter_gradients(dag), _first_gradients(dag, inputs))
 
 
 def _parameter_gradients(dag: PrecisionDag) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -234,12 +240,9 @@ class CostModel:
     """Costs of a model's operators on one device type.
 
     Attributes:
-        wiring: which operator reads which.
         follows_inputs: the variant number of operators that have no variant of their own.
 
     Args:
-        dag: the model.
-        profile: its measurements on the device.
         calibration: how they are brought to whole steps; None for the plain sum of parts.
         without: parts of the model that are left out.
         lowers: whether it is one of plans that lower some operator (:attr:`~qsync_core.ir.semantics.Autocast.beside_plan`).
@@ -273,12 +276,11 @@ class CostModel:
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
         self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
-        self._kernels: dict[tuple[int, Variant], PhaseTimes] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._shape_of: dict[int, int] = {}
         self._equal: dict[tuple[object, ...], Evaluation] = {}
 
-    @cached_property
+    @property
     def chains(self) -> Chains:
         """The chains of the model."""
         return Chains.of(self.dag)
@@ -324,17 +326,13 @@ class CostModel:
             self._evaluated[key] = found
         return found
 
-    def kernels(self, position: int, run: Variant) -> PhaseTimes:
-        """Calibrated times of an operator's kernels, without casts.
+    def cost_number(self, operator: Operator, run: Variant) -> int:
+        """The place of an operator's cost among the profile's; -1 of an input, which takes nothing.
 
         Raises:
             PlanError: when the profile lacks the operator in that variant.
         """
-        found = self._kernels.get((position, run))
-        if found is None:
-            cost, _ = self._measured(self.dag.operators[position], run)
-            found = self._kernels[position, run] = self._calibrate(position, run, cost)
-        return found
+        return self._found(operator, run)[0]
 
     def variant(self, number: int) -> Variant:
         """The variant of a number that stands for one."""
@@ -458,10 +456,23 @@ class CostModel:
         """What was measured of an operator, and in which format it wrote its result: where that is not the variant's, an operator
         that delivers float32 was measured delivering 16 bits, and casts.
         """
+        number, written = self._found(operator, run)
+        if number < 0:
+            return _FREE, written
+        cost = self.profile.costs[number]
+        bad = [i for i in cost.saves_inputs if not 0 <= i < len(operator.inputs)]
+        if bad:
+            raise PlanError(
+                f"the profile of device {self.profile.device.name} says that operator {operator.op_id} saves input {bad[0]}, but "
+                f"it has {len(operator.inputs)}; it was made from another graph: run 'qsync profile' again"
+            )
+        return cost, written
+
+    def _found(self, operator: Operator, run: Variant) -> tuple[int, Precision]:
         by_variant = self.profile.cost_index.get(operator.op_id)
         if by_variant is None:
             if operator.kind == "input":
-                return _FREE, run.output
+                return -1, run.output
             raise PlanError(
                 f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}); "
                 "it was made from another graph: run 'qsync profile' again"
@@ -477,14 +488,7 @@ class CostModel:
                 f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}) in "
                 f"{wanted}, only in: {known}; profile again with that precision in the ladder, or leave it out of the cluster's"
             )
-        cost = self.profile.costs[by_variant[measured]]
-        bad = [i for i in cost.saves_inputs if not 0 <= i < len(operator.inputs)]
-        if bad:
-            raise PlanError(
-                f"the profile of device {self.profile.device.name} says that operator {operator.op_id} saves input {bad[0]}, but "
-                f"it has {len(operator.inputs)}; it was made from another graph: run 'qsync profile' again"
-            )
-        return cost, measured.output
+        return by_variant[measured], measured.output
 
     def _price(self, operator: Operator, cast: Cast) -> PricedCast:
         share = -1

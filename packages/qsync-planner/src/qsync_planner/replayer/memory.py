@@ -66,7 +66,6 @@ class MemoryEstimate:
         parts: the peak by what is alive at its moment.
         process: what a process takes beside its tensors.
         moments: bytes of all that is not static, at every moment.
-        batch_size: samples of the rank.
     """
 
     static_bytes: int
@@ -148,9 +147,7 @@ class MemoryLayout:
     """The fixed part of one rank's memory.
 
     Args:
-        dag: the model.
         wiring: which of its operators reads which.
-        profile: its measurements.
         distributed: whether DDP keeps buckets of all gradients.
         bucket_views: whether gradients live there alone (``gradient_as_bucket_view``); otherwise the buckets are copies.
         accumulates: whether a step has several micro-batches.  Their sums are in no bucket before the last backward pass.

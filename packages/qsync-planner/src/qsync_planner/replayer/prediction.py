@@ -19,7 +19,6 @@ class GroupPrediction(NamedTuple):
 
     Attributes:
         bucket_ready: see :attr:`bucket_ready_ns`.
-        peak_bytes: predicted peak memory.
         slack_ns: how much longer the job's period is than ``period_ns``.
     """
 
@@ -39,7 +38,7 @@ class GroupPrediction(NamedTuple):
 
     @property
     def bucket_ready_ns(self) -> tuple[int, ...]:
-        """When each bucket's gradients are complete, from the start of the group's step."""
+        """The times at which each bucket's gradients are complete, from the start of the group's step."""
         return self.bucket_ready.value
 
     def as_dict(self) -> dict[str, object]:
@@ -53,7 +52,6 @@ class GroupPredictions(Mapping[str, GroupPrediction]):
 
     Args:
         entries: per group the times of its step and its peak memory.
-        period_ns: of the job.
         joint: the groups' step, in this order, where they slow each other down.
     """
 
@@ -82,7 +80,6 @@ class Prediction:
 
     Attributes:
         iteration_ns: the period of training steps.
-        groups: per group.
     """
 
     iteration_ns: int
@@ -91,7 +88,7 @@ class Prediction:
 
     @property
     def bucket_end_ns(self) -> tuple[int, ...]:
-        """When each bucket's collective ends, counted from the end of the last collective of the step before."""
+        """The times at which each bucket's collective ends, counted from the end of the last collective of the step before."""
         return self._bucket_end.value
 
     def as_dict(self) -> dict[str, object]:

@@ -21,6 +21,7 @@ from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
 from qsync_planner.matching import Inputs
@@ -69,6 +70,18 @@ def group_variants(group: GroupPlan) -> dict[OpId, Chosen]:
     return variants | {name: assignment.variant for name, assignment in group.chains.items()}
 
 
+MOST_READ = 1 << 19
+"""Operators up to which mappers that were made to be read are kept."""
+
+
+@attrs.define(eq=False)
+class _Read:
+    """What was made to be read, by what it was made from: a search asks for the same assignments again and again."""
+
+    mappers: dict[tuple[object, ...], CostMapper] = attrs.field(factory=dict)
+    ledgers: dict[tuple[object, ...], MemoryLedger] = attrs.field(factory=dict)
+
+
 class GroupState:
     """One group's mapper, times and memory, changed together; its step has the replayer's shape unless another one is given.
 
@@ -83,9 +96,9 @@ class GroupState:
     ) -> None:
         model = replayer.model_of(group.name, variants) if stays else replayer.model(group.name)
         shape = shape or replayer.shape(group.name)
-        self.mapper = CostMapper(replayer.dag, model, variants)
+        self.mapper = replayer.mapper(group.name, variants) if stays else CostMapper(replayer.dag, model, variants)
         self.timing = StepTiming(self.mapper, shape, synchronises=group.sync_per_step)
-        self._ledger = replayer.ledger(self.mapper)
+        self._ledger = replayer.ledger_to_read(self.mapper) if stays else replayer.ledger(self.mapper)
         self._base = base_rung(group)
         self._lowered = {name for name, variant in variants.items() if is_lowered(variant, self._base)}
         self._make_alone: Callable[[], GroupState] | None = None
@@ -173,6 +186,7 @@ class Replayer:
         self.without = without
         self.ranks: int = sum(group.count for group in cluster.groups)
         self._models: dict[tuple[int, Variant, Ablation, bool], CostModel] = {} if like is None else like._models
+        self._read: _Read = _Read() if like is None else like._read
         self._like = like  # keeps its profiles alive, by whose identity the models are known
         self._exchange = GradientExchange.of(dag, cluster, profiles, communication, settings)
         if Ablation.CONTENTION in without:
@@ -242,14 +256,21 @@ class Replayer:
 
         ``lowers``: of plans that lower some operator, for a group whose ladder has lower rungs.
         """
-        described, profile = self.cluster.group(group), self.profiles[group]
-        base = base_rung(described)
-        differ = profile.alternating is not None or self.dag.base is not Precision.FLOAT32
-        lowers = lowers and differ and len(described.ladder) > 1
-        key = (id(profile), base, self.without, lowers)
+        profile, base = self.profiles[group], base_rung(self.cluster.group(group))
+        key = (id(profile), base, self.without, lowers and self._differs_lowered(group))
         if key not in self._models:
-            self._models[key] = calibrated_model(self.dag, profile, base, self.without, lowers=lowers)
+            self._models[key] = self.calibrated(group, profile, lowers=lowers)
         return self._models[key]
+
+    def calibrated(self, group: str, profile: Profile, *, lowers: bool) -> CostModel:
+        """The same by another profile, made anew: at another batch, say."""
+        lowers = lowers and self._differs_lowered(group)
+        return calibrated_model(self.dag, profile, base_rung(self.cluster.group(group)), self.without, lowers=lowers)
+
+    def _differs_lowered(self, group: str) -> bool:
+        """Whether a step of plans that lower some operator takes other costs than one without a plan."""
+        differ = self.profiles[group].alternating is not None or self.dag.base is not Precision.FLOAT32
+        return differ and len(self.cluster.group(group).ladder) > 1
 
     def model_of(self, group: str, variants: Variants) -> CostModel:
         """The calibrated cost model of a group under these variants."""
@@ -310,8 +331,15 @@ class Replayer:
         return self._predict(self._states_to_read(variants))
 
     def mapper(self, group: str, variants: Variants) -> CostMapper:
-        """What the operators of a group cost under some variants; does not depend on the other groups."""
-        return CostMapper(self.dag, self.model_of(group, variants), variants)
+        """What the operators of a group cost under some variants, to be read; does not depend on the other groups."""
+        model, read = self.model_of(group, variants), self._read
+        key = (model, *variants.items())
+        if key not in read.mappers:
+            if len(read.mappers) * len(self.dag.operators) > MOST_READ:
+                read.mappers.clear()
+                read.ledgers.clear()
+            read.mappers[key] = CostMapper(self.dag, model, variants)
+        return read.mappers[key]
 
     def group_state(self, group: str, variants: Variants, shape: StepShape | None = None) -> GroupState:
         """One group under some variants, to be changed without any of the others, perhaps with another shape of its step."""
@@ -325,6 +353,13 @@ class Replayer:
             bucket_views=self.settings.gradient_as_bucket_view,
             accumulates=self.dag.accumulate > 1,
         )
+
+    def ledger_to_read(self, mapper: CostMapper) -> MemoryLedger:
+        """The same for one of :meth:`mapper`, to be read too."""
+        ledgers, key = self._read.ledgers, (mapper, self.ranks > 1, self.settings.gradient_as_bucket_view)
+        if key not in ledgers:
+            ledgers[key] = self.ledger(mapper)
+        return ledgers[key]
 
     def alone(self, group: str, variants: Variants) -> GroupPrediction:
         """One group as if no other group were slower."""
@@ -346,7 +381,7 @@ class Replayer:
         """Predicted memory of one rank of a group, in its parts; without variants of the present state of trials."""
         if variants is None:
             return self._states[group].memory.estimate()
-        return self.ledger(self.mapper(group, variants)).estimate()
+        return self.ledger_to_read(self.mapper(group, variants)).estimate()
 
     def start(self, variants: Mapping[str, Variants]) -> Prediction:
         """Begin trials from these variants; groups not named start at their base precision."""

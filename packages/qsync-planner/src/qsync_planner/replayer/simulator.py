@@ -58,7 +58,6 @@ class Step(Generic[T]):
     synchronous), and last the communication that all share.
 
     Args:
-        dfg: the job.
         later: of two moments the later.
         plus: a moment plus a duration in nanoseconds.
         observe: receives every node: group, node, its start, how long it lasts (a collective: as long as in its slowest group).
@@ -292,16 +291,10 @@ _SETTLE_STEPS = 64
 
 
 def predicted_timeline(model: str, dfg: GlobalDfg, iteration_ns: int, peak_bytes: Mapping[str, int]) -> Timeline:
-    """When every node of one steady step runs, one rank shown per group.
+    """Show when every node of one steady step runs, one rank per group.
 
     The step is shown from the moment at which the first group's device begins it.  A CPU that runs ahead dispatches a later step
     meanwhile; its dispatch is drawn from the start of the picture.
-
-    Args:
-        model: a name for people.
-        dfg: the job.
-        iteration_ns: its period.
-        peak_bytes: predicted peak memory per group.
     """
     seen: list[tuple[int, DfgNode, int, int]] = []
     step = Step(dfg, max, lambda moment, duration: moment + duration, lambda *node: seen.append(node))

@@ -23,7 +23,6 @@ import attrs
 from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_planner.replayer.contention import RankStep, joint_step
 from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.cost_model import CostModel
 from qsync_planner.replayer.incremental import Deferred, Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER, NOTHING, Work, device_only, sequence
 
@@ -83,9 +82,7 @@ class StepShape:
 
         Args:
             ready: of the model's buckets, from :func:`bucket_positions`.
-            collective_ns: duration of each bucket's collective.
             compute_share: share of it that runs on the rank's own compute resource.
-            optimizer: the optimizer step.
             copies_ns: per bucket what copies between it and its gradients take; nothing where there are none.
             slowdown, start_delay_ns, micro_batches: see above.
         """
@@ -130,13 +127,10 @@ class Condensed:
     run_of: Mapping[int, int]
 
     @classmethod
-    def of(cls, mapper: CostMapper, ready_after: Iterable[int], model: CostModel | None = None) -> Condensed:
-        """A mapper's work as it now is, in runs that begin where buckets are ready.
-
-        ``model``: another one by which its kernels take their time (:meth:`CostMapper.work_under`).
-        """
+    def of(cls, mapper: CostMapper, ready_after: Iterable[int]) -> Condensed:
+        """A mapper's work as it now is, in runs that begin where buckets are ready."""
         begins = sorted({0, *ready_after})
-        forward, backward = (mapper.forward, mapper.backward) if model is None else mapper.work_under(model)
+        forward, backward = mapper.forward, mapper.backward
         runs = [slice(*ends) for ends in pairwise([*begins, len(forward)])]
         return cls(
             [sequence(forward[run]) for run in runs],
@@ -175,7 +169,7 @@ class StepTimes(NamedTuple):
 
     @property
     def bucket_ready_ns(self) -> tuple[int, ...]:
-        """Per bucket when its gradients are complete in the steady state, if dispatch does not bind through its sum and no
+        """When each bucket's gradients are complete in the steady state, if dispatch does not bind through its sum and no
         collective slows the rank down."""
         return self.bucket_ready.value
 

@@ -54,8 +54,6 @@ class Figure:
     Attributes:
         chart: a Vega-Lite specification.
         says: the sentence that stands for it where it cannot be seen.
-        legend: what its colours mean.
-        note: what a reader must know.
     """
 
     chart: Mapping[str, Any]
@@ -70,7 +68,6 @@ class Table:
     """Rows of texts.
 
     Attributes:
-        header: of the columns.
         rows: each as long as the header; a cell may have several lines.
         words: columns of words, which stand on the left; all others are numbers.
         summary: where there is one, the table is folded away behind it.
@@ -120,10 +117,6 @@ class Page:
     """All of it.
 
     Attributes:
-        title: above everything.
-        verdict: the one sentence to read.
-        facts: the figures behind it.
-        sections: in order.
         about: below the title, what the page is of.
     """
 

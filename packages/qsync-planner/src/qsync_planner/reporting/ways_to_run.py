@@ -71,7 +71,6 @@ class WayToRun:
     """One way to run a job.
 
     Attributes:
-        title: for people.
         iteration_ns: the period of its steps.
         samples: in a step, of all ranks.
         parts: one rank's step, by group; waiting_ns: what of it is waiting for other ranks.

@@ -34,7 +34,6 @@ class AppliedPlan:
 
     Attributes:
         in_model: what the plan has put into the model; no part of what scripts rely on.
-        model: as given.
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
         base: the format of the job: where it has 16 bits, the model runs under autocast to it.

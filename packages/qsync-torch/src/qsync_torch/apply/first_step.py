@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
+from qsync_torch.torch_internals import pytree
 
 LOW_BASES = frozenset(PRECISION[dtype] for dtype in LOW_FLOATS)
 """Bases of jobs that run under autocast."""
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its first parameter is; the CPU for a model without parameters."""
+    """The device of a model's first parameter; the CPU for a model without parameters."""
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 

@@ -26,6 +26,7 @@ from qsync_core.errors import PlanError
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
 from qsync_torch.kinds.table import SPELLED
+from qsync_torch.torch_internals import DisableTorchFunction
 
 
 class OperatorCall(Protocol):
@@ -61,7 +62,6 @@ class Handle(torch.Tensor):
     Attributes:
         call: what runs in the place of products with it.
         owner: the module it was read from.
-        source: the parameter.
         value: what every other function takes: the parameter, or its transpose, or its cast.
         transposed: whether it stands for the transpose.
         is_own: whether the script has made a parameter of its own of it, which no plan names: ``nn.Parameter(w.detach())``.
@@ -146,7 +146,7 @@ class Handle(torch.Tensor):
         arguments, named = plain(args), {name: plain(value) for name, value in kwargs.items()}
         if func in _BACKWARD:  # in which forwards may run again, with handles of their own
             return func(*arguments, **named)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             return func(*arguments, **named)
 
 
@@ -187,7 +187,7 @@ def _multiplied(w: Handle, kind: OperatorKind, spelling: Spelling, args: tuple[A
 
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None
 
 
 _Prepared = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -38,10 +38,8 @@ def check_settings(
 
     Args:
         plan: carries the profiles' settings (:attr:`~qsync_core.ir.plan.PrecisionPlan.software`).
-        group: of this process.
         model: where it is to run, or will be moved to the group's device later.
         allowed: names of settings that may differ although that changes numbers.
-        caller: for messages.
         warn: whether to name those that change times alone.
 
     Raises:

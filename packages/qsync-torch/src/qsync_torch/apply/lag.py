@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
@@ -26,6 +25,7 @@ from qsync_core.units import format_ns
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.step_times import Moment, StepTime, StepTimes, between_ns, has_passed, now
 from qsync_torch.distributed.mailbox import Mailbox
+from qsync_torch.torch_internals import pytree, running_wrapper
 
 STATED_ERROR = {DeviceKind.CUDA: 0.05, DeviceKind.CPU: 0.10}
 """The stated error of a predicted step, as a part of it: rows H2-worst (docs/hybrid.md) and S4 hold predictions to it."""
@@ -42,7 +42,6 @@ class Pace:
     """One rank's medians beside its prediction.
 
     Attributes:
-        group: its device group.
         step_ns: of a whole step.
         own_ns: of it without waiting for gradients and buffers: its compute, the optimizer, and whatever else the script does.
         predicted_step_ns, predicted_own_ns: as the plan has them.
@@ -80,7 +79,6 @@ def lag_warning(rank: int, paces: Mapping[int, Pace]) -> str:
     """What this rank has to say of it; empty where it keeps its prediction, or a rank that lags says it, and this is not rank 0.
 
     Args:
-        rank: this one.
         paces: of all ranks that have told theirs, this one among them.
     """
     mine = paces[rank]
@@ -139,9 +137,7 @@ class LagWatch:
     """Samples the steps of a model under a plan.
 
     Args:
-        model: that runs under it.
         plan: whole; one without predicted times is not watched.
-        group: of this rank.
         ranks: the device group of every rank; where they are not those that the plan was made for, nothing is watched, because
             rank 0 has been told that predicted times do not hold.
         excused: asked before a warning: whether this process differs from what the plan was made for, as was said already.
@@ -193,7 +189,7 @@ class LagWatch:
         self._times = StepTimes(self._model, lambda: int, self._plan.accumulate)
         self._times.listeners.append(self._steps.append)
         self._buffers.clear()
-        if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
+        if (wrapper := running_wrapper()) is not None:
             self._before = _BeforeForward(wrapper, self._model)
         self._then(self._tell, STEPS * self._plan.accumulate + _LATE)
 

@@ -30,10 +30,11 @@ from qsync_torch.kernels.library_ops import PLAIN_TENSORS
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
-from qsync_torch.operators.casts import CastCache, Seeds
+from qsync_torch.operators.casts import CastCache, Seeds, apply_of
 from qsync_torch.operators.channel_factors import Factor
-from qsync_torch.operators.products import lowered_node, run_product
+from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
 from qsync_torch.operators.step_key import StepKey
+from qsync_torch.torch_internals import DisableTorchFunction, process_groups
 
 _NO_SEEDS = Seeds()
 _FLOAT32 = Variant.plain(Precision.FLOAT32)
@@ -62,7 +63,7 @@ def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> 
 def _collectives_so_far() -> int:
     """How many collectives this process has begun, in all its groups; another number each time where a backend does not count."""
     try:
-        return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)  # type: ignore[attr-defined]
+        return sum(group._get_sequence_number_for_group() for group in process_groups())
     except RuntimeError:
         return next(_UNCOUNTED)
 
@@ -80,11 +81,9 @@ class InForce:
     """What all operators of a plan in force share.
 
     Attributes:
-        model: the model.
         key: of this rank's random numbers in a step.
         base: format of the job's autocast.
         lower_eval: whether the plan is in force in eval mode too.
-        caller: for messages.
         begins: what the first operator of all waits for; None once it was called.
         is_compiled: whether a compiler has read an operator; its graphs do not tell which operators they run.
         is_removed: whether the plan was removed; a shallow copy of the model still asks.
@@ -117,7 +116,7 @@ class InForce:
         self._buffers = None
 
     def casts_of(self, x: torch.Tensor) -> CastCache | None:
-        """Where casts of an activation are shared, until the job's ranks write into some: a collective leaves no new version.
+        """The cache of casts of an activation, until the job's ranks write into some: a collective leaves no new version.
 
         Nor does what a script writes into an input by NumPy or through ``x.data`` from one forward to the next, or into the state
         of a recurrent model.  So casts are of one forward, and buffers have none; and outside of forwards, where parts of a model
@@ -260,11 +259,11 @@ class Operator:
                 weight = operand_of(weight, binding.called)
             if binding.is_quantized:
                 return lowered_node(input, weight, bias, binding, self._seeds(weight), self._factor(binding, weight))
-            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
+            with DisableTorchFunction():  # casts of the plan are none of the model's
                 return run_product(input, weight, bias, binding, _NO_SEEDS)
         try:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._check(input, weight)
                 casts, seeds = self._in_force.casts_of(input), self._seeds(weight)
                 if binding.turns_weight:
@@ -273,6 +272,9 @@ class Operator:
                 if self._in_force.base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
                         return run_product(input, weight, bias, binding, seeds, casts, factor)
+                if binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim):
+                    run = apply_of(QuantizedProduct, binding, seeds)  # nothing is left of run_product
+                    return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)
                 return run_product(input, weight, bias, binding, seeds, casts, factor)
         except NumericsError as error:
             raise self._named(error) from None
@@ -341,13 +343,14 @@ class Unchanged(_NotLowered):
         """Never, in the place of PyTorch's operator.
 
         Raises:
-            PlanError: where autocast is not what the plan was made for.
+            PlanError: where the weight or autocast is not what the plan was made for.
         """
         if not torch.compiler.is_compiling() and self._in_force.is_on(owner):
             if self._in_force.begins is not None:
                 self._in_force.begins()
-            device = next(owner.parameters()).device
-            check_autocast(self._in_force.base, device, f"operator {self._name}", self._in_force.caller)
+            weight = next(owner.parameters())
+            check_weight_dtype(self._name, weight, self._in_force.caller)
+            check_autocast(self._in_force.base, weight.device, f"operator {self._name}", self._in_force.caller)
         return False
 
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -53,9 +53,6 @@ class PlaceInJob:
         """Find it, once all ranks have told each other their groups.
 
         Args:
-            model: that the plan is for.
-            planned: what its operators run as.
-            seed: of the random numbers.
             groups: the device group of every rank of the job, by rank; empty where the rank alone was asked.
             whole: the plan for all groups of the cluster, whose global batch is the planned one; by default this plan.
             resize: what stays where the job has other ranks than planned.

@@ -69,7 +69,7 @@ class Addressed:
         return tuple(dict.fromkeys(op_id for op_id, _ in (*self.modules, *self.weights)))
 
     def places(self, calls: Mapping[OpId, Call], model: nn.Module) -> dict[tuple[nn.Module, str], Call]:
-        """Where what runs in the place of operators goes: by module and name of the parameter, of which one may have several."""
+        """The places for what runs instead of operators: by module and name of the parameter, of which one may have several."""
         found = {(module, "weight"): calls[op_id] for op_id, module in self.modules}
         by_weight = {id(place.weight): calls[op_id] for op_id, place in self.weights}
         for module in model.modules():
@@ -106,11 +106,9 @@ class Planned:
 
     Attributes:
         entries: a plan, or variants or assignments by operator.
-        group: which group of a plan.
         backend: instead of every planned backend; configurations go with it.
         base: the format of the job: float32, or what it trains under autocast to.
         allow_flags: settings that may differ from those of a plan.
-        caller: who wants it, for messages.
         fuses: the model is compiled, with the chains fused that a plan runs so.
     """
 
@@ -216,10 +214,7 @@ def locate(
     """Find every operator in the model.
 
     Args:
-        model: the model.
-        assigned: what its operators run as.
         plan: the plan that says so, where one does.
-        caller: for messages.
 
     Raises:
         PlanError: naming the first FQNs that the model does not have, or calls of one weight with different variants.
@@ -267,8 +262,9 @@ def check_weight_dtype(fqn: str, weight: torch.Tensor, caller: Caller = BY_HAND,
     if weight.dtype is not torch.float32:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise PlanError(
-            f"the {what} of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before {caller.call}; a job "
-            f"that computes in 16 bit keeps float32 parameters under torch.autocast, with {caller.with_amp('bfloat16')}"
+            f"the {what} of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before {caller.call}, and "
+            "leave param_dtype out of fully_shard's MixedPrecisionPolicy; a job that computes in 16 bit keeps float32 parameters "
+            f"under torch.autocast, with {caller.with_amp('bfloat16')}"
         )
 
 
@@ -334,7 +330,6 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
     convolution operators.
 
     Args:
-        model: the model.
         addressed: what the plan names of it.
         plan: a whole plan; operators that it lists as unaddressed run as they are.
 

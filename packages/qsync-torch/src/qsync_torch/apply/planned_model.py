@@ -26,7 +26,7 @@ from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
 from qsync_torch.apply.place_in_job import PlaceInJob
 from qsync_torch.apply.plan_fit import Planned, check_weights, locate, unplanned
 from qsync_torch.apply.planned_modules import is_planned, put_plan
-from qsync_torch.apply.sharded_parameters import check_gathered_formats, check_sharding, check_whole_model
+from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
@@ -44,13 +44,10 @@ class PlannedModel:
 
     Args:
         model: parameters as they train.
-        planned: what the operators run as.
         seed: of the random numbers, of which each rank draws its own.
         lower_eval: whether the plan is in force in eval mode too.
 
     Attributes:
-        model: as given.
-        planned: as given.
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
         key: what the random numbers are drawn with, and the step.
@@ -133,7 +130,6 @@ class PlannedModel:
         """
         check_whole_model(self.model)
         check_sharding(self._addressed, device, self.planned.allow_flags, self.planned.caller)
-        check_gathered_formats(self.model, self._addressed)
 
     def check_kernels(self) -> None:
         """Ask the backends for every kernel, unless the model is still to be moved to where they run.
@@ -463,11 +459,6 @@ def _name_modes(modes: Sequence[overrides.TorchFunctionMode]) -> None:
 @functools.cache
 def _say_once(text: str) -> None:
     warnings.warn(text, stacklevel=3)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` runs a module."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _may_move_from(device: torch.device) -> bool:

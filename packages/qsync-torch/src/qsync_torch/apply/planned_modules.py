@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
@@ -206,16 +205,14 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
 
 def _stored(module: Any, leaf: str) -> Any:
     found = module.__dict__
-    if leaf in found["_parameters"]:
-        return found["_parameters"][leaf]
-    if leaf in found:
+    if leaf in found and leaf not in found["_parameters"]:
         return found[leaf]
-    raise AttributeError(f"{type(module).__name__!r} object has no attribute {leaf!r}")
+    return nn.Module.__getattr__(module, leaf)  # where torch.fx waits for reads of parameters
 
 
 def _handle(value: Any, call: OperatorCall, owner: nn.Module) -> Any:
-    """The handle of a tensor.  A DTensor is a shard that waits to be gathered, and ``torch.fx`` records a parameter by its name."""
-    if type(value) not in (torch.Tensor, nn.Parameter) or is_fx_symbolic_tracing():
+    """The handle of a tensor.  A DTensor is a shard that waits to be gathered, and ``torch.fx`` has a proxy for a parameter."""
+    if type(value) not in (torch.Tensor, nn.Parameter):
         return value
     return Handle.of(value, call, owner)
 

@@ -10,7 +10,6 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.plan_fit import Addressed
@@ -39,9 +38,7 @@ def check_sharding(addressed: Addressed, device: torch.device, allowed: Collecti
 
     Args:
         addressed: what the plan names.
-        device: of the model.
         allowed: ``allow_flags`` of ``apply_``.
-        caller: for messages.
 
     Raises:
         PlanError: naming an operator.
@@ -59,25 +56,6 @@ def check_sharding(addressed: Addressed, device: torch.device, allowed: Collecti
             )
         if not sharded and (weight := place.weight) is not None:
             check_ordinary(op_id.fqn, weight)
-
-
-def check_gathered_formats(model: nn.Module, addressed: Addressed) -> None:
-    """Refuse ``fully_shard`` that gathers weights in 16 bits: before a forward, because ranks would gather in different formats.
-
-    Raises:
-        PlanError: naming an operator.
-    """
-    for name, unit in model.named_modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        gathered = unit._get_fsdp_state()._mp_policy.param_dtype
-        inside = (op_id.fqn for op_id, _ in addressed.weights if not name or f"{op_id.fqn}.".startswith(f"{name}."))
-        if gathered not in (None, torch.float32) and (fqn := next(inside, None)) is not None:
-            dtype = str(gathered).removeprefix("torch.")
-            raise PlanError(
-                f"the weight of {fqn} is {dtype}, and plans are for float32 parameters: leave param_dtype out of the "
-                "MixedPrecisionPolicy that fully_shard is given"
-            )
 
 
 def check_ordinary(fqn: str, weight: torch.Tensor) -> None:

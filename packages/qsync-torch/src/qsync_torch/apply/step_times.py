@@ -12,6 +12,8 @@ import attrs
 import torch
 from torch import nn
 
+from qsync_torch.torch_internals import at_end_of_backward
+
 WriteScalar = Callable[[str, float, int], object]
 """Takes a name, a value and the step: TensorBoard's ``SummaryWriter.add_scalar``."""
 Moment = int | torch.cuda.Event
@@ -84,7 +86,7 @@ class StepTimes:
         if not self._is_open and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._is_open = True
             device = parameter.device
-            _at_end_of_backward(lambda: self._computed(device))
+            at_end_of_backward(lambda: self._computed(device))
 
     def _computed(self, device: torch.device) -> None:
         """All of this rank's backward is issued; DistributedDataParallel's own callback, which waits, runs before ``received``.
@@ -99,7 +101,7 @@ class StepTimes:
             end = now(device)
             self._current = _Backward(self._position(), device, (*waits, (begin, end)), end)
 
-        _at_end_of_backward(received)
+        at_end_of_backward(received)
 
     def _finish(self) -> None:
         self._arrived.clear()
@@ -158,11 +160,6 @@ class ScalarLog:
         self._steps.clear()
         for name, value in values.items():
             self._write(name, value, step.step)
-
-
-def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call something after all gradients of the backward pass that runs, and after what was to be called there before."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def now(device: torch.device) -> Moment:

@@ -27,6 +27,7 @@ class AtenBackend:
             {Op.QUANTIZE: eight_bit}
             | dict.fromkeys(LINEAR, (*eight_bit, *floats))
             | dict.fromkeys(Op.CONVOLUTIONS, (str(Precision.INT8), *floats))
+            | dict.fromkeys(Op.IN_FLOATS, floats)
             | dict.fromkeys(Op.PRODUCERS, (*eight_bit, *floats))
         )
         return [KernelSpec(op, formats[op], DEVICES, layouts=_LAYOUTS) for op in Op.ALL]

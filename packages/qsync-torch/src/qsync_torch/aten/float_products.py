@@ -14,12 +14,16 @@ from torch.autograd import forward_ad
 
 from qsync_core.geometry import Geometry
 from qsync_torch.kinds import products
+from qsync_torch.torch_internals import transforms_are_active
 
 
 def _without_hardware() -> frozenset[torch.dtype]:
+    cpu = torch.cpu.get_capabilities()
+    # As oneDNN asks: AVX-512 or the newest AVX2, and ARM's own.
+    ways = (("avx512_bw", "avx512_dq", "avx512_vl"), ("avx_ne_convert",), ("bf16",))
     has = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),  # AVX-512 and later
-        torch.float16: torch.cpu._is_amx_fp16_supported(),
+        torch.bfloat16: any(all(cpu.get(name) for name in way) for way in ways),
+        torch.float16: bool(cpu.get("amx_fp16")),
     }
     return frozenset(dtype for dtype, supported in has.items() if not supported)
 
@@ -33,9 +37,13 @@ def needs_widening(x: torch.Tensor) -> bool:
     return x.dtype in FORMATS_WITHOUT_HARDWARE and x.is_cpu
 
 
-def _runs_widened(x: torch.Tensor) -> bool:
+def _runs_widened(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a differentiable product is computed so: where PyTorch transforms it, or wants tangents, it is PyTorch's own."""
-    return needs_widening(x) and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    return (
+        needs_widening(x)
+        and not transforms_are_active()
+        and all(forward_ad.unpack_dual(operand).tangent is None for operand in (x, *others) if operand is not None)
+    )
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry | None) -> torch.Tensor:
@@ -45,7 +53,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ge
         x, weight, bias: (..., K), (N, K) and (N,) where there is no geometry, else (B, C, H, W), (O, C / groups, KH, KW) and (O,).
         geometry: of a convolution.
     """
-    if not _runs_widened(x):
+    if not _runs_widened(x, weight, bias):
         return products.product(x, weight, bias, geometry)
     y: torch.Tensor = _Widened.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
     return y
@@ -68,6 +76,7 @@ def gradients(
     return products.product_gradients(grad, x, w, geometry, by_x, by_weight)
 
 
+@torch.compiler.allow_in_graph  # traced, it would save its operands past the hooks of a checkpoint that runs it again
 class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(

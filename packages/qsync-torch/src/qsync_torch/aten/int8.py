@@ -42,7 +42,7 @@ def _has_int8_products() -> bool:
     Without them PyTorch multiplies element by element, 50 times slower than in float32; and where oneDNN is held to AVX2 on a newer
     CPU, its instruction saturates sums of two products at 16 bit, so the largest products are tried out.
     """
-    if not torch.cpu._is_vnni_supported():
+    if not torch.cpu.get_capabilities().get("avx512_vnni"):
         return False
     largest = torch.full((64, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest.t()) == 64 * 127**2).all())

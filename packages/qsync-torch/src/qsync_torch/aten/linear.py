@@ -119,12 +119,17 @@ def _float8_output(
     x, w = _float8_padded(x_MK, 1), _float8_padded(w_NK, _FLOAT8_MULTIPLE)
     one = torch.ones((), dtype=torch.float32, device=x.device)
     # Accumulation in float32 throughout; the fast path of the tensor cores keeps 14 bits between partial sums.
-    product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=False)
+    product = torch.nn.functional.scaled_mm(
+        x, w.t(), one, _ONE_SCALE, one, _ONE_SCALE, output_dtype=torch.float32, use_fast_accum=False
+    )
     dequantize_product(product[:, :n], x_scale, w_scale, bias_N, out_MN)
 
 
+_ONE_SCALE = torch.nn.functional.ScalingType.TensorWise
+
+
 def _float8_padded(x: torch.Tensor, row_multiple: int) -> torch.Tensor:
-    """Dense, with the contraction (and the rows, where asked for) in multiples that ``_scaled_mm`` takes."""
+    """Dense, with the contraction (and the rows, where asked for) in multiples that ``scaled_mm`` takes."""
     rows, columns = -x.shape[0] % row_multiple, -x.shape[1] % _FLOAT8_MULTIPLE
     if not rows and not columns:
         return x.contiguous()

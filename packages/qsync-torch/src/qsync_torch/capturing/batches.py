@@ -15,13 +15,13 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import DataLoader
 
 from qsync_core.errors import JobError
 from qsync_torch.capturing.losses import SEVERAL_CALLS, Loss, Signature, batch_of_mapping, needed_of, otherwise
 from qsync_torch.capturing.random_state import as_without
 from qsync_torch.job import Batch
+from qsync_torch.torch_internals import pytree
 
 KEPT_BATCHES = 16
 """Batches that are read from a loader at most."""
@@ -37,7 +37,7 @@ def begins_to_read(loader: Any) -> bool:
     """Whether making a generator has made the iterator of its DataLoader, which draws a random number and starts workers."""
     frame = getattr(loader, "gi_frame", None)
     source = loader if frame is None else frame.f_locals.get(".0")
-    return isinstance(source, _BaseDataLoaderIter)
+    return isinstance(source, Iterator) and any(kind.__module__ == DataLoader.__module__ for kind in type(source).__mro__)
 
 
 def first_batches(name: str, loader: Loader) -> list[Any]:
@@ -56,9 +56,9 @@ def first_batches(name: str, loader: Loader) -> list[Any]:
         )
     found: list[Any] = []
     kept_bytes = 0
-    with as_without(loader):
+    with as_without(loader) as unread:
         try:
-            for batch in itertools.islice(loader if isinstance(loader, Iterable) else loader(), KEPT_BATCHES):
+            for batch in itertools.islice(unread if isinstance(unread, Iterable) else unread(), KEPT_BATCHES):
                 found.append(_kept(batch))
                 kept_bytes += sum(leaf.nbytes for leaf in pytree.tree_leaves(found[-1]) if isinstance(leaf, torch.Tensor))
                 if kept_bytes >= KEPT_BYTES:
@@ -165,7 +165,6 @@ def _entry_by_sample(part: Any, samples: Sequence[int]) -> str:
     """What a list has for each sample, in words; empty for something else, such as several inputs that hold all samples.
 
     Args:
-        part: of a batch.
         samples: how many the other parts may have.
     """
     if not isinstance(part, (list, tuple)) or not part:
@@ -193,7 +192,6 @@ class KeptBatches:
     """Samples of a loader's first batches, as one ring; a job's batch function.
 
     Attributes:
-        samples: how many there are.
         leaves: tensors whose dimension 0 is the sample, and whatever else the first batch has.
         per_sample: which of them are such tensors.
         structure: of (args, kwargs, target).
@@ -210,7 +208,6 @@ class KeptBatches:
 
         Args:
             name: of the job, for the warning that others are left out.
-            batches: one or more.
         """
         layouts = [_Layout.of(batch) for batch in batches]
         largest = max(range(len(batches)), key=lambda index: batches[index].nbytes / batches[index].size)

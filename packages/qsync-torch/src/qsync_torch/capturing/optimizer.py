@@ -28,10 +28,8 @@ def maker_of(name: str, model: nn.Module, optimizer: Optimizers, loss_fn: Any = 
     Parameters that the loss has of its own (class centres, a temperature) are left out, which a warning says.
 
     Args:
-        name: of the job.
         model: whose parameters the optimizer has.
         optimizer: one, or several, or a function from parameters to one, which is taken as it is.
-        loss_fn: the job's loss.
 
     Raises:
         JobError: when it is none of these, has parameters that are not the model's or none that are, or cannot be made again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import sys
@@ -13,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 _DEPTH = 4
 """How far generators are looked for: a function that makes the loader, loader, batch sampler, sampler, generator."""
@@ -21,12 +23,13 @@ _LIST = 64
 
 
 @contextmanager
-def as_without(loader: Any) -> Iterator[None]:
-    """Put back, in the end, what reading a loader changes.
+def as_without(loader: Any) -> Iterator[Any]:
+    """Put back, in the end, what reading a loader changes, and give the loader to read.
 
-    The random state of torch (on all CUDA devices where CUDA has started), of ``random``, and of NumPy where it is loaded; the
-    generators that the loader, its data set and its samplers hold; and the iterator of persistent workers, which the loader would
-    begin anew.  A data set that changes itself when it is read has been read.
+    The random state of torch (on all CUDA devices where CUDA has started), of ``random``, and of NumPy where it is loaded; and the
+    generators that the loader, its data set and its samplers hold.  Persistent workers, whose iterator the loader would begin anew,
+    are left alone: a loader that has any is read through a copy with workers of its own.  A data set that changes itself when it is
+    read has been read.
     """
     with ExitStack() as undo:
         with warnings.catch_warnings():  # what is deprecated warns when it is looked at, as torch.distributed.reduce_op does
@@ -34,10 +37,14 @@ def as_without(loader: Any) -> Iterator[None]:
             generators = _generators(loader)
         for put_back in [*_global_states(), *map(_state_of, generators)]:
             undo.callback(put_back)
-        if "_iterator" in getattr(loader, "__dict__", ()):  # a DataLoader's; its workers end with their iterator
-            undo.callback(setattr, loader, "_iterator", loader._iterator)
-            loader._iterator = None
-        yield
+        yield _with_own_workers(loader) if isinstance(loader, DataLoader) and loader.persistent_workers else loader
+
+
+def _with_own_workers(loader: Any) -> Any:
+    """The same loader with workers that end with their iterator; PyTorch sets no such thing once a loader is made."""
+    own = copy.copy(loader)
+    own.__class__ = type(type(loader).__name__, (type(loader),), {"persistent_workers": property(lambda _: False)})
+    return own
 
 
 def _global_states() -> list[Callable[[], object]]:

@@ -90,10 +90,6 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job,
     afterwards.  :func:`qsync_torch.distributed.ranks.process_group_from_environment` then makes one that does not meet the keys of
     the script's.
 
-    Args:
-        path: the script.
-        arguments: its own command line.
-
     Raises:
         JobError: when there is no such file; it has no line, or trains, ends, fails or exits before it, with the place; or what it
             passes there makes no job.

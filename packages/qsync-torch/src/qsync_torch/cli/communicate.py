@@ -10,7 +10,7 @@ import click
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
-from qsync_core.cli.output import emit, json_option, progress_bar, say
+from qsync_core.cli.output import emit, json_option, print_table, progress_bar, say
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import ClusterError
 from qsync_core.units import format_bytes, format_ns
@@ -124,26 +124,14 @@ def _facts(found: CollectiveCosts, output: Path) -> dict[str, object]:
 
 
 def _render(found: CollectiveCosts, output: Path, console: Console) -> None:
-    from rich.table import Table
-
     console.print(f"{found.model} on {', '.join(f'{count} × {name}' for name, count in found.ranks.items())}")
     sizes = [size for size, _ in found.measured[0].all_reduce.measured]
-    table = Table(
-        "NCCL CTAs",
-        *(f"all-reduce of {format_bytes(size)}" for size in (sizes[0], sizes[-1])),
-        *(f"{name}'s compute loses" for name in found.ranks),
-        box=None,
-        pad_edge=False,
-    )
+    header = ["NCCL CTAs", *(f"all-reduce of {format_bytes(size)}" for size in (sizes[0], sizes[-1]))]
+    rows = []
     for entry in found.measured:
-        times = [duration for _, duration in entry.all_reduce.measured]
-        table.add_row(
-            str(entry.max_ctas or "its own"),
-            format_ns(times[0]),
-            format_ns(times[-1]),
-            *(f"{entry.slowdown[name]:.1%}" for name in found.ranks),
-        )
-    console.print(table)
+        times = [format_ns(duration) for _, duration in entry.all_reduce.measured]
+        rows.append((entry.max_ctas or "its own", times[0], times[-1], *(f"{entry.slowdown[name]:.1%}" for name in found.ranks)))
+    print_table(console, [*header, *(f"{name}'s compute loses" for name in found.ranks)], rows)
     rates = ", ".join(f"{rate * 2**20 / 1000:.1f} µs per MiB on {name}" for name, rate in found.copy_ns_per_byte.items())
     console.print(f"copies of gradients into buckets and back: {rates}")
     console.print(f"broadcast of buffers: {format_ns(found.broadcast_ns)}" if found.broadcast_ns else "no buffers to broadcast")

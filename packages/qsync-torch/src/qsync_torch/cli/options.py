@@ -100,7 +100,7 @@ def batch_size_option(which: str = "Samples per rank and step.") -> Callable[[Co
 
 
 def partial_file(output: Path) -> Path | None:
-    """Where an interrupted command keeps what it has so far: beside its output; None where that is a device or a pipe.
+    """The file in which an interrupted command keeps what it has: beside its output; None where that is a device or a pipe.
 
     Raises:
         ArtifactError: when nothing can be written there.

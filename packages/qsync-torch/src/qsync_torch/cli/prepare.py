@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qsync_core.cli.options import plan_options
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.units import format_bytes, format_ns
 from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, device_option, tune_option
@@ -195,20 +195,18 @@ def _facts(found: Prepared) -> dict[str, Any]:
 
 
 def _render(found: Prepared, console: Console) -> None:
-    from rich.table import Table
-
-    table = Table("group", "device", "role", "ladder", "memory", box=None, pad_edge=False)
+    rows = []
     for group in found.cluster.groups:
         device = f"{group.count} × {group.device}" + (f", {group.share:.0%} of each" if group.share < 1 else "")
         memory = format_bytes(group.memory_bytes) if group.memory_bytes else "no limit"
-        table.add_row(group.name, device, str(group.role), " ".join(rung.label for rung in group.ladder), memory)
-    console.print(table)
-    plans = Table("plan for", "predicted step", "", box=None, pad_edge=False)
+        rows.append((group.name, device, group.role, " ".join(rung.label for rung in group.ladder), memory))
+    print_table(console, ("group", "device", "role", "ladder", "memory"), rows)
+    plans = []
     for entry in found.planned:
         plan = entry.plan
         said = entry.why_none if plan is None else plan.verdict.sentence if plan.verdict else ""
-        plans.add_row(" + ".join(entry.groups), format_ns(plan.predicted_iteration_ns) if plan else "none", said)
-    console.print(plans)
+        plans.append((" + ".join(entry.groups), format_ns(plan.predicted_iteration_ns) if plan else "none", said))
+    print_table(console, ("plan for", "predicted step", ""), plans)
     what = f"made {len(found.made)} parts" if found.made else "nothing had changed"
     console.print(f"{what} in {found.seconds:.0f} s; where {found.run.cluster} is wrong, correct it and run this again")
     if found.report is not None:

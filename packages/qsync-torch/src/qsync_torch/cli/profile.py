@@ -10,7 +10,7 @@ import click
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
-from qsync_core.cli.output import emit, json_option, progress_bar, say
+from qsync_core.cli.output import emit, json_option, print_table, progress_bar, say
 from qsync_core.errors import QSyncError
 from qsync_core.kernels.choice import AUTO_BACKEND
 from qsync_core.units import format_bytes, format_ns, parse_bytes
@@ -76,7 +76,7 @@ def profile(
     """
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from qsync_torch.devices import gradient_format, standard_ladder
+    from qsync_torch.devices import device_type, gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import (
         KIND_OF_DEVICE,
         SHARE_VARIABLE,
@@ -88,6 +88,7 @@ def profile(
     from qsync_torch.distributed.watch import watched
     from qsync_torch.kernels.installed import check_store
     from qsync_torch.load_job import job_code, load_job
+    from qsync_torch.profiling.items import check_base
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
     from qsync_torch.tuning.job_tuning import tune_job
@@ -120,6 +121,8 @@ def profile(
                 remove_partial(unfinished)
             loaded = load_job(job, batch_size)
             dag = graph_of(loaded, dag_path)
+            if target.type != "cpu":  # where kernels are tuned next, for a minute
+                check_base(dag, target, share, device_type(target, share, cap).name)
         if backend in (None, AUTO_BACKEND):
             with progress_bar("tune") as update:
                 tune_job(dag, variants, target, tuning=tuning, seconds=tune_s, progress=update)
@@ -174,25 +177,22 @@ def _facts(found: Profile, output: Path) -> dict[str, object]:
 
 
 def _render(found: Profile, output: Path, console: Console) -> None:
-    from rich.table import Table
-
     console.print(f"{found.model} on {found.device.name}: {len(found.costs)} distinct costs for {len(found.cost_index)} operators")
     if found.chains:
         count = len({name for entry in found.chains for name in entry.chains})
         console.print(f"{count} chains measured in {len(found.chains)} distinct ways to run fused")
-    table = Table(
-        "every adjustable operator in", "step", "forward", "backward", "optimizer", "peak memory", box=None, pad_edge=False
-    )
-    for step in found.steps:
-        table.add_row(
+    rows = [
+        (
             step.variant.label,
             format_ns(step.iteration_ns),
-            format_ns(step.forward_dispatch_ns if not step.forward_compute_ns else step.forward_compute_ns),
-            format_ns(step.backward_dispatch_ns if not step.backward_compute_ns else step.backward_compute_ns),
+            format_ns(step.forward_compute_ns or step.forward_dispatch_ns),
+            format_ns(step.backward_compute_ns or step.backward_dispatch_ns),
             format_ns(step.optimizer_compute_ns),
             format_bytes(step.peak_bytes),
         )
-    console.print(table)
+        for step in found.steps
+    ]
+    print_table(console, ("every adjustable operator in", "step", "forward", "backward", "optimizer", "peak memory"), rows)
     lowest = min(found.casts, key=lambda model: model.r2, default=None)
     if lowest is not None:
         console.print(

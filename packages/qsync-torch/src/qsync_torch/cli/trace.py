@@ -10,7 +10,7 @@ import click
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import FiniteRange, output_option
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
 from qsync_core.units import format_bytes
@@ -80,8 +80,6 @@ def _kinds_by_class(dag: PrecisionDag) -> dict[OpClass, Counter[str]]:
 
 
 def _render(dag: PrecisionDag, output: Path, console: Console) -> None:
-    from rich.table import Table
-
     trainable = sum(parameter.numel for parameter in dag.parameters if parameter.requires_grad)
     console.print(
         f"{dag.model}: {len(dag.operators)} operators, {trainable:,} trainable parameters, batch size {dag.batch_size}, "
@@ -89,11 +87,11 @@ def _render(dag: PrecisionDag, output: Path, console: Console) -> None:
     )
     if dag.base is not Precision.FLOAT32:
         console.print(f"It trains under autocast in {dag.base}, which casts what no plan lowers, in place of the rules below.")
-    table = Table("class", "operators", "of kind", "in a plan they", box=None, pad_edge=False)
-    for op_class, kinds in _kinds_by_class(dag).items():
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        table.add_row(str(op_class), str(kinds.total()), listed, _MEANING[op_class])
-    console.print(table)
+    rows = [
+        (op_class, kinds.total(), ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), _MEANING[op_class])
+        for op_class, kinds in _kinds_by_class(dag).items()
+    ]
+    print_table(console, ("class", "operators", "of kind", "in a plan they"), rows)
     share = sum(operator.flops for operator in dag.adjustable) / max(1, sum(operator.flops for operator in dag.operators))
     console.print(f"{len(dag.adjustable)} operators can be lowered; they do {share:.1%} of the forward pass's operations")
     _render_not_applicable(dag, console)
@@ -103,15 +101,11 @@ def _render(dag: PrecisionDag, output: Path, console: Console) -> None:
 
 
 def _render_not_applicable(dag: PrecisionDag, console: Console) -> None:
-    from rich.table import Table
-
     refused = [operator for operator in dag.operators if operator.not_applicable]
     if not refused:
         return
     console.print(f"{len(refused)} cannot be lowered:")
-    table = Table("operator", "kind", "why not", box=None, pad_edge=False)
-    for operator in refused[:_SHOWN]:
-        table.add_row(str(operator.op_id), operator.kind, operator.not_applicable)
-    console.print(table)
+    rows = ((operator.op_id, operator.kind, operator.not_applicable) for operator in refused[:_SHOWN])
+    print_table(console, ("operator", "kind", "why not"), rows)
     if len(refused) > _SHOWN:
         console.print(f"and {len(refused) - _SHOWN} more (--json lists all)")

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from qsync_core.artifacts import files as artifact
-from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.cli.output import emit, json_option, print_table, progress_bar
 from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
@@ -233,20 +233,18 @@ def _facts(found: JobTuning, path: Path) -> dict[str, Any]:
 
 
 def _render(found: JobTuning, store: TuningStore, console: Console) -> None:
-    from rich.table import Table
-
     from qsync_torch.tuning.job_tuning import describe
 
-    table = Table("kernel", "fastest", "configuration", "latency", "others", box=None, pad_edge=False)
+    rows = []
     for entry in found.requests:
         best = entry.best
         if best is None:
-            table.add_row(describe(entry.asked), "none", "", "", "; ".join(entry.refusals))
+            rows.append((describe(entry.asked), "none", "", "", "; ".join(entry.refusals)))
             continue
         others = sorted((r for r in entry.records if r is not best), key=lambda record: record.latency_ns)
         said = "  ".join(f"{record.key.backend} {format_ns(record.latency_ns)}" for record in others)
-        table.add_row(describe(entry.asked), best.key.backend, best.config or "–", format_ns(best.latency_ns), said or "–")
-    console.print(table)
+        rows.append((describe(entry.asked), best.key.backend, best.config or "–", format_ns(best.latency_ns), said or "–"))
+    print_table(console, ("kernel", "fastest", "configuration", "latency", "others"), rows)
     failed = [
         (name, why) for entry in found.requests if entry.best is None for name, said in entry.refusals.items() for why in said
     ]

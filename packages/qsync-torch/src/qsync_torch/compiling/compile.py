@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -48,7 +50,7 @@ def compile(
 
     Batch norm with what follows it, layer norm with the sum before it, GELU, SiLU and ReLU run as one kernel forward and one
     backward, of the backends that the plan names for the operator that reads the result.  What no such kernel is for is compiled
-    as ``torch.compile`` compiles it, and so is every chain before an operator in a float format (docs/training.md#compiling).
+    as ``torch.compile`` compiles it, and so is every chain before an operator in a float format (docs/compiling.md).
 
     A plan that says which chains are fused, and how they keep their inputs, is followed to the letter instead: these and no others
     are, before operators in float formats too.  ``apply_`` does not run such a plan, so that it is given to this function.
@@ -158,7 +160,7 @@ def _rewrite(graph: Graph) -> None:
 @functools.cache
 def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
     """A rewriting as inductor takes it, whose caches of compiled graphs ask which version it is."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Rewrite(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
@@ -166,6 +168,7 @@ def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> Any:
             parts = (gradient_copies, gradient_sums, graph_nodes, shape_arguments, producers)
-            return get_hash_for_files(tuple(part.__file__ for part in parts), rewrite.__name__)
+            sources = b"".join(Path(part.__file__).read_bytes() for part in parts)
+            return hashlib.sha256(sources + rewrite.__name__.encode()).digest()
 
     return Rewrite()

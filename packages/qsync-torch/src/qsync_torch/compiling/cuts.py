@@ -12,7 +12,6 @@ from typing import Any
 import attrs
 import torch
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from qsync_core.ir.chain import Activation, Producer
@@ -71,7 +70,6 @@ class Cuts:
         """Look at a graph before chains are fused in it.
 
         Args:
-            module: from ``torch.compile``.
             inputs: that it is compiled for.
 
         Returns:
@@ -86,7 +84,7 @@ class Cuts:
         for node, given in given_to.items():
             end = self._end_of(node, given)
             if end is not None and (self._planned is None or end.name is None or end.name in self._planned):
-                self._cut |= dict.fromkeys(self._lost(node, end, owners), isinstance(given, FakeTensor))
+                self._cut |= dict.fromkeys(self._lost(node, end, owners), _is_bucket(node, given))
         ends = [_end(node, graph, names) for node in _results(graph)]
         self._ends += [end for end in ends if end is not None]
         return functools.partial(self._watched, ends) if any(ends) else lambda run: run
@@ -129,7 +127,7 @@ class Cuts:
         """What delivered a graph's input, if that can be part of a chain."""
         if not isinstance(given, torch.Tensor) or given.is_leaf or nodes.float_of(node) is None:
             return None
-        if isinstance(given, FakeTensor):  # a bucket of DistributedDataParallel: compiled before anything runs
+        if _is_bucket(node, given):
             return next((end for end in self._ends if end.value() is nodes.value_of(node)), None)
         for results in self._results:
             for result, end in results:
@@ -150,6 +148,11 @@ class Cuts:
             chain = f"eager {end.producer}" if end.name is None else end.name.fqn
             yield f"{chain} before {' and '.join(dict.fromkeys(names))}"
             return
+
+
+def _is_bucket(node: Node, given: Any) -> bool:
+    """Whether a graph is a bucket of DistributedDataParallel, compiled before anything runs: for what its nodes hold."""
+    return type(given) is type(nodes.value_of(node))
 
 
 def _results(graph: Graph) -> list[object]:

@@ -19,6 +19,7 @@ from qsync_core.ir.semantics import readable_copy
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
 from qsync_torch.operators.products import LOWERED
+from qsync_torch.torch_internals import version_of
 
 
 @attrs.frozen
@@ -293,7 +294,7 @@ def _runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
     # Writing to a tensor raises its version, also through views and inside operators that say nothing of it.
     if value is None or value.is_inference():
         return False
-    if value._version != _trailing_writes(chain.members) and not _is_summed_in_place(chain):
+    if version_of(value) != _trailing_writes(chain.members) and not _is_summed_in_place(chain):
         return False
     span = _between(chain.members[0], max((last, *chain.consumers), key=order.__getitem__))
     if any(nodes.is_switch(node) for node in span):

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from qsync_torch.compiling.graph_nodes import stand_for
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.producers import GRADIENT_BINDING, ProducerBinding
+from qsync_torch.torch_internals import OpOverload
 
 _GRADIENTS = (torch.ops.qsync.batch_norm_grad_input.default, torch.ops.qsync.batch_norm_grad_copy.default)
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
@@ -66,7 +67,7 @@ def _is_written(node: Node) -> bool:
     """Whether a node is what a kernel of ours, or a convolution, has written."""
     made = node.args[0] if node.target is operator.getitem else node
     target = made.target if isinstance(made, Node) else None
-    return target is _CONVOLUTION or (isinstance(target, torch._ops.OpOverload) and target.namespace == "qsync")
+    return target is _CONVOLUTION or (isinstance(target, OpOverload) and target.namespace == "qsync")
 
 
 def _replace(graph: Graph, node: Node, grad: Node, other: Node) -> None:

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from qsync_core.ir.chain import Activation
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.operators.products import LOWERED, OFFSET_OF_STEP
+from qsync_torch.torch_internals import OpOverload, OpOverloadPacket, is_higher_order
 
 _BATCH_NORMS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
@@ -117,13 +118,13 @@ def changed_by(node: Node) -> Iterator[Node]:
     if node.op in ("placeholder", "get_attr", "output"):
         return
     first = [argument for argument in node.args[:1] if isinstance(argument, Node)]
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         arguments = zip(target._schema.arguments, node.args, strict=False)
         yield from (a for spec, a in arguments if spec.alias_info and spec.alias_info.is_write and isinstance(a, Node))
         return
-    if isinstance(target, torch._ops.HigherOrderOperator) or node.op == "call_module":
+    if is_higher_order(target) or node.op == "call_module":
         yield from node.all_input_nodes
         return
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -140,7 +141,7 @@ def changed_by(node: Node) -> Iterator[Node]:
 def storage_of(node: object) -> int | None:
     """What tensors that share memory have in common."""
     value = value_of(node)
-    return None if value is None else value.untyped_storage()._cdata
+    return None if value is None else id(value.untyped_storage())
 
 
 def is_in_place(node: Node) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import CompileContext, CompileId
+from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
 from qsync_core.errors import PlanError
@@ -33,7 +33,7 @@ class PlannedChains:
         self._model = applied.model
         self._wanted = {name: WantedChain(name, chain.saved, chain.choice, chain.form) for name, chain in chains.items()}
         self._why = dict.fromkeys(self._wanted, _CUT)
-        self._seen: dict[OpId, CompileId | None] = {}
+        self._seen: dict[OpId, Any] = {}
 
     def fuse(self, module: GraphModule) -> None:
         """Put the plan's chains into a graph of ``torch.compile``, and note those that cannot be."""
@@ -47,7 +47,7 @@ class PlannedChains:
                 why = f"{name.fqn} is called in several graphs, in which calls cannot be told apart"
             self._why[name], self._seen[name] = why, compilation
 
-    def _is_in_another_graph(self, name: OpId, compilation: CompileId | None) -> bool:
+    def _is_in_another_graph(self, name: OpId, compilation: Any) -> bool:
         """Whether a chain was found in a graph other than an earlier compilation of this one."""
         earlier = self._seen.get(name)
         if earlier is None or compilation is None:

@@ -92,9 +92,7 @@ class WantedChain:
     """What a plan says of a chain of a graph.
 
     Attributes:
-        name: of the chain.
         saved: the format in which it keeps its input for backward; None: as it is.
-        choice: whose kernels.
         form: what the plan counts on; None where it does not say.
     """
 
@@ -247,7 +245,6 @@ def _replace(
     Args:
         graph: changed in place.
         chain: one of its chains.
-        binding: how it runs.
         streams: seed and offset of its random numbers.
         results: of the chains that are no longer in the graph, by their last members.
     """

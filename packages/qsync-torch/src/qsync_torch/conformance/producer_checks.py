@@ -44,8 +44,6 @@ def check_copy(
         q, scale: the copy; scales broadcast against it.
         r, error: the result and what float32 arithmetic may be off by.
         most: the largest magnitude that the scale may be made for, of the shape of the scale.
-        rounding: of the values.
-        what: for the message.
     """
     largest = LARGEST[PRECISION[q.dtype]]
     dims = [dim for dim in range(2) if scale.shape[dim] == 1]

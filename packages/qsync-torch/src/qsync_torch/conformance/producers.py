@@ -168,7 +168,7 @@ class Producer(_OfProducer):
 
     @property
     def asked(self) -> Asked:
-        """Its copies have a seed each, and both the offset; matrices and parameters have any strides."""
+        """The request's operands: copies have a seed each, and both the offset; matrices and parameters have any strides."""
         copies = {"seed": ("q",), "x_seed": ("x_q",)} if self.variant.saved.needs_scale else {"seed": ("q",)}
         return Asked(
             op := f"{self.name}.output",

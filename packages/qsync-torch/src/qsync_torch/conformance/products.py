@@ -51,7 +51,6 @@ class Kind:
     """A kind of operator whose products kernels compute.
 
     Attributes:
-        operator: what it is.
         sizes: by a name for people; the first two are where formats are multiplied with each other.
         typical: names of sizes at which all other checks are made.
         empty: by the part, sizes with nothing in x, w or the sum.
@@ -97,7 +96,6 @@ class Product(Call):
 
     Attributes:
         kind, part, size: which product.
-        out: format of the result.
         exact: scales are powers of two and the bias whole numbers, so that integers leave nothing to round before the result is.
     """
 
@@ -213,7 +211,7 @@ def scaled(x: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor
 
 
 def mismatch(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Where two tensors differ first."""
+    """Say where two tensors differ first."""
     wrong = (found != expected).nonzero()
     if not len(wrong):
         return "equal"
@@ -393,24 +391,34 @@ def entry_of(kind: Kind, part: str) -> Entry:
 
     first = dict(list(kind.sizes.items())[:2])
     sized = [(everywhere, kind.sizes), (draws, first), (everywhere, kind.empty.get(part, {}))]
-    values = [
-        case(f"{size}, {name}", of, draw) for drawn, sizes in sized for name, draw in drawn(part, by) for size, of in sizes.items()
-    ]
     eight = Draw(variant=formats(part, Precision.INT8), large=True)
-    values += [case(f"{size}, large sums", of, eight) for size, of in kind.large.get(part, {}).items()]
+
+    def runs(draw: Draw) -> bool:
+        return kind.operator.row.in_8_bit or not draw.variant.compute.needs_scale
+
+    values = [
+        case(f"{size}, {name}", of, draw)
+        for drawn, sizes in sized
+        for name, draw in drawn(part, by)
+        for size, of in sizes.items()
+        if runs(draw)
+    ]
+    values += [case(f"{size}, large sums", of, eight) for size, of in kind.large.get(part, {}).items() if runs(eight)]
     if kind.has_rows:
         values += [Case(f"{op}, random {number}", functools.partial(random_matrices, kind, part, number)) for number in range(24)]
     affine, size = attrs.evolve(INT8, symmetric=False), kind.sizes[kind.typical[0]]
     impossible: dict[str, Impossible] = {}
-    if part == "output":
+    if part == "output" and runs(eight):
         impossible["float8 with a zero point"] = (attrs.evolve(affine, compute=Precision.FLOAT8_E4M3FN), (size.x, size.w))
         for variant, overflow in zip((INT8, affine), kind.overflows, strict=False):
             impossible[f"a sum of {overflow[0][1]} products{'' if variant.symmetric else ' with a zero point'}"] = variant, overflow
-    elif part == "grad_weight":
+    elif part == "grad_weight" and runs(eight):
         wrong = attrs.evolve(affine, grad_weight=Precision.INT8)
         impossible["an int8 gradient of the weight with a zero point"] = (wrong, (kind.output_shape(size), size.x))
-    chosen = [case(f"{size}, {name}", kind.sizes[size], draw) for size in kind.typical for name, draw in typical(part, by)]
-    return Entry(values=values, typical=chosen, impossible=impossible)
+    chosen = [
+        case(f"{size}, {name}", kind.sizes[size], draw) for size in kind.typical for name, draw in typical(part, by) if runs(draw)
+    ]
+    return Entry(values=values, typical=chosen or values[: len(kind.typical)], impossible=impossible)
 
 
 def random_matrices(kind: Kind, part: str, number: int, device: torch.device) -> Product:

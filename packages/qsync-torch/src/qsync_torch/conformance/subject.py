@@ -64,7 +64,6 @@ class Subject:
     """A backend on a device.
 
     Attributes:
-        backend: under test.
         device: where kernels run.
         most_configs: how many configurations of a request are tried, the backend's best guesses first.
     """

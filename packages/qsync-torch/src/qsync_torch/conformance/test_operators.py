@@ -16,6 +16,7 @@ from qsync_torch.conformance.calls import Call, Case, Written, when
 from qsync_torch.conformance.operands import LAYOUTS, Outputs, between_others, laid_out
 from qsync_torch.conformance.subject import Kernel, Subject, check_sentences
 from qsync_torch.conformance.table import TABLE
+from qsync_torch.torch_internals import occupy_stream
 
 HIGH_BITS = (0, 31, 32, 47, 62)
 Put = Callable[[Callable[..., None]], Callable[..., None]]
@@ -230,7 +231,7 @@ def test_kernels_run_on_the_current_stream(subject: Subject, outputs: Outputs, c
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
+            occupy_stream(50_000_000)
             for name, x in call.operands.items():
                 x.mul_(signs[name]) if name in signs else change(x)
             call.launch(kernel, written, watched=False)

@@ -73,16 +73,12 @@ class Options:
 
     @property
     def script_options(self) -> list[str]:
-        """Those of :data:`SCRIPT` that say what is trained."""
+        """The options of :data:`SCRIPT` that say what is trained."""
         return ["--model", self.model, *(["--tiny"] if self.tiny else [])]
 
 
 def run_demo(options: Options, say: Say) -> Outcome:
     """Run it; every artifact stays in ``options.folder``.
-
-    Args:
-        options: what to do.
-        say: receives what begins.
 
     Raises:
         QSyncError: when this machine cannot run it, or a worker failed.

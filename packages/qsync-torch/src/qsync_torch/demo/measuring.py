@@ -86,11 +86,8 @@ def measure(
     """Write what there is to say of each trainee; every rank calls it.
 
     Args:
-        trainees: that were trained.
         compared: those to evaluate, on that share (0..1] of ``held_out`` data; the first one trained in full precision.
-        path: of the results.
         timeline: a trainee's name, the file of its graph, and where the timeline of one of its steps goes.
-        progress: receives how far it is.
     """
     groups = gather(trainees[0].applied.group or "")
     errors = gather(_own_gradient_errors(compared))[-1]  # the weak worker is the last one
@@ -161,7 +158,7 @@ def _peak_bytes(trainee: Trainee) -> int:
 
 
 def _own_gradient_errors(compared: Sequence[Trainee]) -> dict[str, float]:
-    """Those of this rank, at the weights that training in full precision led to."""
+    """Gradient errors of this rank, at the weights that training in full precision led to."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return {}
     full, *lowered = compared

@@ -111,14 +111,12 @@ class Outcome:
     """All rows, and how they compare.
 
     Attributes:
-        model, data, steps: what was trained.
         weakness: how the weak worker was weak; step_ratio: its float32 step over the strong one's.
         budget_bytes: the weak worker's memory budget, 0 for none.
         rows: the compared methods; probes: configurations that were only timed.
         recovered: share of uniform's low-precision compute that QSync runs in float32.
         room: share of what uniform precision saves the weak worker that it does not need to keep up: about as much can come back.
         strong_core_share: share of its core that the strong worker really got.
-        seconds: how long the demo took.
         notes: what was made smaller or left out, and why.
         saves_time: whether the plan is to save time; otherwise it saves memory.
         stored: what plans do on GPUs, replayed.

@@ -52,7 +52,6 @@ def make_plans(job: Job, *, memory_budget: str | int, predict_check: bool) -> Pl
     Args:
         job: what ``qsync prepare`` has measured, and its plan without a limit of memory.
         memory_budget: bytes that the weak worker may use; ``auto`` for a budget that float32 does not fit; ``none`` for no limit.
-        predict_check: also make the probes.
     """
     inputs, cluster = job.inputs, job.inputs.described
     compared = {solver: allocate(inputs, Request(solver)) for solver in ("full", "uniform", "dynamic-batch")} | {"qsync": job.plan}

@@ -96,7 +96,7 @@ def train_in_turns(trainees: list[Trainee], steps: int, block: int, seconds: flo
 
 
 def main() -> None:
-    """Train."""
+    """Train one method's model, as one rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=WORKLOADS, default="resnet")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and step")

@@ -280,7 +280,7 @@ class ColocatedLoad:
         os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill the process that takes the core's time."""
         self._process.kill()
         self._process.wait()
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from qsync_torch.distributed.collective_calls import COLLECTIVES, FUNCTIONAL, tensors_in
+from qsync_torch.distributed.collective_calls import COLLECTIVES, is_functional, schema_of, tensors_in
+from qsync_torch.torch_internals import process_groups, pytree, saves_through_hooks
 
 
 class Done:
@@ -57,10 +57,10 @@ class Alone(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer a collective; run any other function."""
-        if func in COLLECTIVES or func in FUNCTIONAL:
+        if func in COLLECTIVES or is_functional(func):
             self.communicates = True
             # What checkpointing keeps nothing of is computed again in backward, wherever a value of it is asked for first.
-            if not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            if not torch.compiler.is_compiling() and saves_through_hooks():
                 self._recomputes = True
             return (_answer if func in COLLECTIVES else _functional_answer)(func, args, kwargs or {})
         if func in _DIFFERENTIATE:
@@ -153,11 +153,11 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _functional_answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    schema = (function.default if isinstance(function, torch._ops.OpOverloadPacket) else function)._schema
+    schema = schema_of(function)
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     group = given["group_name"]
     if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        group = next(known for known in process_groups() if known.group_name == group)
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     value = given[schema.arguments[0].name]
     if isinstance(value, (list, tuple)):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.errors import PlanError
 from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.distributed.process_group import rank_count
+from qsync_torch.torch_internals import joins_uneven_inputs, running_wrapper
 
 _PIECE_BYTES = 250 * 1024 * 1024
 """The size of a piece in DistributedDataParallel's own broadcast of buffers."""
@@ -31,26 +31,25 @@ def before_forward(buffers: Sequence[torch.Tensor], training: Sequence[int]) -> 
     Nothing happens under ``no_sync()``, where ranks may run forwards that others do not, and outside a wrapper.
 
     Args:
-        buffers: of the model.
         training: ranks of training groups, of which rank 0 is not.
 
     Raises:
         PlanError: inside ``ddp.join()``, where a rank that has no more data would leave the others in the broadcast.
     """
-    wrapper = DistributedDataParallel._active_ddp_module
+    wrapper = running_wrapper()
     if wrapper is None or not wrapper.require_backward_grad_sync:
         return
     ranks = dist.get_process_group_ranks(wrapper.process_group)
     source = next((rank for rank in ranks if rank in training), ranks[0])
     if source == ranks[0]:
         return
-    if wrapper._join_config.enable:
+    if joins_uneven_inputs(wrapper):
         raise PlanError(
             f"rank {ranks[0]} is of a group that does not train, so buffers are broadcast from rank {source}, which cannot be done "
             "inside ddp.join(): give all ranks equally many batches, or start a training group's machine as node rank 0"
         )
     setattr(wrapper, BUFFERS, False)
-    _broadcast(wrapper.process_group, buffers, ranks.index(source))
+    broadcast_together(wrapper.process_group, buffers, ranks.index(source))
 
 
 def share_buffers(model: nn.Module, training: Sequence[int]) -> None:
@@ -58,12 +57,35 @@ def share_buffers(model: nn.Module, training: Sequence[int]) -> None:
     buffers = list(model.buffers())
     if buffers and rank_count() > 1:
         assert dist.group.WORLD is not None
-        _broadcast(dist.group.WORLD, buffers, min(training, default=0))
+        broadcast_together(dist.group.WORLD, buffers, min(training, default=0))
 
 
 @torch.no_grad()
-def _broadcast(group: dist.ProcessGroup, buffers: Sequence[torch.Tensor], source: int) -> None:
-    dist._broadcast_coalesced(group, list(buffers), _PIECE_BYTES, source)
+def broadcast_together(group: dist.ProcessGroup | None, tensors: Sequence[torch.Tensor], source: int) -> None:
+    """Broadcast tensors of one format in one piece, as DistributedDataParallel does it.
+
+    Args:
+        group: whose ranks call it.
+        tensors: written to on all ranks but the source.
+        source: by its number in the group.
+    """
+    for piece in _pieces(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in piece]) if len(piece) > 1 else piece[0].reshape(-1)
+        dist.broadcast(flat, group=group, group_src=source)
+        for tensor, values in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
+            tensor.copy_(values.view_as(tensor))
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one device and format together, up to a size."""
+    done: list[list[torch.Tensor]] = []
+    waiting: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        piece = waiting.setdefault((tensor.device, tensor.dtype), [])
+        piece.append(tensor)
+        if sum(one.nbytes for one in piece) >= _PIECE_BYTES:
+            done.append(waiting.pop((tensor.device, tensor.dtype)))
+    return [*done, *waiting.values()]
 
 
 _LIBRARY.impl("share_buffers", before_forward, "CompositeExplicitAutograd")

@@ -13,6 +13,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from qsync_torch.torch_internals import OpOverload, OpOverloadPacket
+
 Function = Callable[..., Any]
 
 _SENT_AND_RECEIVED: dict[str, tuple[str, str]] = {
@@ -43,7 +45,6 @@ class Collective:
     """A function of ``torch.distributed``.
 
     Attributes:
-        name: its own; signature: its arguments.
         sent, received: names of the arguments that it sends and writes into; empty where there is none.
     """
 
@@ -64,16 +65,16 @@ def _collectives() -> dict[Function, Collective]:
 COLLECTIVES = _collectives()
 
 
-def _functional() -> Iterator[Function]:
-    """Functional collectives, which autograd and compilers follow, as packets and as single operators."""
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
-        for namespace in (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd):
-            for several in (name, f"{name}_coalesced"):
-                if (packet := getattr(namespace, several, None)) is not None:
-                    yield from (packet, *(getattr(packet, overload) for overload in packet.overloads()))
+def is_functional(function: Any) -> bool:
+    """Whether it is a collective that autograd and compilers follow: an operator that is told the name of a group of processes."""
+    return isinstance(function, (OpOverload, OpOverloadPacket)) and any(
+        argument.name == "group_name" for argument in schema_of(function).arguments
+    )
 
 
-FUNCTIONAL = frozenset(_functional()) if dist.is_available() else frozenset()
+def schema_of(function: Any) -> Any:
+    """The signature of an operator, or of the first of its name."""
+    return (function if isinstance(function, OpOverload) else getattr(function, function.overloads()[0]))._schema
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -21,6 +21,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.distributed.nccl import CTA_VARIABLE, max_ctas_of
 from qsync_torch.distributed.process_group import rank_count
+from qsync_torch.torch_internals import running_wrapper
 
 _MEBIBYTE = 1024 * 1024
 _NEW_BUFFERS = "forward_sync_buffers"
@@ -58,7 +59,7 @@ def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: to
         return True
     if rank_count() < 2:
         return True
-    wrapper = DistributedDataParallel._active_ddp_module
+    wrapper = running_wrapper()
     if wrapper is None or all(module is not model for module in wrapper.module.modules()):
         problems = ["the model does not run in DistributedDataParallel", _wrap(caller)]
     else:

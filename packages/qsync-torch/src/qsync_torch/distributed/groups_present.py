@@ -29,8 +29,6 @@ class GroupsPresent:
     """The groups that a job has ranks of.
 
     Attributes:
-        names: of all of them.
-        own: of this rank.
         of_cluster: the groups that the cluster file has.
     """
 
@@ -59,7 +57,6 @@ def groups_present(what: str, run: RunFolder, group: str | None = None, members:
 
     Args:
         what: the call, as its user knows it; equal on all ranks.
-        run: the run folder.
         group: of this rank; by default what :func:`which_group_of_cluster` finds.
         members: the ranks of a job that has no process group yet.
 

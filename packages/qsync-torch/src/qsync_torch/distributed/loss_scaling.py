@@ -9,16 +9,18 @@ gradients; ``found_inf`` is all-reduced as well, because ranks that disagreed on
 
 from __future__ import annotations
 
-import functools
-from types import TracebackType
+import gc
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.errors import PlanError
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
+from qsync_torch.torch_internals import joins_uneven_inputs
 
 
 class InStepGradScaler(torch.amp.GradScaler):
@@ -38,21 +40,20 @@ class InStepGradScaler(torch.amp.GradScaler):
             equal on all ranks, which the first step checks.
 
     Raises:
-        PlanError: in the first step, on every rank, when ranks scale differently; in every step inside ``join()``.
+        PlanError: in the first step, on every rank, when ranks scale differently; in every step inside ``join()`` and after it.
         RankError: in the first step, when another rank does not scale.
     """
 
     def __init__(self, device: str = "cuda", *, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
-        _watch_joins()
         self._process_group = process_group
         self._compared = False
 
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args, **kwargs)
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, *args, **kwargs)
         if rank_count(self._process_group) == 1:
             return found
-        if _JOINS:
+        if _joins_uneven_inputs(optimizer):
             # A rank that has joined answers DistributedDataParallel's collectives, and would take this one for one of those.
             raise PlanError(
                 "InStepGradScaler does not step inside join() of uneven inputs, where ranks that have finished cannot answer it: "
@@ -72,30 +73,22 @@ class InStepGradScaler(torch.amp.GradScaler):
         return found
 
 
-_JOINS: list[object] = []
-"""PyTorch's ``Join`` contexts that are open: ranks may have different numbers of steps inside."""
+_WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[weakref.WeakSet[DistributedDataParallel], int]]
+_WRAPPERS = weakref.WeakKeyDictionary()
+"""The wrappers around what an optimizer steps, and how many there were when they were looked for."""
 
 
-@functools.cache
-def _watch_joins() -> None:
-    """Have PyTorch's context for uneven inputs say when it is open; once in a process."""
-    if not dist.is_available():
-        return
-    from torch.distributed.algorithms import join
+def _joins_uneven_inputs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a wrapper around what an optimizer steps is in ``join()``.
 
-    context: Any = join.Join
-    enter, leave = context.__enter__, context.__exit__
-
-    @functools.wraps(enter)
-    def opened(self: Any) -> Any:
-        if self._enable:
-            _JOINS.append(self)
-        return enter(self)
-
-    @functools.wraps(leave)
-    def closed(self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
-        if self._enable:
-            _JOINS.remove(self)
-        return leave(self, kind, error, trace)
-
-    context.__enter__, context.__exit__ = opened, closed
+    PyTorch tells no optimizer of its wrappers: they are looked for once among all objects, and again when one of them is gone.
+    """
+    wrappers, count = _WRAPPERS.get(optimizer, (weakref.WeakSet(), -1))
+    if len(wrappers) != count:
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [wrapper for wrapper in gc.get_objects() if issubclass(type(wrapper), DistributedDataParallel)]
+        wrappers = weakref.WeakSet(
+            wrapper for wrapper in found if any(id(parameter) in parameters for parameter in wrapper.parameters())
+        )
+        _WRAPPERS[optimizer] = wrappers, len(wrappers)
+    return any(map(joins_uneven_inputs, wrappers))

@@ -91,7 +91,7 @@ class Mailbox:
         return json.loads(self.store.get(name))
 
     def missing(self, name: str, ranks: Collection[int] | None = None) -> list[int]:
-        """Those ranks, all by default, that have left no message of that name."""
+        """The ranks, of all by default, that have left no message of that name."""
         ranks = self.ranks if ranks is None else ranks
         if self.store.check([f"{name}/{rank}" for rank in ranks]):
             return []
@@ -111,9 +111,7 @@ class Mailbox:
         Not ``store.wait``, which keeps a TCPStore's connection from all other threads until it returns.
 
         Args:
-            name: of the messages.
             until: the moment, on :func:`time.monotonic`'s clock.
-            ranks: who is waited for.
             or_posted: the name of the other message.
         """
         keys = [f"{name}/{rank}" for rank in (self.ranks if ranks is None else ranks)]

@@ -19,7 +19,6 @@ class Place:
 
     Attributes:
         rank: of this process, of so many in the ``world``.
-        host, port: of the store.
         agent_store: torchrun keeps it, and not rank 0.
     """
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 
 def in_process_group() -> bool:
-    """Whether there is one."""
+    """Whether this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def own_rank() -> int:
-    """This process's; 0 outside a process group."""
+    """This process's rank; 0 outside a process group."""
     return dist.get_rank() if in_process_group() else 0
 
 

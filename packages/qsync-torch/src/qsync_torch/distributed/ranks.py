@@ -101,7 +101,6 @@ def which_group(plan: PrecisionPlan, environment: Mapping[str, str] | None = Non
     ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` leaves this process.
 
     Args:
-        plan: the plan.
         environment: environment variables, ``os.environ`` by default.
         find_device: :func:`device_name` by default, which starts CUDA.
 
@@ -337,7 +336,6 @@ def check_ranks_agree(plan: PrecisionPlan, group: dist.ProcessGroup | None = Non
     """Compare plan and versions across ranks; call it on every rank after ``init_process_group`` and before the first step.
 
     Args:
-        plan: the plan this rank applies.
         group: the ranks to compare, all by default.
 
     Raises:

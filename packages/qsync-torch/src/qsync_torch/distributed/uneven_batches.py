@@ -19,7 +19,6 @@ def split_samples(samples: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
     many samples as ranks.
 
     Args:
-        samples: how many there are.
         batch_sizes: local batch of every rank, at least 1.
     """
     whole = sum(batch_sizes)

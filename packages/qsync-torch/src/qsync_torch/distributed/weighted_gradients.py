@@ -16,10 +16,10 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import PlanError
 from qsync_torch.distributed.uneven_batches import split_samples
+from qsync_torch.torch_internals import pytree
 
 Mean = torch.futures.Future[torch.Tensor]
 CommunicationHook = Callable[[Any, dist.GradBucket], Mean]
@@ -65,17 +65,13 @@ def weight_gradients(
             "use BatchNorm, whose statistics are those of the local batch, or a loss that sums, with reduction='sum'"
         )
     weighting = _Weighting(ddp, local_batch, reduction == "mean", count, hook, state)
-    taken = bool(ddp._comm_hooks)
-    if not taken:
-        try:
-            ddp.register_comm_hook(weighting, _weighted_mean)
-        except RuntimeError:  # one of the built-in hooks, which leave no trace
-            taken = True
-    if taken:
+    try:
+        ddp.register_comm_hook(weighting, _weighted_mean)
+    except RuntimeError as error:
         raise PlanError(
             "this DistributedDataParallel has a communication hook already, and takes only one: leave its register_comm_hook out, "
             "and give the hook to weight_gradients(ddp, hook=..., state=...)"
-        )
+        ) from error
     ddp.register_forward_hook(weighting.after_forward, with_kwargs=True)
 
 
@@ -132,7 +128,8 @@ class _Weighting:
         self._weight += weight
         if self._passes and weight and self._newest not in (0.0, weight):
             with torch.no_grad():
-                torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._newest / weight)
+                for gradient in (parameter.grad for parameter in self._parameters if parameter.grad is not None):
+                    gradient.mul_(self._newest / weight)
         self._passes += 1
         self._newest = weight or self._newest
 

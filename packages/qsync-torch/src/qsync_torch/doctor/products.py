@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -15,14 +14,13 @@ from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_torch.distributed.ranks import SHARE_VARIABLE
 from qsync_torch.kinds.table import OF_ROWS
 from qsync_torch.sharing.mps import Daemon
-from qsync_torch.sharing.right_shares import Probe, probe_by_process, wrong_sentences
+from qsync_torch.sharing.right_shares import probing, wrong_sentences
 
 SHARES = tuple(range(10, 100, 10))
 PRECISIONS = (Precision.FLOAT32, Precision.BFLOAT16, Precision.FLOAT16, Precision.INT8)
 _SIZES = ((50176, 192, 768), (50176, 768, 192), (4096, 1024, 4096), (8192, 2048, 8192))
 """(M, K, N) of layers of vision models and of language models."""
 CALLS = tuple(CallShapes(OF_ROWS.name, (m, k), (n, k), (m, n)) for m, k, n in _SIZES)
-_AT_ONCE = 3
 
 
 def product_lines(daemon: Daemon) -> list[DoctorLine]:
@@ -41,7 +39,8 @@ def product_lines(daemon: Daemon) -> list[DoctorLine]:
         name = torch.cuda.get_device_name(device)
         if not daemon.problem and not os.environ.get(SHARE_VARIABLE) and name not in tried:
             tried.add(name)
-            lines += share_lines(f"cuda:{index}", under_shares(probe_by_process(CALLS, formats_of(device), device)))
+            with probing(CALLS, formats_of(device), device) as probe:
+                lines += share_lines(f"cuda:{index}", probe(SHARES))
     return lines
 
 
@@ -49,12 +48,6 @@ def formats_of(device: torch.device) -> tuple[Precision, ...]:
     """List the formats that the device has in hardware; backends refuse others."""
     capability = torch.cuda.get_device_capability(device)
     return tuple(p for p in PRECISIONS if p is Precision.FLOAT32 or capability >= FIRST_TENSOR_CORES[p])
-
-
-def under_shares(probe: Probe) -> dict[int, str | None]:
-    """What is wrong under each share, some processes at a time."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(SHARES, pool.map(probe, SHARES), strict=True))
 
 
 def whole_lines(topic: str, wrong: Sequence[str]) -> Iterator[DoctorLine]:

@@ -39,7 +39,6 @@ class RankFacts:
         arch_list: chips that this torch has kernels for.
         versions: by name (``torch``, ``cuda``, ``nccl``, ``driver``, ``python``); absent where there is none.
         cores: CPU cores that the process may use.
-        memory_free_bytes, memory_bytes: of the device.
         share: percentage of the SMs that MPS is asked for; empty where it is not asked.
         mps: why MPS gives no share; empty where its daemon answers.
         shared_memory_bytes: size of /dev/shm.

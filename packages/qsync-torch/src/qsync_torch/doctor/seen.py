@@ -44,7 +44,6 @@ class Seen:
     Attributes:
         world: how many ranks there should be.
         hosts, qsync: machines and versions of QSync of those that came; where the versions differ, nothing else is asked.
-        facts: of those that told them.
         backend: of the collectives; empty before it was known.
         speeds: nanoseconds of a product and of a copy.
         all_reduces: by size in bytes the nanoseconds of each all-reduce; an empty list where a size was left out as too slow.

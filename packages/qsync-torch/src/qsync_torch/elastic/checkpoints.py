@@ -57,7 +57,7 @@ class Resumable(Protocol):
         """What is equal on all ranks, and perhaps ``factors``, texts of this rank's own."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a stored state."""
 
     def share_buffers(self) -> None:
         """Give all ranks the same buffers."""
@@ -92,7 +92,7 @@ class Checkpoints:
         folder: made where it is not there.
         applied: what ``apply_`` returned: what is saved has the buffers of a training rank, and random numbers go on as in an
             unbroken run.  None for a job without a plan.
-        keep: how many.
+        keep: how many, the newest.
     """
 
     def __init__(self, folder: str | os.PathLike[str], applied: Resumable | None = None, *, keep: int = 2) -> None:

@@ -14,7 +14,6 @@ class JobRanks:
     """Which rank is of which group, and in what order they are where their numbers must not matter.
 
     Attributes:
-        groups: the group of every rank.
         order: names of the groups, as the plan has them.
         training: names of those that train.
     """

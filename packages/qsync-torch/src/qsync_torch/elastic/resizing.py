@@ -73,9 +73,7 @@ def step_batches(
         plan: of the groups that are there.
         whole: of all groups of the cluster: its global batch is the planned one.  A job of just the groups that it recommends needs
             no choice: it has their batch, and a warning says so.
-        job: its ranks.
         choice: what the script keeps.
-        caller: for messages.
 
     Raises:
         PlanError: when the job has another global batch than planned and nothing was chosen, or the choice cannot be carried out;

@@ -30,7 +30,6 @@ class TrainerSettings:
     """What a trainer was told of precision, in its own words.
 
     Attributes:
-        trainer: its name.
         now: the setting as it is, such as ``mixed_precision='bf16'``.
         autocast: the format of its autocast; float32 where it has none.
         wanted: by the base of a plan, the setting that fits it.
@@ -49,12 +48,7 @@ class TrainerSettings:
 
 @attrs.frozen(eq=False)
 class PlannedTraining:
-    """A plan in force on a trainer's model.
-
-    Attributes:
-        applied: what ``apply_`` returned.
-        plan: the whole plan.
-    """
+    """A plan in force on a trainer's model."""
 
     applied: AppliedPlan
     plan: PrecisionPlan
@@ -103,7 +97,6 @@ def apply_for_trainer(
         run: a plan, or the path of one or of a run folder.
         settings: of the trainer, on this rank; None where they are not known, and the first step alone compares autocast.
         options: keyword arguments of ``apply_``.
-        caller: the adapter, for messages.
 
     Raises:
         PlanError: on every rank, when a rank's trainer has another autocast than the plan's; the model is as it was.

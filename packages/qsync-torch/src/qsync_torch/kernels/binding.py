@@ -90,7 +90,6 @@ class Quantization(Bound):
 
     Attributes:
         target: format, scales and rounding.
-        choice: whose kernels.
         multiplied: the tensor is first multiplied by one factor per channel.
         transposed: a transposed copy is wanted too.
         streamed: something reads which random numbers it took.

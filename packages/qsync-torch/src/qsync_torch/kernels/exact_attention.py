@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qsync_torch.kernels.exact_products import SIGMAS, STEPS, random_signs, said_of
+from qsync_torch.kernels.exact_products import SIGMAS, STEPS, allowed_error, random_signs, said_of
 
 _ATTENTION_STEPS = 16.0
 """The bound of an attention's norm, in steps: probabilities and partial sums are rounded to 16 bits between its two products."""
@@ -19,14 +19,14 @@ _ROWS = 16
 
 def batched_problem(a: torch.Tensor, b: torch.Tensor, found: torch.Tensor) -> str:
     """What is wrong with ``found`` (..., M, N) as the product of ``a`` (..., M, K) and ``b`` (..., K, N); else empty."""
-    signs, step = random_signs(found.shape[-1], found, torch.Generator().manual_seed(0)), STEPS[found.dtype]
+    signs = random_signs(found.shape[-1], found, torch.Generator().manual_seed(0)).double()
+    allowed = allowed_error(STEPS[found.dtype], a.shape[-1])
     wide_b = b.double()
     sums, squares = (wide_b * signs).sum(-1), (wide_b**2).sum(-1)
     wide_a, wide = a.double(), found.double()
     error = ((wide * signs).sum(-1) - (wide_a * sums[..., None, :]).sum(-1)).abs()
-    bound = SIGMAS * step * (wide_a**2 * squares[..., None, :]).sum(-1).sqrt() + 1e-30
-    ratio = (error / bound).nan_to_num(math.inf).max()
-    return said_of(ratio, (~torch.isfinite(wide)).sum().double(), found.numel(), step)
+    bound = SIGMAS * allowed * (wide_a**2 * squares[..., None, :]).sum(-1).sqrt() + 1e-30
+    return said_of((error / bound).nan_to_num(math.inf).max(), found, allowed)
 
 
 def product64(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
@@ -49,10 +49,8 @@ def attention_problem(
 
     Args:
         operands: query, key and value (B, H, L, D), with fewer heads of key and value where heads share them.
-        found: the output.
         grad, grads: of the output, and of the operands; None where they are not wanted.
         mask: of the call, boolean or added, of a shape that broadcasts to (B, H, L, S).
-        is_causal, scale: of the call.
     """
     written = [("output", found), *zip(("grad_query", "grad_key", "grad_value"), grads, strict=True)]
     for name, tensor in written:

@@ -1,12 +1,20 @@
 """Whether a product is right, found out without any library that multiplies matrices (docs/shared-gpus.md#canary).
 
-A product with N columns is multiplied by a random vector r of signs and compared with the operands multiplied by r one after the
+A product with N columns is multiplied by a random vector of signs and compared with the operands multiplied by it one after the
 other (Freivalds): every element of the result takes part, and the reference takes as many operations as the result has elements.
-The reference is of element-wise products and sums in float64, which no cuBLAS, cuDNN or oneDNN runs.
+The reference is of element-wise products and sums in float32, which no cuBLAS, cuDNN or oneDNN runs.
 
-The bound: let e be the errors of a row.  Signs that are drawn after the result is there are independent of it, so that (Hoeffding)
-P(|Σ r_j e_j| > t · ‖e‖) <= 2 exp(-t² / 2).  Rounding keeps ‖e‖ below the format's step times the norm of the row, which for random
-operands is near sqrt(Σ_k x_k² · Σ_j w_jk²).
+Of a convolution each number of the reference takes part at every place of the filter, so that a pass over the operand a place would
+be most of the work.  So some images are summed first, each times a random sign of its own (of a filter's gradient: some channels of
+the activation), about as many as the filter has places.
+
+The bound: let e be the errors of a sum's elements.  Signs that are drawn after the result is there are independent of it, so that
+(Hoeffding) P(|Σ r_j e_j| > t · ‖e‖) <= 2 exp(-t² / 2).  Rounding keeps ‖e‖ below the relative error of an element times the norm of
+what is summed, which for random operands is near sqrt(Σ_k x_k² · Σ_j w_jk²).  Of that, the mean over k of the second sum is taken:
+operands are random, so that it differs from the sum over k of both by little.
+
+The relative error of an element is a step of its formats, and what sums lose: tensor cores add some products at a time to a sum in
+float32 and cut off what does not fit (:data:`LOST`), which of the millions of products of a filter's gradient is more than a step.
 
 Shapes: images (B, C, …) of any number of dimensions, filters (O, C / groups, …), outputs (B, O, …).  Matrices are images of one
 pixel.  A transposed convolution's output is an image that its activation is the output of.
@@ -15,6 +23,7 @@ pixel.  A transposed convolution's output is an image that its activation is the
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,13 +32,23 @@ import torch
 
 from qsync_core.geometry import NEUTRAL, Geometry
 
-STEPS = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float8_e4m3fn: 2.0**-10}
-"""Relative error of a result that a product in a format may have: of 16 bits, a few roundings to it; of float32, TF32's operands;
-of float8, which is multiplied exactly, sums of 14 bits."""
+STEPS = {torch.float32: 2.0**-9, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float8_e4m3fn: 2.0**-10}
+"""Relative error of a result that a product in a format may have: of 16 bits, a few roundings to it; of float32, TF32's operands,
+each of which is cut off after 10 bits; of float8, which is multiplied exactly, sums of 14 bits."""
+LOST = 2.0**-26
+"""What a sum may lose for each of its products, relatively: tensor cores add eight (of TF32) or more at a time, and cut off up to
+2^-23 of a sum in float32 each time."""
+MOST_LOST = 2.0**-4
+"""What it may lose in all: a kernel that loses more is not right, however long its sums are."""
 SIGMAS = 4.0
-"""The bound of an error, in steps, which are four times what rounding to nearest leaves: a right kernel never exceeds it."""
-_CHUNK = 1 << 22
-"""Elements of an operand that are in float64 at a time."""
+"""The bound of an error, in relative errors of an element, which are four times what rounding to nearest leaves: a right kernel
+never exceeds it."""
+_CHUNK = 1 << 25
+"""Elements of an operand that are multiplied at a time."""
+_FOLDED = 16
+"""Images, or channels, that are summed before filters are applied to them, at most."""
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+"""Formats in which PyTorch multiplies and sums."""
 
 
 @attrs.frozen(eq=False)
@@ -43,13 +62,14 @@ class Factor:
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
 
-    def wide(self, first: int, last: int) -> torch.Tensor:
-        """Entries ``first`` to ``last`` of dimension 0 in float64, as images."""
-        x = self.values[first:last].double()
+    def part(self, first: int, last: int) -> torch.Tensor:
+        """Entries ``first`` to ``last`` of dimension 0 as images; in float32 where PyTorch does not multiply their format."""
+        x = self.values[first:last]
+        x = x if x.dtype in _PLAIN else x.float()
         for part, join in ((self.zero_point, torch.sub), (self.scale, torch.mul)):
             if part is None or not part.numel():
                 continue
-            each = part.double()
+            each = part.float()
             if each.numel() > 1:
                 if each.numel() == self.count:
                     each = each.view(-1, *(1,) * (self.values.dim() - 1))
@@ -57,7 +77,7 @@ class Factor:
                     in_row = each.view(*self.values.shape[:-1], -1)
                     each = in_row.repeat_interleave(self.values.shape[-1] // in_row.shape[-1], -1)
                 each = each[first:last]
-            x = join(x, each)
+            x = join(x.float(), each)
         return _as_images(x)
 
     @property
@@ -65,9 +85,9 @@ class Factor:
         """Entries of dimension 0."""
         return self.values.shape[0]
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Ranges of dimension 0 that are not too much to hold in float64."""
-        each = max(1, _CHUNK // max(1, self.values[:1].numel()))
+    def chunks(self, multiple: int = 1) -> Iterator[tuple[int, int]]:
+        """Ranges of dimension 0 that are not too much to multiply at a time, each but the last of a multiple of so many entries."""
+        each = max(1, _CHUNK // max(1, self.values[:1].numel()) // multiple) * multiple
         return ((first, min(first + each, self.count)) for first in range(0, self.count, each))
 
 
@@ -95,6 +115,25 @@ class Product:
     scale: torch.Tensor | None = None
     geometry: Geometry = NEUTRAL
 
+    @property
+    def length(self) -> int:
+        """Products that an element is the sum of, at most."""
+        if self.what == "grad_weight":
+            return self.first.values.numel() // self.first.values.shape[1]
+        # Of the weight (O, C / groups, …), an output sums over all but O, and a gradient over the outputs of its group.
+        elements, (rows, columns) = self.second.values.numel(), self.second.values.shape[:2]
+        return elements // rows if self.what == "output" else elements // (columns * self.geometry.groups)
+
+    @property
+    def allowed(self) -> float:
+        """Relative error that an element may have."""
+        return allowed_error(self.step, self.length)
+
+
+def allowed_error(step: float, length: int) -> float:
+    """Relative error that an element may have which is the sum of ``length`` products, in formats of this step."""
+    return step + min(LOST * length, MOST_LOST)
+
 
 def problem_of(product: Product, seed: int = 0) -> str:
     """What is wrong with a result, in half a sentence; empty where it is as near to the exact one as its formats can say.
@@ -106,61 +145,58 @@ def problem_of(product: Product, seed: int = 0) -> str:
     if not product.found.numel() or not product.first.values.numel() or not product.second.values.numel():
         return ""
     generator = torch.Generator().manual_seed(seed)
-    worst = (_of_filters if product.what == "grad_weight" else _of_images)(product, generator)
-    return said_of(worst.ratio, worst.infinite, product.found.numel(), product.step)
+    ratio = (_of_filters if product.what == "grad_weight" else _of_images)(product, generator)
+    return said_of(ratio, product.found, product.allowed)
 
 
-def said_of(ratio: torch.Tensor, infinite: torch.Tensor, elements: int, step: float) -> str:
+def said_of(ratio: torch.Tensor, found: torch.Tensor, allowed: float) -> str:
     """What is wrong, in half a sentence; empty where nothing is.
 
     Args:
-        ratio: the largest error over its bound; infinite: how many of the elements are not finite.  Both are scalars in float64.
-        elements: of the result.
-        step: relative error of an element that the formats explain.
+        ratio: the largest error over its bound, a scalar; infinite where an element is not finite.
+        found: the result.
+        allowed: relative error that an element may have.
     """
-    worst, count = torch.stack([ratio, infinite]).tolist()  # the device is asked once for each result
-    if count:
-        return f"{count:.0f} of its {elements} elements are not finite"
-    if not worst <= 1:
-        return f"its errors are {worst * SIGMAS * step:.1e} of its numbers, where the formats explain {step:.0e}"
-    return ""
+    worst = float(ratio)  # the device is asked once for each result
+    if worst <= 1:
+        return ""
+    if count := int((~torch.isfinite(found)).sum()):
+        return f"{count} of its {found.numel()} elements are not finite"
+    return f"its errors are {worst * SIGMAS * allowed:.1e} of its numbers, where the formats explain {allowed:.0e}"
 
 
 def random_signs(count: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers 1 and -1, in float64, on the device of a tensor."""
-    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float64)
+    """Draw numbers 1 and -1, in float32, on the device of a tensor."""
+    return (torch.randint(0, 2, (count,), generator=generator) * 2 - 1).to(like.device, torch.float32)
 
 
-class _Worst:
-    """The largest error over its bound, and how many elements are not finite."""
+def _largest(found: torch.Tensor, expected: torch.Tensor, squares: torch.Tensor, allowed: float) -> torch.Tensor:
+    """Compute the largest error over its bound.
 
-    def __init__(self, product: Product) -> None:
-        device = product.found.device
-        self._step = product.step
-        self.ratio, self.infinite = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-
-    def see(self, found: torch.Tensor, expected: torch.Tensor, squares: torch.Tensor) -> None:
-        """Sums of elements, what they should be, and the sums of the squares that elements are expected to have."""
-        ratio = (found - expected).abs() / (SIGMAS * self._step * squares.sqrt() + 1e-30)
-        self.ratio = torch.maximum(self.ratio, ratio.nan_to_num(torch.inf, torch.inf).max())
-
-    def count(self, part: torch.Tensor) -> None:
-        """Elements that are NaN or infinite."""
-        self.infinite = self.infinite + (~torch.isfinite(part)).sum()
+    Args:
+        found, expected: sums of elements, and what they should be.
+        squares: the sums of the squares that the elements are expected to have.
+        allowed: relative error that an element may have.
+    """
+    ratio = (found - expected).abs() / (SIGMAS * allowed * squares.sqrt() + 1e-30)
+    return ratio.nan_to_num(torch.inf, torch.inf).max()
 
 
-def _windows(geometry: Geometry, kernel: Sequence[int], image: torch.Tensor, out: torch.Tensor) -> Iterator[Any]:
-    """Yield each place of a filter, with the slices of outputs and of pixels of the image that meet there.
+def _windows(geometry: Geometry, kernel: Sequence[int], image: Sequence[int], out: Sequence[int]) -> Iterator[Any]:
+    """Yield the number of each place of a filter, with the slices of outputs and of pixels of the image that meet there.
 
     Of a transposed convolution the two change places.
+
+    Args:
+        geometry: of the convolution.
+        kernel, image, out: sizes of its filters, of an image and of an output.
     """
     small, large = (image, out) if geometry.transposed else (out, image)
-    for place in itertools.product(*map(range, kernel)):
-        slices = [_meet(geometry, axis, tap, large.shape[2 + axis], small.shape[2 + axis]) for axis, tap in enumerate(place)]
+    for number, place in enumerate(itertools.product(*map(range, kernel))):
+        slices = [_meet(geometry, axis, tap, large[axis], small[axis]) for axis, tap in enumerate(place)]
         if all(pair is not None for pair in slices):
-            strided = [tuple(pair[side] for pair in slices if pair is not None) for side in range(2)]
-            of_small, of_large = ((slice(None), slice(None), *each) for each in strided)
-            yield (slice(None), *place), *((of_large, of_small) if geometry.transposed else (of_small, of_large))
+            of_small, of_large = ((..., *(pair[side] for pair in slices if pair is not None)) for side in range(2))
+            yield number, *((of_large, of_small) if geometry.transposed else (of_small, of_large))
 
 
 def _meet(geometry: Geometry, axis: int, place: int, size: int, out: int) -> tuple[slice, slice] | None:
@@ -172,83 +208,123 @@ def _meet(geometry: Geometry, axis: int, place: int, size: int, out: int) -> tup
     return slice(first, last + 1), slice(first * stride + start, last * stride + start + 1, stride)
 
 
-def _over_outputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filters (O, C / groups, …), each times a factor of its output, and their squares, summed over the outputs of each group: two
-    of (C, …)."""
-    pairs = []
+def _signed(x: torch.Tensor, factors: torch.Tensor, dim: int) -> torch.Tensor:
+    """Multiply the entries of a dimension by signs, which is exact in any format, or by other factors, in float32."""
+    return x * factors.view(-1, *(1,) * (x.dim() - 1 - dim)).to(x.dtype)
+
+
+def _sum(x: torch.Tensor, *dims: int, keepdim: bool = False) -> torch.Tensor:
+    return x.sum(dims, keepdim=keepdim, dtype=torch.float32)
+
+
+def _squares(x: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Sum squares; a norm reads 16 bits without a copy in float32."""
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=dims, dtype=torch.float32)
+    return norm.square()
+
+
+def _folded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Sum ``size`` entries of a dimension at a time; the last sum is of those that are left."""
+    whole = x.shape[dim] // size * size
+    parts = []
+    if whole:
+        parts.append(_sum(x.narrow(dim, 0, whole).unflatten(dim, (-1, size)), dim + 1))
+    if whole < x.shape[dim]:
+        parts.append(_sum(x.narrow(dim, whole, x.shape[dim] - whole), dim, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _over_outputs(weight: Factor, signs: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filters (O, C / groups, …), each times a sign of its output, and their squares, summed over the outputs of each group: two of
+    (C, …)."""
+    weighted, squares = [], []
     # A group's outputs are summed together; weights with many groups are small.
     for first, last in weight.chunks() if groups == 1 else [(0, weight.count)]:
-        part = weight.wide(first, last)
-        each = (part * _by_first(factors[first:last], part), part**2)
-        pairs.append([x.view(groups, -1, *part.shape[1:]).sum(1).reshape(-1, *part.shape[2:]) for x in each])
-    weighted, squares = zip(*pairs, strict=True)
+        part = weight.part(first, last)
+        weighted.append(_sum(_signed(part, signs[first:last], 0).unflatten(0, (groups, -1)), 1).flatten(0, 1))
+        squares.append(_squares(part.unflatten(0, (groups, -1)), 1).flatten(0, 1))
     return torch.stack(weighted).sum(0), torch.stack(squares).sum(0)
 
 
-def _over_inputs(weight: Factor, factors: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filters, each weight times a factor of its input channel, and their squares, summed over those: two of (O, …)."""
-    own = factors.view(groups, 1, -1).expand(-1, weight.count // groups, -1).reshape(weight.count, -1)
-    pairs = []
+def _over_inputs(weight: Factor, signs: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filters, each weight times a sign of its input channel, and their squares, summed over those: two of (O, …)."""
+    own = signs.view(groups, 1, -1).expand(-1, weight.count // groups, -1).reshape(weight.count, -1)
+    weighted, squares = [], []
     for first, last in weight.chunks():
-        part = weight.wide(first, last)
-        factor = own[first:last]
-        pairs.append(((part * factor.view(*factor.shape, *(1,) * (part.dim() - 2))).sum(1), (part**2).sum(1)))
-    weighted, squares = zip(*pairs, strict=True)
+        part = weight.part(first, last)
+        factor = own[first:last].to(part.dtype)
+        weighted.append(_sum(part * factor.view(*factor.shape, *(1,) * (part.dim() - 2)), 1))
+        squares.append(_squares(part, 1))
     return torch.cat(weighted), torch.cat(squares)
 
 
-def _scaled(value: torch.Tensor, scale: torch.Tensor | None, power: int = 1) -> torch.Tensor:
-    return value if scale is None or not scale.numel() else value * scale.double().view(-1)[0] ** power
-
-
-def _of_images(product: Product, generator: torch.Generator) -> _Worst:
-    """Outputs, or gradients of the activation: summed over channels, so that each pixel has one sum."""
+def _of_images(product: Product, generator: torch.Generator) -> torch.Tensor:
+    """Outputs, or gradients of the activation: summed over channels, and over some images, so that each pixel has one sum."""
     g, kernel, is_output = product.geometry, _as_images(product.second.values[:1]).shape[2:], product.what == "output"
     signs = random_signs(product.found.shape[1], product.found, generator)
+    of_images = random_signs(product.first.count, product.found, generator)
+    places = math.prod(kernel)
+    fold = min(places, _FOLDED, product.first.count)
     filters, squares = (_over_outputs if is_output else _over_inputs)(product.second, signs, g.groups)
-    constant = torch.zeros(2, dtype=torch.float64, device=signs.device)
+    filters, usual = filters.flatten(1), squares.flatten(1).mean(0)
+    constant = constant_square = torch.zeros((), device=signs.device)
     if product.bias is not None:
-        bias = product.bias.double()
-        constant = torch.stack([(signs * bias).sum(), (bias**2).sum()])
-    worst = _Worst(product)
-    for first, last in product.first.chunks():
-        given, found = product.first.wide(first, last), _as_images(product.found[first:last])
-        sums = torch.zeros((2, given.shape[0], 1, *found.shape[2:]), dtype=torch.float64, device=given.device)
-        image, out = (given, found) if is_output else (found, given)
+        bias = product.bias.float()
+        constant, constant_square = (signs * bias).sum(), (bias**2).sum()
+    ratios = []
+    for first, last in product.first.chunks(fold):
+        given, found = product.first.part(first, last), _as_images(product.found[first:last])
+        ones = (1,) * (given.dim() - 2)
+        totals, powers = _sum(_signed(found, signs, 1), 1) - constant, _squares(given, 1)
+        if fold > 1:
+            own = of_images[first:last]
+            totals, given, powers = (_folded(x, 0, fold) for x in (_signed(totals, own, 0), _signed(given, own, 0), powers))
+        # (2, images, places, …): what each place of the filter adds to sums, and to their squares.
+        added = torch.stack([
+            _sum(given.unsqueeze(1) * filters.t().reshape(1, places, -1, *ones), 2),
+            powers.unsqueeze(1) * usual.view(1, -1, *ones),
+        ])  # fmt: skip
+        sums = torch.zeros((2, *totals.shape), device=signs.device)
+        image, out = (given.shape[2:], found.shape[2:]) if is_output else (found.shape[2:], given.shape[2:])
         for place, outputs, pixels in _windows(g, kernel, image, out):
             read, written = (pixels, outputs) if is_output else (outputs, pixels)
-            part = given[read]
-            sums[0][written] += (part * _by_channel(filters[place], part)).sum(1, keepdim=True)
-            sums[1][written] += (part**2 * _by_channel(squares[place], part)).sum(1, keepdim=True)
-        worst.count(found)
-        total = (found * _by_channel(signs, found)).sum(1, keepdim=True)
-        worst.see(total, _scaled(sums[0], product.scale) + constant[0], _scaled(sums[1], product.scale, 2) + constant[1])
-    return worst
+            sums[written].add_(added[:, :, place][read])
+        scale = 1.0 if product.scale is None or not product.scale.numel() else product.scale.float().view(-1)[0]
+        ratios.append(_largest(totals, sums[0] * scale, sums[1] * scale**2 + fold * constant_square, product.allowed))
+    return torch.stack(ratios).max()
 
 
-def _of_filters(product: Product, generator: torch.Generator) -> _Worst:
-    """Gradients of filters are summed over the outputs of a group, of which each of its weights has one sum."""
+def _of_filters(product: Product, generator: torch.Generator) -> torch.Tensor:
+    """Gradients of filters: summed over a group's outputs, and over some of its channels, of which each place has one sum."""
     g, found = product.geometry, _as_images(product.found)
-    out_channels, group_channels = found.shape[:2]
-    signs = random_signs(out_channels, found, generator)
-    weights = signs
+    kernel = found.shape[2:]
+    (out_channels, group_channels), places = found.shape[:2], math.prod(kernel)
+    signs = weights = random_signs(out_channels, found, generator)
+    of_channels = random_signs(g.groups * group_channels, found, generator)
     if product.scale is not None and product.scale.numel():
-        weights = signs * product.scale.double().expand(out_channels)
-    sums = torch.zeros((2, g.groups * group_channels, *found.shape[2:]), dtype=torch.float64, device=found.device)
+        weights = signs * product.scale.float().expand(out_channels)
+    fold = min(places, _FOLDED, group_channels)
+    # (groups, channels, places) and (groups, places)
+    sums = torch.zeros((g.groups, math.ceil(group_channels / fold), places), device=found.device)
+    squares = torch.zeros((g.groups, places), device=found.device)
+    of_channel = torch.zeros((g.groups, group_channels), device=found.device)
     for first, last in _shared_chunks(product):
-        grad, x = product.first.wide(first, last), product.second.wide(first, last)
-        weighted = (grad * _by_channel(weights, grad)).view(grad.shape[0], g.groups, -1, *grad.shape[2:])
-        folded, squared = weighted.sum(2), (weighted**2).sum(2)
-        folded, squared = (part.repeat_interleave(group_channels, 1) if g.groups > 1 else part for part in (folded, squared))
-        for place, outputs, pixels in _windows(g, found.shape[2:], x, grad):
-            part, others = x[pixels], [0, *range(2, x.dim())]
-            sums[0][place] += (part * folded[outputs]).sum(others)
-            sums[1][place] += (part**2 * squared[outputs]).sum(others)
-    worst = _Worst(product)
-    worst.count(found)
-    total = (found * _by_first(signs, found)).view(g.groups, -1, *found.shape[1:]).sum(1).reshape(sums[0].shape)
-    worst.see(total, sums[0], sums[1])
-    return worst
+        grad, x = product.first.part(first, last), product.second.part(first, last)
+        over = (0, *range(3, x.dim() + 1))
+        grad = grad if weights is signs else grad.float()
+        grad = _signed(grad, weights, 1).unflatten(1, (g.groups, -1))
+        grad, grad_squares = _sum(grad, 2), _squares(grad, 2)
+        by_group = x.unflatten(1, (g.groups, -1))
+        x_squares = _squares(by_group, 2)
+        of_channel += _squares(by_group, *over)
+        by_group = _folded(_signed(x, of_channels, 1).unflatten(1, (g.groups, -1)), 2, fold)
+        for place, outputs, pixels in _windows(g, kernel, x.shape[2:], grad.shape[2:]):
+            sums[..., place] += _sum(by_group[pixels] * grad.unsqueeze(2)[outputs], *over)
+            squares[..., place] += _sum(x_squares[pixels] * grad_squares[outputs], 0, *range(2, x.dim()))
+    share = _folded(of_channel, 1, fold) / (of_channel.sum(1, keepdim=True) + 1e-30)
+    total = _sum(_signed(found, signs, 0).unflatten(0, (g.groups, -1)), 1).flatten(2)
+    total = _folded(total * of_channels.view(g.groups, -1, 1), 1, fold)
+    return _largest(total, sums, squares.unsqueeze(1) * share.unsqueeze(2), product.allowed)
 
 
 def _shared_chunks(product: Product) -> Iterator[tuple[int, int]]:
@@ -257,15 +333,6 @@ def _shared_chunks(product: Product) -> Iterator[tuple[int, int]]:
     return larger.chunks()
 
 
-def _by_first(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return values.view(-1, *(1,) * (like.dim() - 1))
-
-
-def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return values.view(1, -1, *(1,) * (like.dim() - 2))
-
-
 def _as_images(x: torch.Tensor) -> torch.Tensor:
-    """Images, or a matrix as images of one pixel, in float64."""
-    x = x.double()
+    """Images, or a matrix as images of one pixel."""
     return x if x.dim() > 2 else x[:, :, None, None]

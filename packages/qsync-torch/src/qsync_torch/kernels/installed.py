@@ -24,7 +24,6 @@ def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
     """The tuning records for a device of this machine, with the versions that latencies depend on.
 
     Args:
-        device: which.
         path: the file; by default :func:`qsync_core.tuning.store.default_store_path`.
 
     Raises:

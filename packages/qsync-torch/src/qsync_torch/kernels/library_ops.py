@@ -329,7 +329,10 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     """Make an operator ``qsync::*`` that autograd does not record; ``fake`` gives its results without their numbers."""
 
     def without_autocast(*args: Any, **kwargs: Any) -> Any:  # which would turn the float32 products of kernels into its own format
-        with torch._C._DisableAutocast():
+        device = next(argument.device.type for argument in args if isinstance(argument, torch.Tensor))
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return run(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
             return run(*args, **kwargs)
 
     _LIBRARY.define(schema)

@@ -57,8 +57,6 @@ class ProducerBinding(Bound):
     Attributes:
         producer: what the chain is built around.
         variant: formats of the copy (``compute``), the result (``output``), what is kept (``saved``) and the gradient of the input.
-        choice: whose kernels.
-        chain: what is fused.
         writes_copy, saves_copy: the result, and what is kept, are written in 8 bit.
     """
 

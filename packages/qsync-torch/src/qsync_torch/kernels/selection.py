@@ -74,8 +74,6 @@ def reasons_against(request: KernelRequest, choice: KernelChoice, role: str = ""
     A pinned configuration that its backend has for no shapes is a reason too.
 
     Args:
-        request: what is to run.
-        choice: whose kernels.
         role: under which the choice has the request, where that is not its op.
 
     Raises:

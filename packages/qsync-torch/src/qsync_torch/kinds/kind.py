@@ -61,7 +61,7 @@ class TracedCall:
 
 @attrs.frozen(eq=False)
 class OperatorKind:
-    """One kind.
+    """A kind of operators, with what PyTorch calls them and what a plan computes in their place.
 
     Attributes:
         row: what core's table says of it.
@@ -103,7 +103,7 @@ class OperatorKind:
         return tuple(self.settings.values())
 
     def call(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
-        """Its function, with the settings that a geometry says and a weight as PyTorch stores it."""
+        """Call the kind's function with the settings that a geometry says and a weight as PyTorch stores it."""
         return self.function(x, weight, bias, *(_setting(geometry, name) for name in self.settings))
 
 

@@ -62,7 +62,6 @@ class ResNet(nn.Module):
     Args:
         block: BasicBlock or Bottleneck.
         layers: blocks in each of the four stages.
-        classes: outputs.
         width: channels of the first stage (64 in the paper).
         in_channels: channels of the images.
         small_stem: a 3×3 stride-1 first convolution and no pooling, for images of a few tens of pixels.

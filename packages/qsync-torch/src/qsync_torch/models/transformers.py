@@ -47,7 +47,6 @@ def bert(
         dropout: of hidden states and attention weights.
         attention: transformers' ``attn_implementation``: ``sdpa`` or ``eager``.
         batch: sequences per step.
-        seed: of weights and data.
     """
     sizes = _sizes(name, layers, hidden, heads, intermediate)
     sizes |= {"vocab_size": vocab, "max_position_embeddings": max(512, seq)}

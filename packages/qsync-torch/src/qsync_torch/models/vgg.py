@@ -14,7 +14,6 @@ class VGG(nn.Module):
 
     Args:
         batch_norm: a BatchNorm after every convolution.
-        classes: outputs.
         width: channels of the first convolution (64 in the paper); all others scale with it.
         hidden: features of the two hidden linear layers (4096 in the paper).
         in_channels: channels of the images.

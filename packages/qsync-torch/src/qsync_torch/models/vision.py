@@ -34,8 +34,6 @@ def resnet(
         image: side of the square images in pixels.
         classes, width, in_channels, small_stem: see :class:`~qsync_torch.models.resnet.ResNet`.
         channels_last: memory format of model and images.
-        batch: samples per step.
-        seed: of weights and data.
     """
     build = {"resnet18": resnet18, "resnet50": resnet50}[name]
 

@@ -24,6 +24,7 @@ from qsync_torch.apply.planned_modules import put_plan
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.products import operand_of, product
 from qsync_torch.observing.collector import OperatorCall
+from qsync_torch.torch_internals import DisableTorchFunction
 
 _ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
 
@@ -74,7 +75,7 @@ class _HookedModel:
         """One call, through the hook where it is asked for."""
         operator = self._operators.get(op_id)
         # The product inside is not another call of the model.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if operator is None:
                 return product(x, weight, bias, geometry)
             return self._hook.call(operator, x, weight, bias, geometry)

@@ -6,7 +6,6 @@ step as often as it needs: for second derivatives, or for many draws on one batc
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -84,7 +83,6 @@ class RestoredCollector(Protocol):
         Args:
             model: the one that later steps will have.
             update: the last that was observed.
-            variants: those of the run.
             found: empty where it wrote nothing.
         """
         ...
@@ -117,7 +115,6 @@ class OperatorCall:
         operator: its entry in the PrecisionDag.
         x: the activation input (N×…×K, or N×C×H×W), float32.
         weight: the weight, output channels first, float32.
-        bias: the bias, or None.
         grad_output: gradient of the loss with respect to the output, float32.
         geometry: strides, padding, dilation and groups of a convolution; neutral for linear.
     """
@@ -174,7 +171,6 @@ class ObservedStep:
     Attributes:
         job: what is trained; its own model and batch size are not those observed.
         model: float32 parameters at this update, on the observed device, without gradients.
-        dag: its graph.
         batch: on the model's device.
         update: how many updates came before.
         seed: of whatever this step draws; the same for every pass over the batch, so that dropout masks are paired.
@@ -224,9 +220,6 @@ class ObservedStep:
 
 @torch.no_grad()
 def _copy_each(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors of the same names, with a launch for each format and device rather than for each of them."""
-    groups: defaultdict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
+    """Copy tensors of the same names."""
     for name, tensor in into.items():
-        groups[tensor.device, tensor.dtype].append(name)
-    for names in groups.values():
-        torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])
+        tensor.copy_(values[name])

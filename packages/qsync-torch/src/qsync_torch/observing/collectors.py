@@ -68,9 +68,10 @@ def collectors_named(names: Iterable[str]) -> list[AnyCollector]:
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed))}"
         )
     if unknown := [name for name in wanted if name not in installed]:
-        raise ObservationError(
-            "; ".join((f"there is no collector {unknown[0]!r}; installed are {', '.join(sorted(installed))}", *disabled))
-        )
+        known = f"installed are {', '.join(sorted(installed))}"
+        if unknown[0] in ("paper", "hessian"):
+            known += "; it has moved to the plugin examples/qsync-indicators-example of QSync's repository"
+        raise ObservationError("; ".join((f"there is no collector {unknown[0]!r}", known, *disabled)))
     return [installed[name] for name in wanted]
 
 
@@ -79,9 +80,6 @@ class RunningCollectors:
     """The collectors that observe a model.
 
     Attributes:
-        model: its name.
-        variants: what they write terms for.
-        active: those that run.
         asked_for: the user named them, so that one that fails ends the run; otherwise it is left out.
         announce: receives a sentence on each that is left out.
         unavailable: why each of those is left out.

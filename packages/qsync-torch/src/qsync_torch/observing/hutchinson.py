@@ -12,7 +12,6 @@ from contextlib import ExitStack, nullcontext
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
@@ -40,6 +39,7 @@ from qsync_torch.observing.rounding_noise import (
     mean_error,
 )
 from qsync_torch.observing.second_derivatives import second_derivatives
+from qsync_torch.torch_internals import pytree
 
 _DIRECTION_SEED, _FLIP_SEED = 0x5EED, 0xF11B
 """Keep the signs apart from what the model itself draws."""

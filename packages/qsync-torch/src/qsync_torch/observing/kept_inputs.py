@@ -30,6 +30,7 @@ from qsync_torch.aten.layer_norm import build_layer_norm_output, layer_norm_grad
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.observing.noise_response import NoiseResponse, Phase
 from qsync_torch.observing.rounding_noise import int8_scale
+from qsync_torch.torch_internals import saves_through_hooks
 
 _KINDS: Mapping[Any, str] = {F.batch_norm: "batch_norm", F.layer_norm: "layer_norm", F.gelu: "gelu", F.silu: "silu"}
 _NORMS = {kind: inspect.signature(function) for function, kind in _KINDS.items() if kind.endswith("norm")}
@@ -40,9 +41,7 @@ class ProducerCall:
     """One call of the operator that a chain is built around.
 
     Attributes:
-        chain: whose.
         x: what it reads; weight, bias, eps: of a norm.
-        run: the call, given ``x``.
     """
 
     chain: Chain
@@ -142,7 +141,6 @@ class KeptInputs(ProducerCalls):
     activation's kept x by Σ v·f′(x)·g.
 
     Args:
-        dag: the graph.
         response: whose passes follow the forward pass in which this is active.
         direction: u, a tensor per trainable parameter.
         respond: receives the name of each chain, the kept matrix and the response to noise on it.
@@ -157,7 +155,7 @@ class KeptInputs(ProducerCalls):
 
     def call(self, call: ProducerCall) -> torch.Tensor:
         """Run it on a copy of its input; what is checkpointed runs again elsewhere and stays as it is."""
-        checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        checkpointed = saves_through_hooks()
         if not torch.is_grad_enabled() or checkpointed:
             return call.run(call.x)
         site, x = _Site(attrs.evolve(call, x=call.x.detach())), call.x
@@ -273,9 +271,7 @@ class RoundedInput(ProducerCalls):
     """While active, one chain keeps its input in 8 bit for backward; its forward, and all else, is as it was.
 
     Args:
-        dag: the graph.
         name: of the chain; variant: :attr:`~qsync_core.ir.chain.ChainVariant.rated_as`.
-        seed: of the rounding.
     """
 
     def __init__(self, dag: PrecisionDag, name: OpId, variant: Variant, seed: int) -> None:

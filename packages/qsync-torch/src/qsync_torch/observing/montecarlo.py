@@ -48,7 +48,6 @@ def subjects(dag: PrecisionDag, operators: Collection[OpId] | None = None) -> li
     """What is lowered at a time: the calls that share a variant (those of one module), in order of execution.
 
     Args:
-        dag: the model.
         operators: only these; None for all adjustable ones.
 
     Raises:
@@ -124,8 +123,16 @@ class MonteCarloCollector:
 
     def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> int:
         """Forward and backward passes over each observed batch."""
+        lowered = [(v, group) for v in low_precision(variants) for group in self._groups(dag, v)]
         kept = kept_inputs(dag, variants) if self.chains else 0
-        return passes(len(subjects(dag, self.operators)), variants, self.draws, together=self.together, kept=kept)
+        return 1 + sum(self.draws if is_random(variant) else 1 for variant, _ in lowered) + kept * self.draws
+
+    def _groups(self, dag: PrecisionDag, variant: Variant) -> list[tuple[Operator, ...]]:
+        """What is lowered to a variant at once: the calls of each module, and, last, all operators that run in it."""
+        groups = [group for group in subjects(dag, self.operators) if group[0].runs_in(variant)]
+        if self.together and groups:
+            groups.append(tuple(operator for operator in dag.adjustable if operator.runs_in(variant)))
+        return groups
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """Both halves for every (operator, variant), and the squared norm of the gradient.
@@ -137,7 +144,6 @@ class MonteCarloCollector:
         """
         if step.dag.base is not Precision.FLOAT32:
             step = attrs.evolve(step, job=attrs.evolve(step.job, amp=str(step.dag.base)))
-        alone = subjects(step.dag, self.operators)
         lowered = low_precision(variants)
         total = self.passes(step.dag, lowered)
         done = 1
@@ -152,9 +158,9 @@ class MonteCarloCollector:
             )
         found: dict[StepTerm, float] = {(None, None, terms.GRADIENT_SQ_NORM): squared}
         for variant in lowered:
-            groups = [*alone, tuple(step.dag.adjustable)] if self.together else alone
+            groups = self._groups(step.dag, variant)
             for index, group in enumerate(groups):
-                is_alone = index < len(alone)
+                is_alone = not self.together or index < len(groups) - 1
                 name = str(group[0].op_id) if is_alone else "all operators together"
                 self._progress(done, total, f"{name} in {variant.label}")
                 halves = self._halves(step, group, variant, undisturbed, name)

@@ -29,6 +29,7 @@ from qsync_torch.observing.mask_flips import Masks
 from qsync_torch.observing.rounding_noise import Scales, cast_scale
 from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
 from qsync_torch.operators.channel_factors import next_factors
+from qsync_torch.torch_internals import version_of
 
 
 class Place(enum.StrEnum):
@@ -47,8 +48,6 @@ class Site:
     """One call of an operator and the values around it, detached.
 
     Attributes:
-        operator, geometry: what was called.
-        x, weight, bias: its operands.
         parameter, bias_parameter: the weight and the bias as they were handed over, with their graphs.
         masks_before: how many masks ran before the call.
         kept: the output itself, where it costs little: what follows a convolution keeps it anyway.
@@ -70,12 +69,12 @@ class Site:
     scales: defaultdict[Place, Scales] = attrs.field(factory=lambda: defaultdict(dict))
 
     def __attrs_post_init__(self) -> None:
-        self._kept_version = None if self.kept is None else self.kept._version
+        self._kept_version = None if self.kept is None else version_of(self.kept)
 
     @functools.cached_property
     def output(self) -> torch.Tensor:
         """The output, computed anew where it was not kept or has been overwritten in place since."""
-        if self.kept is not None and self.kept._version == self._kept_version:
+        if self.kept is not None and version_of(self.kept) == self._kept_version:
             return self.kept
         with torch.no_grad():
             return product(self.x, self.weight, self.bias, self.geometry)

@@ -60,7 +60,6 @@ def observe(
     A job under AMP is observed in float32 too (docs/decisions/observing-under-amp.md), and asked about what is below its base.
 
     Args:
-        job: what is trained.
         dag: its graph (``trace(job)``).
         variants: what the collectors are asked about: every ladder that a plan may use.
         warmup: updates before the first that is observed.
@@ -74,7 +73,6 @@ def observe(
             costs little, and not observed again.
         checkpoint: receives everything so far after each observed update.
         announce: receives the cost in passes and seconds before observing starts, and which collectors cannot work here.
-        progress: receives how far it is.
 
     Returns:
         One value per observed update of every term that a collector writes.
@@ -220,8 +218,6 @@ class _Run:
         """Forward and backward; the loss.
 
         Args:
-            runner: holds the model.
-            update: which.
             record: given where the update is not observed: one of the warm-up, or one that was observed before an interruption.
 
         Raises:

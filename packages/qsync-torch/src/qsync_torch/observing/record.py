@@ -27,7 +27,6 @@ GRADIENT_SQ_NORM: Key = (None, None, terms.RUN, terms.GRADIENT_SQ_NORM)
 RANKED_TERMS: dict[str, tuple[str, ...]] = {
     terms.HUTCHINSON: (terms.OPERANDS,),
     terms.LOSSVAR: (terms.X_VAR_GRAD, terms.W_VAR_GRAD),
-    terms.PAPER: (terms.V_SQ_NORM, terms.GV_SQ_NORM),
 }
 """The terms whose ranking has to settle, by QSync's own collectors, the best first: others are small beside them, or
 the same in every update."""

@@ -19,6 +19,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.op_id import OpId
 from qsync_torch.kinds.products import bias_gradient, product, product_gradients
 from qsync_torch.observing.collector import CollectorUnavailable
+from qsync_torch.torch_internals import saves_through_hooks
 
 _SIGNS = ("is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
@@ -48,7 +49,7 @@ def refuse_checkpointing(op_id: OpId) -> None:
     Raises:
         CollectorUnavailable: inside activation checkpointing.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if saves_through_hooks():
         raise CollectorUnavailable(
             f"operator {op_id} runs under activation checkpointing or other saved-tensor hooks, and would be seen twice; observe "
             "the model without them"

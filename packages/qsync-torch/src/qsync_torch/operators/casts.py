@@ -28,7 +28,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.profile import CastKey
@@ -36,15 +35,13 @@ from qsync_torch.aten.random_bits import Offset, as_kernels_take, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kernels.binding import Memo, OperatorBinding
 from qsync_torch.kernels.library_ops import as_images, is_plain, quantize, quantize_transposed, rows
+from qsync_torch.torch_internals import TorchDispatchMode, transforms_are_active, version_of
 
 
 @functools.lru_cache(maxsize=64)
 def float_key(source: torch.dtype, target: torch.dtype) -> CastKey:
     """The kind of a cast between two float formats; operators and promotion of mixed operands share such casts."""
     return CastKey(PRECISION[source], PRECISION[target])
-
-
-_FUNCTORCH: Any = torch._C._functorch
 
 
 class CachedCast(weakref.ref[torch.Tensor]):
@@ -98,7 +95,7 @@ class CastCache:
         """
         if torch.compiler.is_compiling() or x.is_inference() or torch.is_inference_mode_enabled():
             return False
-        return not _FUNCTORCH.is_functorch_wrapped_tensor(x)
+        return not transforms_are_active()
 
     def find(self, x: torch.Tensor, key: Hashable, mark: Hashable = None) -> CachedCast:
         """The entry for ``x`` and that kind of cast; the caller makes the cast where its ``value`` is None.
@@ -111,7 +108,7 @@ class CastCache:
             mark: of the random numbers that it takes now.
         """
         place = (id(x), key)
-        version, grad_enabled = x._version, torch.is_grad_enabled()
+        version, grad_enabled = version_of(x), torch.is_grad_enabled()
         history = _history(x) if grad_enabled else None
         entry, address = self._entries.get(place), x.data_ptr()
         if entry is None or entry() is not x or entry.version != version or entry.address != address:
@@ -244,7 +241,7 @@ def _cast(
 def _mark(seeds: Seeds) -> Hashable:
     """What tells random numbers apart: an offset on a device is advanced in place."""
     offset = seeds.offset
-    return (seeds.x, id(offset), offset._version) if isinstance(offset, torch.Tensor) else (seeds.x, offset)
+    return (seeds.x, id(offset), version_of(offset)) if isinstance(offset, torch.Tensor) else (seeds.x, offset)
 
 
 def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | None = None) -> torch.Tensor:
@@ -418,7 +415,7 @@ def apply_of(
     Raises:
         PlanError: where ``torch.func`` transforms an 8-bit operator.
     """
-    if torch._C._are_functorch_transforms_active():
+    if transforms_are_active():
         if binding is not None and seeds is not None:
             raise PlanError(
                 f"{seeds.name} runs in {binding.variant.compute}, which torch.func cannot transform (grad, vmap, jvp, jacrev): "
@@ -438,7 +435,11 @@ _INSTEAD = "keep it in a float format in the plan, or do this on a model without
 
 def _is_batched(grad: torch.Tensor) -> bool:
     """Whether it is a batch of gradients: of ``is_grads_batched`` and ``jacobian(vectorize=True)``, or of ``torch.vmap``."""
-    return bool(_FUNCTORCH.is_legacy_batchedtensor(grad) or _FUNCTORCH.is_functorch_wrapped_tensor(grad))
+    try:
+        grad.data_ptr()
+    except RuntimeError:  # it has no memory of its own
+        return type(grad) is torch.Tensor
+    return False
 
 
 class _Underivable(torch.autograd.Function):

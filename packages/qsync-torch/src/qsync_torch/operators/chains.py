@@ -247,7 +247,7 @@ for _schema, _run in (
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeImplicitAutograd")
 
-CHAINS: dict[Producer, torch._ops.OpOverload] = {
+CHAINS: dict[Producer, Any] = {
     Producer.BATCH_NORM: _OPS.batch_norm_chain.default,
     Producer.LAYER_NORM: _OPS.layer_norm_chain.default,
     Producer.ACTIVATION: _OPS.activation_chain.default,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from qsync_core.errors import PlanError
 from qsync_torch.aten.random_bits import Offset
 from qsync_torch.operators.channel_factors import ChannelFactors
+from qsync_torch.torch_internals import at_end_of_backward, version_of
 
 STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
@@ -89,7 +90,7 @@ class StepKey:
 
     def mark(self, device: torch.device) -> int:
         """A number that differs from step to step, by which a copy is known to be this step's."""
-        return self._memory[0] if device.type == "cpu" else self.on(device)._version
+        return self._memory[0] if device.type == "cpu" else version_of(self.on(device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _move_to(self, device: torch.device) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _ended(optimizer: Any, *_: Any) -> None:
         return
     keys = _plans_of(optimizer)
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(_count_pending)
+        at_end_of_backward(_count_pending)
         _PENDING.update(keys)
     except RuntimeError:  # outside of every backward pass
         for key in keys:
@@ -197,9 +198,26 @@ def _ended(optimizer: Any, *_: Any) -> None:
 
 
 def _count_pending() -> None:
-    """Many optimizers may step in one pass, and it counts once."""
-    while _PENDING:
+    """Many optimizers may step in one pass, and it counts once; a pass inside another one (a reentrant checkpoint's), when that
+    ends.
+    """
+    outer = torch._C._current_autograd_node()
+    following = [] if outer is None else [node for node, _ in outer.next_functions if node is not None]
+    if following:
+        _count_at_end_of(following)
+    while _PENDING and not following:
         _PENDING.pop().advance()
+
+
+def _count_at_end_of(nodes: Sequence[torch.autograd.graph.Node]) -> None:
+    """Count when the backward pass ends that runs one of these next."""
+
+    def before(_: Any) -> None:
+        for hook in hooks:
+            hook.remove()
+        at_end_of_backward(_count_pending)
+
+    hooks = [node.register_prehook(before) for node in nodes]
 
 
 register_optimizer_step_post_hook(_ended)

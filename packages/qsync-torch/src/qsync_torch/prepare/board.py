@@ -28,13 +28,12 @@ Show = Callable[[int, int, int, str], None]
 
 @attrs.define(eq=False)
 class Board:
-    """Where this rank says how far it is, and what a person should know.
+    """The board on which this rank says how far it is, and what a person should know.
 
     When a stage ends, one line says how long it took, and its parts: what a stage says of itself before a colon.
 
     Attributes:
         members: the ranks; None in a job of one.
-        label: of this rank, for people.
         clock: seconds.
     """
 
@@ -52,7 +51,7 @@ class Board:
 
     @property
     def rank(self) -> int:
-        """This process's."""
+        """This process's rank."""
         return self.members.rank if self.members else 0
 
     def stage(self, name: str) -> ProgressCallback:

@@ -80,14 +80,11 @@ class Request:
     Attributes:
         job: as ``load_job`` takes it, or a script with the line ``qsync.hybrid(...)``; arguments: the script's own.
         output: the run folder, on this machine.
-        device, share: of this process.
         batch_size: in the place of the job's own.
         cluster: text of a cluster file that the person gives; wishes: of groups that are formed here, by name.
-        asked: of the plans.
         chains: profiles measure fused chains, and plans may fuse them.
         tune_s: for how long a GPU's kernels are tuned, in seconds.
         fresh: measure everything anew.
-        quiet: show no progress.
     """
 
     job: str
@@ -124,13 +121,11 @@ class Prepared:
     """What is in the run folder now.
 
     Attributes:
-        rank: of this process.
         run: the folder; cluster: its groups, with ladders below the job's base.
         planned: every set of groups, the whole job first.
         made: parts that were made now; the others were kept.
         report: the page; None where no installed package writes one.
         start: how training is started; on rank 0, None where some of the recommended groups are not here.
-        seconds: that it took.
     """
 
     rank: int
@@ -250,6 +245,9 @@ class _Flow:
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
         bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
+        with folder.together(slow=True):  # before minutes are spent on a device that is refused
+            if me.rank == own.first.rank:
+                bench.check_base(own)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):

@@ -70,7 +70,6 @@ class Folder:
     """The run folder as one rank sees it; every rank calls the same methods in the same order.
 
     Attributes:
-        run: names of the files.
         members: the ranks; None in a job of one.
         writes: whether this rank writes for its disk.
         parts: what is finished, the same on every rank.
@@ -87,7 +86,7 @@ class Folder:
 
     @property
     def rank(self) -> int:
-        """This process's."""
+        """This process's rank."""
         return self.members.rank if self.members else 0
 
     def is_kept(self, name: str, inputs: Mapping[str, str]) -> bool:
@@ -207,7 +206,6 @@ class _News:
     Attributes:
         parts: by name; their files are the run folder's own.
         pieces: of each one's file in the store.
-        removed: names of parts.
     """
 
     parts: Parts
@@ -357,8 +355,6 @@ def _take(lock: BaseFileLock, path: Path, tokens: Iterable[Path]) -> None:
     """Lock a folder, until the process that holds the lock ends.
 
     Args:
-        lock: of the folder.
-        path: of the folder.
         tokens: that others have left in it: they say who they are.
 
     Raises:

@@ -45,7 +45,6 @@ class Part:
     Attributes:
         inputs: what it depends on, by name; it is kept for as long as all of these are the same.
         file: its file, relative to the run folder; empty where ``value`` is all there is.
-        sha256: of the file's bytes.
         value: a small result, as JSON.
     """
 

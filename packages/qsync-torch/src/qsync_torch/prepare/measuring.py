@@ -34,6 +34,7 @@ from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
 from qsync_torch.profiling.attention_masks import masks_told
+from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
 from qsync_torch.profiling.profile import STEP_EFFORT, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
@@ -105,6 +106,18 @@ class Bench:
     chains: bool = False
     tune_s: float = TUNING_S
     _checked: list[bool] = attrs.field(factory=list)
+
+    def check_base(self, group: Group) -> None:
+        """Check what the job runs without a plan, unless a profile is kept for which that was done.
+
+        Raises:
+            QSyncError: when this device computes wrong numbers.
+        """
+        known = self.folder.parts.get(f"profile {group.name}")
+        if known is None or any(known.inputs.get(name) != value for name, value in self._inputs().items()):
+            self.board.stage("checking the job's products")(0, 1, "")
+            check_base(self.dag, self.device, self.me.device.share, self.me.device.name)
+            self.board.stage("checking the job's products")(1, 1, "")
 
     def probe(self, group: Group) -> dict[str, Made]:
         """The part ``probe GROUP``."""

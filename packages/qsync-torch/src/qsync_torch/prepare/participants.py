@@ -34,10 +34,7 @@ class Participant:
     """What a process says of itself.
 
     Attributes:
-        rank: in the job.
-        host: its machine's name, for people.
         kernel: equal for processes that run on the same cores, also in containers.
-        cores: those that it may use.
         device: with the share that the job has of it.
         memory_bytes: of the device; 0 where that is no limit (a CPU).
         group: what ``QSYNC_GROUP`` says, if anything.
@@ -159,7 +156,6 @@ def form_groups(participants: Sequence[Participant], wished: Collection[str] = (
     """Groups where no cluster file describes them: those that ``QSYNC_GROUP`` names, the others by device type and share.
 
     Args:
-        participants: of all ranks.
         wished: names of groups that there must be.
 
     Raises:

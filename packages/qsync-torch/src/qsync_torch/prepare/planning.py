@@ -60,10 +60,8 @@ class Planning:
 
     Attributes:
         folder: with finished measurements.
-        dag: the job's graph.
         cluster: the whole job's, as its file says.
         board: who is told how far it is.
-        asked: of the plans.
         start: how training is started, of the finished plans; empty where that cannot be said.
     """
 

@@ -33,9 +33,7 @@ def described_groups(
     A person says so with an option, or by calling a group ``train`` or ``infer``, perhaps with a number behind it.
 
     Args:
-        groups: who is there.
         probes: a few steps of each group, and its rungs; none where one group is all there is.
-        wishes: what a person says.
         profiled: steps of groups that have a profile, which count more than the probes'.
     """
     roles = roles_said(groups, wishes)

@@ -78,7 +78,6 @@ def how_to_start(
     """What to start; None where some of the recommended groups are not here, or have no plan.
 
     Args:
-        run: the run folder.
         plan: for all groups of its cluster.
         here: the groups that are here, with the machines of their ranks.
         script: what trains, with arguments.

@@ -27,7 +27,7 @@ _EFFORT = Effort(min_repeats=5, max_repeats=20, budget_s=0.1)
 _MASK, _DROPOUT = 3, 4
 """Places among the arguments of ``scaled_dot_product_attention``."""
 _WORTH_SAYING = 0.02
-"""Of a step."""
+"""The share of a step from which on it is said."""
 
 
 def masks_told(dag: PrecisionDag, device: torch.device, step_ns: int) -> str:
@@ -55,7 +55,7 @@ def masks_told(dag: PrecisionDag, device: torch.device, step_ns: int) -> str:
         f"attention reads masks from memory ({which}), which transformers makes whenever it is traced: {format_ns(with_masks)} of "
         f"a step of {format_ns(step_ns)}, where attention without a mask takes {format_ns(without)}, and causal attention "
         f"{format_ns(causal)}; if no batch is padded, train with attention that makes no mask "
-        "(docs/training.md#attention-without-a-mask)"
+        "(docs/compiling.md#attention-without-a-mask)"
     )
 
 

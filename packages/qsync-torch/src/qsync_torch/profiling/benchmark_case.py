@@ -11,7 +11,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Precision
@@ -24,6 +23,7 @@ from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.operators.casts import GRAD, Gradient, Grads, Saved, Seeds, W, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.products import QuantizedProduct, backward_products, forward_product
+from qsync_torch.torch_internals import pytree
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.running_loss import map_tensors, outputs_of
 
@@ -33,7 +33,6 @@ class ReadyCall:
     """A forward call that is ready to run once, and its backward.
 
     Attributes:
-        run: the forward call.
         wanted: where the gradients of its backward are wanted.
         backward: takes the output's gradient and runs the backward without autograd; None for autograd's own.
     """
@@ -89,7 +88,6 @@ def make_case(
         operator: of a traced graph.
         variant: how it runs; of an operator that is not adjustable, only the format of its activations.
         layouts: the model's parameters by FQN, for their memory layouts.
-        device: where.
         choice: whose kernels run an adjustable operator.
         base: of the graph; under AMP any other is called as the model calls it, for the caller to run under autocast.
     """
@@ -222,8 +220,6 @@ def loss_case(job: Job, operator: Operator, model: torch.nn.Module, batch: Batch
 
     Args:
         job: whose loss; operator: that stands for it.
-        model: on the device.
-        batch: there, too.
         alone: answers what the loss asks other ranks; None where it asks nothing.
     """
     given: list[torch.Tensor] = []

@@ -39,8 +39,6 @@ class ChainItem:
 
     Attributes:
         chain: the first of them.
-        run: how it runs.
-        holders: the names of all.
         shape: of the operand of its kernels: (B, C, H, W) of a batch norm, (M, K) of the others.
         images: the last two dimensions are an image's; channels are the second.
     """
@@ -57,7 +55,7 @@ class ChainItem:
         return f"chain {self.holders[0]} {self.run.form.attributes} {self.run.form.float_result} {self.run.variant}"
 
     def binding(self, choice: KernelChoice) -> ProducerBinding:
-        """It on a backend's kernels."""
+        """The chain's call of a backend's kernels."""
         return producer_binding(self.chain.producer, self.run.variant, choice, self.run.form)
 
     def requests(self, device: torch.device) -> tuple[KernelRequest, KernelRequest]:
@@ -70,7 +68,6 @@ def distinct_chains(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[ChainI
     """Each distinct chain in every way to run once, with all chains that share it.
 
     Args:
-        dag: the graph.
         ladder: what every reader of a result may run in.
     """
     formats = activation_precisions(ladder)
@@ -116,8 +113,6 @@ def chain_case(dag: PrecisionDag, item: ChainItem, choice: KernelChoice, device:
     Args:
         dag: the graph that it is of.
         item: the chain and how it runs.
-        choice: whose kernels.
-        device: where.
     """
     chain, binding = item.chain, item.binding(choice)
     dtype = TORCH_DTYPE[item.run.variant.output]

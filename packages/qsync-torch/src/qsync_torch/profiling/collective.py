@@ -16,6 +16,7 @@ import torch.distributed as dist
 from qsync_core.ir.profile import CollectiveModel
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.profiling.linear_fit import fit_line
+from qsync_torch.torch_internals import occupy_stream
 
 _SHARE_MATRIX = 192
 """Side of the matrix product that stands for compute: large enough to be bound by the cores, small enough to stay in cache."""
@@ -35,7 +36,6 @@ def measure_collective(
     Args:
         bucket_bytes: sizes of the gradient buckets in bytes; two more sizes are added where there are fewer than three distinct
             ones, so that a line can be fitted.
-        device: where the gradients live.
         repeats: samples of each size.
         group: a process group, all ranks by default.
 
@@ -95,7 +95,7 @@ def _cuda_samples(call: Callable[[], object], device: torch.device, repeats: int
     with torch.cuda.device(device):
         for _ in range(repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(_SPIN_CYCLES)
+            occupy_stream(_SPIN_CYCLES)
             dist.all_reduce(flag, group=group)
             begin.record()
             call()

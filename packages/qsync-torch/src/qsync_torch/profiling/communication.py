@@ -23,6 +23,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import DeviceType
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import device_type, parse_device, software_versions
+from qsync_torch.distributed.buffers import broadcast_together
 from qsync_torch.distributed.exchange import rank_list
 from qsync_torch.distributed.nccl import CHANNEL_VARIABLES, nccl_options
 from qsync_torch.distributed.process_group import rank_count
@@ -41,8 +42,6 @@ BUCKET_CAPS_MB = (None, 50.0, 100.0, MOST_BUCKET_MB)
 _MOST_SIZES = 8
 _REPEATS = 7
 _COPY_REPEATS = 5
-_BROADCAST_BYTES = 250 * 1024 * 1024
-"""The size of the pieces in which DistributedDataParallel broadcasts buffers."""
 
 
 @attrs.frozen
@@ -327,7 +326,7 @@ def _broadcast_ns(model: torch.nn.Module, device: torch.device, among: dist.Proc
         return 0
     group = among or dist.group.WORLD
     return collective_ns(
-        lambda: dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0),  # type: ignore[arg-type]
+        lambda: broadcast_together(group, buffers, 0),
         device,
         _REPEATS,
         among,

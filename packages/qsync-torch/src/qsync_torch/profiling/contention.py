@@ -16,6 +16,7 @@ import torch.distributed as dist
 from qsync_torch.distributed.ranks import together
 from qsync_torch.profiling.collective import maximum_over_ranks
 from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.torch_internals import occupy_stream
 
 MOST_SLOWDOWN = 0.95
 _SAMPLES = 3
@@ -48,7 +49,7 @@ class Backward:
     def __init__(self, runner: StepRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
         self._loss = torch.zeros(())
-        self._cycles_per_ns = _CALIBRATION_CYCLES / _device_ns(lambda: torch.cuda._sleep(_CALIBRATION_CYCLES))
+        self._cycles_per_ns = _CALIBRATION_CYCLES / _device_ns(lambda: occupy_stream(_CALIBRATION_CYCLES))
         size = runner.batches[0].size
         while not (issue_ns := self._issue_ns(must_fit=size <= 1)):
             size //= 2
@@ -104,7 +105,7 @@ class Backward:
 
     def spin(self, duration_ns: float) -> None:
         """Keep the current stream busy, on one thread of the device."""
-        torch.cuda._sleep(round(duration_ns * self._cycles_per_ns))
+        occupy_stream(round(duration_ns * self._cycles_per_ns))
 
     def wait(self) -> None:
         """Wait for all work of the device."""

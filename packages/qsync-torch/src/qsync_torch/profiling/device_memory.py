@@ -26,8 +26,6 @@ def measure_memory(step: Callable[[], Any], variant: Variant, device: torch.devi
 
     Args:
         step: one whole step of a model and optimizer that have run before.
-        variant: what it runs in.
-        device: where.
         beside: tensors that only the measurement keeps; those on the device do not count.
     """
     gc.collect()

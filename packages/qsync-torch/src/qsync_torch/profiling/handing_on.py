@@ -25,17 +25,17 @@ _Call = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
 def handed_on(model: torch.nn.Module, dag: PrecisionDag, forward: Callable[[], object]) -> tuple[OpId, ...]:
-    """The operators of a graph whose calls in a forward all return memory of what they read; what compiled code runs is not seen.
+    """The operators of a graph whose calls in a forward all return memory of what they read; compiled parts run eagerly for it.
 
     Args:
-        model: whose forward it is, uncompiled.
+        model: whose forward it is.
         dag: its graph.
         forward: runs it once, where there is anything to watch.
     """
     asked = {operator.op_id: _call_of(operator) for operator in dag.operators if may_hand_on(operator)}
-    if not asked or any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+    if not asked:
         return ()
-    with _stack_of_modules(model) as stack, _Watch(stack) as watch:
+    with torch.compiler.set_stance("force_eager"), _stack_of_modules(model) as stack, _Watch(stack) as watch:
         forward()
     return tuple(op_id for op_id, call in asked.items() if watch.seen.get(call))
 

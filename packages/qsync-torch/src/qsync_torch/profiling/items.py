@@ -25,7 +25,9 @@ from qsync_core.kernels.requests import CallShapes
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.canary import Canary, WrongKernel
 from qsync_torch.kernels.exact_attention import attention_problem, batched_problem
+from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.profiling.cast_cost import activation_precisions
+from qsync_torch.sharing.right_shares import wrong_base_error
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tuning.chooser import KernelChooser
 
@@ -66,7 +68,7 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceK
         forced = _under_autocast(dag.base, device, first)
         variants: Sequence[Variant] = [Variant.plain(dag.base if first.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32)]
         if first.is_adjustable:
-            variants = [variant for variant in ladder if first.row.in_8_bit or not variant.compute.needs_scale]
+            variants = [variant for variant in ladder if first.runs_in(variant)]
         elif forced is not None:
             variants = [forced]
         elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):
@@ -122,6 +124,34 @@ def right_kernels(items: Sequence[Item], dag: PrecisionDag, chooser: KernelChoos
         if item.variant.output in formats:
             del choices[item]
     return RightKernels(choices, tuple(wrong), tuple(of_base))
+
+
+def check_base(dag: PrecisionDag, device: torch.device, share: float, name: str) -> None:
+    """Check what a job runs without a plan, before anything is measured or tuned for it.
+
+    Args:
+        dag: its graph.
+        device: where.
+        share: of the device that the job gets.
+        name: of the device, for messages.
+
+    Raises:
+        QSyncError: when it computes wrong numbers; with the nearest shares that are right.
+    """
+    items = distinct_items(dag, (Variant.plain(dag.base),), DeviceKind(device.type))
+    right = right_kernels(items, dag, KernelChooser(device, DEFAULT_BACKEND), Canary(device))
+    refuse_wrong_base(right, items, dag.base, share, name)
+
+
+def refuse_wrong_base(right: RightKernels, items: Sequence[Item], base: Precision, share: float, name: str) -> None:
+    """Refuse a device where kernels are wrong that the job runs without a plan.
+
+    Raises:
+        QSyncError: naming them, with the nearest shares that are right.
+    """
+    if right.of_base:
+        adjustable = [item.operator for item in items if item.operator.is_adjustable and item.variant == Variant.plain(base)]
+        raise wrong_base_error(right.of_base, [CallShapes.of(operator) for operator in adjustable], base, share, name)
 
 
 def _under_autocast(base: Precision, device: DeviceKind, operator: Operator) -> Variant | None:

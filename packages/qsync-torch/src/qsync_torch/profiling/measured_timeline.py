@@ -62,10 +62,8 @@ def measured_timeline(
 
     Args:
         model: the model whose modules the graph names: not its DistributedDataParallel wrapper.  A plan may be applied to it.
-        dag: its graph.
         train_step: one whole step: forward, backward, optimizer.
         group: name of this rank's device group.
-        device: where it runs.
         steps: steps timed without the profiler, for ``iteration_ns``.
         peak_bytes: this rank's measured peak memory, 0 where it was not measured.
     """
@@ -270,7 +268,6 @@ def spans_of(events: Sequence[Event], dag: PrecisionDag, marked: Iterable[str]) 
 
     Args:
         events: from :func:`record_step`.
-        dag: the model's graph.
         marked: FQNs of operators whose modules were marked.
     """
     step = next(event for event in events if event.name == STEP)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Precision
@@ -19,6 +18,7 @@ from qsync_torch.job import autocast
 from qsync_torch.profiling.benchmark_case import BenchmarkCase, differentiable_outputs, make_case
 from qsync_torch.profiling.memory import memory_rise, watch_saved
 from qsync_torch.timing import Effort, Stopwatch, repeat, rotation_count
+from qsync_torch.torch_internals import TorchDispatchMode
 
 _MOST_SETS_CUDA, _MOST_SETS_CPU = 8, 4
 
@@ -36,8 +36,6 @@ def measure_operator(
 
     Args:
         operator, variant, layouts, choice: what runs, as in :func:`~qsync_torch.profiling.benchmark_case.make_case`.
-        stopwatch: of the device.
-        effort: how long to repeat.
         base: of the graph; under AMP, operators that no plan lowers run as autocast runs them.
     """
     device = stopwatch.device
@@ -61,8 +59,6 @@ def measure_case(
     Args:
         make: makes a set of operands.
         choice: whose kernels run it, for the record.
-        stopwatch: of the device.
-        effort: how long to repeat.
         forwarding: what forward calls run in, again and again.
     """
     device, forwarding = stopwatch.device, nullcontext() if forwarding is None else forwarding

@@ -59,10 +59,9 @@ from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_cha
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.handing_on import handed_on
-from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, right_kernels
+from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, refuse_wrong_base, right_kernels
 from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
-from qsync_torch.sharing.right_shares import wrong_base_error
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import is_run_loss
@@ -130,9 +129,7 @@ def profile(
         with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
             ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size
             (``cast_effort``).
-        progress: receives how far it is.
         note: receives sentences that a reader of the profile should know.
-        operator_effort, cast_effort, step_effort: how long to repeat.
 
     Raises:
         QSyncError: when the device is not there, the graph is of another model, a kernel cannot run, or, with all-reduces, when
@@ -150,7 +147,7 @@ def profile(
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
     items = distinct_items(dag, variants, type_.kind)
-    if floats := [operator for operator in dag.adjustable if not operator.row.in_8_bit]:
+    if floats := [operator for operator in dag.adjustable if not all(map(operator.runs_in, variants))]:
         note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
     for item in items:
         if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
@@ -159,9 +156,7 @@ def profile(
     progress(0, 1, "canary")
     canary = Canary(target)
     right = right_kernels(items, dag, chooser, canary)
-    if right.of_base:
-        base_calls = [CallShapes.of(item.operator) for item in items if item.operator.is_adjustable and item.variant == base]
-        raise wrong_base_error(right.of_base, base_calls, dag.base, share, type_.name)
+    refuse_wrong_base(right, items, dag.base, share, type_.name)
     for left_out in right.wrong:
         note(left_out_sentence(left_out, type_.name))
     items, choices = [*right.choices], right.choices

@@ -37,7 +37,6 @@ _STEPS_TO_MEET = 2
 """Steps in which collectives are looked for: a model's first one may be special."""
 _LONG_STEP_NS = 300_000_000
 """Steps on a CPU beyond this are measured without their optimizer where that is known."""
-_LEAST_SAMPLES = 3
 _ISSUE_EFFORT = Effort(min_repeats=5, max_repeats=9, target=0.01, budget_s=1.0, warmup=1)
 """The CPU's times scatter more than the device's."""
 _TURN_EFFORT = attrs.evolve(_ISSUE_EFFORT, min_repeats=2, max_repeats=2, warmup=2)
@@ -265,7 +264,8 @@ def _measure(
 ) -> StepMeasurement:
     if stopwatch.device.type == "cpu":
         timing = repeat(_synchronous_sample(runner, optimizer_ns), effort)
-        return _synchronous_step(variant, timing.median_ns, timing.spread, peak_bytes)
+        forward, backward, optimizer = timing.median_ns  # all of which count as compute
+        return StepMeasurement(variant, sum(timing.median_ns), 0, forward, 0, backward, 0, optimizer, peak_bytes, timing.spread)
     return _measure_cuda(runner, variant, stopwatch, effort, peak_bytes)
 
 
@@ -282,12 +282,6 @@ def _peak_bytes(runner: StepRunner, variant: Variant, device: torch.device, *, w
         runner.update_rise = passing_rise(runner.optimizer.step)
     runner.optimizer.zero_grad(set_to_none=True)
     return runner.static_bytes + max(rise, gradients + runner.update_rise)
-
-
-def _synchronous_step(variant: Variant, times: Sequence[int], spread: float, peak_bytes: int) -> StepMeasurement:
-    """A CPU's step of (forward, backward, optimizer) times, all of which count as compute."""
-    forward, backward, optimizer = times
-    return StepMeasurement(variant, sum(times), 0, forward, 0, backward, 0, optimizer, peak_bytes, spread)
 
 
 def _synchronous_sample(runner: StepRunner, optimizer_ns: int | None) -> Callable[[], tuple[int, int, int]]:
@@ -308,24 +302,6 @@ def _synchronous_sample(runner: StepRunner, optimizer_ns: int | None) -> Callabl
         return forwarded - start, backwarded - forwarded, time.perf_counter_ns() - backwarded
 
     return sample
-
-
-def measure_while(runner: StepRunner, measured: StepMeasurement, busy: Callable[[], bool]) -> StepMeasurement:
-    """A CPU's step measured again for as long as ``busy`` says, so that it is the step under the load that there is meanwhile.
-
-    Args:
-        runner: its model is in the precision of ``measured``.
-        measured: an earlier measurement, whose peak memory is kept.
-        busy: asked after each step.
-    """
-    with _group_of_one() as group:
-        sample = _synchronous_sample(_wrapped(runner, group), None)
-        times = [sample()]
-        while busy() or len(times) < _LEAST_SAMPLES:
-            times.append(sample())
-        del sample
-    medians = [round(statistics.median(column)) for column in zip(*times, strict=True)]
-    return _synchronous_step(measured.variant, medians, relative_spread([sum(row) for row in times]), measured.peak_bytes)
 
 
 def _measure_cuda(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, peak_bytes: int) -> StepMeasurement:

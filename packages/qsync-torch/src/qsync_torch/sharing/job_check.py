@@ -32,7 +32,6 @@ class RankFacts:
     """What one rank says of itself.
 
     Attributes:
-        group: its device group.
         device: name of the GPU that it computes on; empty on a CPU, or where the model is not on its device yet.
         gpu: that GPU's UUID, which no other GPU has.
         sms: streaming multiprocessors of it that the process may use, as CUDA says: under MPS its share of them.
@@ -64,11 +63,8 @@ def check_job(
 
     Args:
         what: the call, as its user knows it; equal on all ranks.
-        plan: of the job.
-        group: of this process.
         model: on its device, or not yet.
         allowed: ``allow_flags`` of ``apply_``.
-        caller: for messages.
         warn: whether rank 0 says what makes the plan's times void without being refused.
 
     Returns:

@@ -42,7 +42,7 @@ class Daemon:
 
 
 def pipe_directory() -> str:
-    """Where processes of this environment look for the daemon."""
+    """The folder in which processes of this environment look for the daemon."""
     return os.environ.get(PIPE_VARIABLE) or _DEFAULT_PIPES
 
 

@@ -43,7 +43,6 @@ class Share:
     """What a group gets of each of its devices.
 
     Attributes:
-        group: its name.
         device: name of the device type; ``cpu`` where there is nothing to share.
         fraction: of the device's SMs, above 0 and at most 1.
         memory_bytes: device memory of one rank, 0 for no limit.

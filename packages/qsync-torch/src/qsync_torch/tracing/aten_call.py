@@ -78,8 +78,6 @@ class AtenCall:
 
     Attributes:
         op: ``aten.add.Tensor`` and so on; another library's operator begins with its namespace.
-        args, kwargs: as in the module's docstring.
-        operator: where it comes from.
     """
 
     op: str

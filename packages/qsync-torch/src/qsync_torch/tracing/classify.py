@@ -26,7 +26,6 @@ def class_of(name: str, *, has_activation: bool, mixes_float32: bool) -> OpClass
     """The class of an operator of none of the kinds.
 
     Args:
-        name: plain name.
         has_activation: it reads at least one floating-point activation.
         mixes_float32: it also reads a parameter, buffer or constant of at least one dimension, which is float32: PyTorch's
             promotion then computes in float32 whatever the activations are.
@@ -47,8 +46,6 @@ def address_of(module: nn.Module | None, scope: str, kind: OperatorKind, weight:
 
     Args:
         module: the module whose forward makes the call; ``scope``: its FQN.
-        kind: the operator's.
-        weight: the weight.
         addresses: by the name of a parameter, what operators that run with it are called.
     """
     if weight is None:

@@ -22,13 +22,14 @@ import attrs
 import torch
 import torch.utils.checkpoint
 from torch.export.graph_signature import InputKind
+from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, TraceError
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_in, place_of
 from qsync_torch.job import Batch, Job
+from qsync_torch.torch_internals import pytree
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import RunLoss, check_scalar, map_tensors
 
@@ -279,7 +280,7 @@ class _AsRecorded(TorchFunctionMode):
             dtype = func(*args, **(kwargs or {}))
             if dtype.is_floating_point and self.in_model and id(args[0]) not in self._formats_read:
                 self._formats_read[id(args[0])] = args[0]
-                _record_format_read(args[0], dtype)
+                FORMAT_READ(args[0])
             return dtype
         if func in _BELOW and isinstance(args[1], (int, float)) and any(args[0] is drawn for drawn in self._drawn):
             return torch.tensor(args[1] > 0.5).reshape(args[0].shape)
@@ -297,9 +298,14 @@ class _AsRecorded(TorchFunctionMode):
         return result
 
 
-def _record_format_read(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """``h.dtype``, as an export records it by itself before a cast: a call that stays in the graph and does nothing."""
-    torch.ops.aten._assert_tensor_metadata.default(tensor, dtype=dtype)
+_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
+_LIBRARY.define("format_read(Tensor x) -> ()")
+_LIBRARY.impl("format_read", lambda x: None, "CompositeExplicitAutograd")
+torch.library.register_fake("qsync::format_read", lambda x: None, lib=_LIBRARY)
+FORMAT_READ = torch.ops.qsync.format_read.default
+"""Stands in a graph for ``h.dtype``; it does nothing."""
+torch.library.register_vmap("qsync::format_read", lambda info, dims, x: (FORMAT_READ(x), None), lib=_LIBRARY)
+has_side_effect(FORMAT_READ)  # or else a graph loses it, which nothing reads
 
 
 def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_core.ir.functions import function_of
+from qsync_torch.torch_internals import OpOverload
 from qsync_torch.tracing.graph_values import Read, static_shape
 
 
@@ -19,8 +20,6 @@ def other_flops(name: str, node: torch.fx.Node, reads: Sequence[Read], output_sh
     What else multiplies is counted by PyTorch's own table.
 
     Args:
-        name: plain name of the operator.
-        node: the call.
         reads: the floating-point tensors that it reads, in the order of its arguments.
         output_shape: of its first floating-point output.
     """
@@ -38,7 +37,7 @@ def _counted(node: torch.fx.Node) -> int:
     """What PyTorch counts in a call on fake tensors; 0 where it cannot be made alone."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
     counter, target = FlopCounterMode(display=False), node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return 0
     try:
         with torch.no_grad(), counter:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import TraceError
 from qsync_core.ir.dag import Bucket
 from qsync_torch.failures import first_line
+from qsync_torch.torch_internals import OpOverload, pytree
 from qsync_torch.tracing.export import ExportedStep, explain_node_failure
 
 
@@ -64,10 +64,9 @@ class _Recorder(torch.fx.Interpreter):
                 result = self._run_operator(n) if _is_foreign(n) else super().run_node(n)
         except Exception as error:
             raise TraceError(explain_node_failure(self._model, n, error)) from error
-        if isinstance(result, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(result):
-            storage = result.untyped_storage()
+        if (storage := _storage_of(result)) is not None:
             self._alive.append(storage)
-            self.storage[n.name] = storage._cdata
+            self.storage[n.name] = id(storage)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
             self.requires_grad.add(n.name)
         return result
@@ -82,6 +81,14 @@ class _Recorder(torch.fx.Interpreter):
         """``x[mask] = values``: the gradient of the values would have as many rows as the mask has, which no fake tensor knows."""
         (x, _, values, *_), _ = self.fetch_args_kwargs_from_env(n)
         return x.add_(values.sum()) if n.target is torch.ops.aten.index_put_.default else x.add(values.sum())
+
+
+def _storage_of(value: Any) -> torch.UntypedStorage | None:
+    """The memory of a tensor; None where it has none of its own, as inside ``torch.func``."""
+    try:
+        return value.untyped_storage() if isinstance(value, torch.Tensor) else None
+    except NotImplementedError:
+        return None
 
 
 _WRITES = (torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
@@ -108,7 +115,7 @@ class _ShapesOnly(torch.autograd.Function):
 
 def _is_foreign(n: torch.fx.Node) -> bool:
     """Whether a node calls an operator that another library registered, which returns new tensors."""
-    if not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace in ("aten", "prims", "prim"):
+    if not isinstance(n.target, OpOverload) or n.target.namespace in ("aten", "prims", "prim"):
         return False
     schema = n.target._schema
     return bool(schema.returns) and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
@@ -118,18 +125,18 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
     """Forward and backward of the exported step on fake tensors.
 
     Args:
-        step: the exported step.
         trainable: FQNs of the parameters that require a gradient.
-        model: the model's name, for messages.
 
     Raises:
-        TraceError: when a shape depends on tensor values; the message names the line.  When an input has no strides.
+        TraceError: when a shape depends on tensor values; the message names the line.  When an input has no strides.  When the
+            model changes in place what its backward pass needs.
     """
     order: list[str] = []
     parameters: dict[str, torch.Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    placeholders = step.graph_module.graph.find_nodes(op="placeholder")
+    with _like_that_of(placeholders), torch.enable_grad():
         values = []
-        for node in step.graph_module.graph.find_nodes(op="placeholder"):
+        for node in placeholders:
             stands_for = step.placeholders[node.name]
             example = node.meta.get("val")
             if not isinstance(example, torch.Tensor):
@@ -154,6 +161,11 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         try:
             torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
         except Exception as error:
+            if "modified by an inplace operation" in str(error):
+                raise TraceError(
+                    f"{model} cannot be traced: PyTorch's backward pass fails, under a plan or not ({first_line(error)}); "
+                    "write that operation without the underscore at its end, or `x = x + y` for `x += y`"
+                ) from error
             raise TraceError(
                 f"{model} cannot be traced: a formula of its backward pass has shapes that depend on tensor values "
                 f"({first_line(error)}); choose between values with torch.where instead of by an index"
@@ -161,6 +173,13 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         if step.loss is not None:
             order[:0] = [name for name in step.loss.parameters if name not in order]
     return FakeRun(tuple(order), recorder.storage, frozenset(recorder.requires_grad))
+
+
+def _like_that_of(placeholders: Sequence[torch.fx.Node]) -> AbstractContextManager[Any]:
+    """A mode of fake tensors like that in which an export has made its own, without what it knows of sizes."""
+    examples = (node.meta.get("val") for node in placeholders)
+    mode = next(example.fake_mode for example in examples if isinstance(example, torch.Tensor))
+    return type(mode)(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
 
 
 _MEBIBYTE = 1024 * 1024

@@ -13,7 +13,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT, OpClass
@@ -21,6 +20,7 @@ from qsync_core.ir.functions import function_of
 from qsync_torch.kinds.kind import OperatorKind, TracedCall
 from qsync_torch.kinds.table import IN_ATEN
 from qsync_torch.operators.addresses import Addresses
+from qsync_torch.torch_internals import OpOverload, is_higher_order
 from qsync_torch.tracing import classify
 from qsync_torch.tracing.aten_call import encode_call
 from qsync_torch.tracing.export import ExportedStep
@@ -69,7 +69,7 @@ _ITSELF_OR_OTHER = frozenset(
 )
 """Operators that return their input itself, and no view of it, where nothing is to be done (``weight.to(x.dtype)``)."""
 
-_FORMAT_READ = "_assert_tensor_metadata"
+_FORMAT_READS = ("_assert_tensor_metadata", "format_read")
 """The call that an export records where a format is read (:mod:`qsync_torch.tracing.export`)."""
 
 _CASTS = frozenset({"to", "to_copy", "type_as"})
@@ -94,9 +94,7 @@ class GraphWalk:
     """Walks a graph and collects drafts.
 
     Args:
-        step: the exported step.
         run: what a fake run showed; storages tell true views from copies, ``requires_grad`` which inputs need a gradient.
-        model: the user's model.
     """
 
     def __init__(self, step: ExportedStep, run: FakeRun, model: torch.nn.Module) -> None:
@@ -172,13 +170,13 @@ class GraphWalk:
             if not isinstance(source, list):
                 return source
             return source[index] if isinstance(index, int) and index < len(source) else None
-        if isinstance(target, HigherOrderOperator):
+        if is_higher_order(target):
             return self._higher_order(module, node)
         name = _schema_name(target) if isinstance(target, OpOverload) else getattr(target, "__name__", "")
         if name in ("_vmap_increment_nesting", "_vmap_decrement_nesting"):
             self._vmap_depth += 1 if "increment" in name else -1
             return None
-        if name == _FORMAT_READ:
+        if name in _FORMAT_READS:
             self._note_readers(node.args[0], "dtype")
             return None
         self._note_formats(node, name)
@@ -254,7 +252,7 @@ class GraphWalk:
         self._nested, self._outer = nested, outer
         return result
 
-    def _operator(self, node: torch.fx.Node, target: OpOverload[..., Any]) -> Entry:
+    def _operator(self, node: torch.fx.Node, target: Any) -> Entry:
         output = float_tensor(node.meta.get("val"))
         arguments = _given(node)
         if output is None:
@@ -452,7 +450,7 @@ def _values(entry: Entry) -> list[Value | None]:
     return [value for item in entry for value in _values(item)] if isinstance(entry, list) else [entry]
 
 
-def _schema_name(target: OpOverload[..., Any]) -> str:
+def _schema_name(target: Any) -> str:
     return str(target._schema.name.split("::")[1])
 
 
@@ -460,7 +458,7 @@ def _op_name(node: torch.fx.Node) -> str:
     return classify.op_name(_schema_name(_overload(node)))
 
 
-def _overload(node: torch.fx.Node) -> OpOverload[..., Any]:
+def _overload(node: torch.fx.Node) -> Any:
     assert isinstance(node.target, OpOverload)
     return node.target
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from qsync_torch.failures import is_users
+from qsync_torch.torch_internals import version_of
 
 _MOST_ELEMENTS = 1000
 """Lists, tuples, deques, sets and dictionaries of more are data: the samples that a trainer's object holds."""
@@ -31,13 +32,12 @@ def held_state(*holders: Any, fakes: Iterable[torch.Tensor] = ()) -> Iterator[No
     name.  Not followed are optimizers and data.  Parameters are neither copied nor put back.
 
     Args:
-        holders: where to begin.
         fakes: tensors whose values need no copy, because an export has fake ones instead.
     """
     undo: list[Callable[[], None]] = []
     for value in _held(holders, undo, seen={id(fake): fake for fake in fakes}):
         if isinstance(value, torch.Tensor) and _has_values(value):
-            undo.append(functools.partial(_put_values_back, value, value.detach().clone(), value._version))
+            undo.append(functools.partial(_put_values_back, value, value.detach().clone(), version_of(value)))
     try:
         yield
     finally:
@@ -153,6 +153,6 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _put_values_back(tensor: torch.Tensor, values: torch.Tensor, version: int) -> None:
-    if tensor._version != version or not torch.equal(tensor, values):  # what is written by way of .data has the same version
+    if version_of(tensor) != version or not torch.equal(tensor, values):  # what is written by way of .data has the same version
         with torch.no_grad():
             tensor.copy_(values)

@@ -13,13 +13,13 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from qsync_core.errors import QSyncError, TraceError
 from qsync_core.ir.dag import Operator
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, autocast
+from qsync_torch.torch_internals import pytree
 from qsync_torch.tracing.held_state import held_state
 
 LOSS_SCOPE = "$loss"

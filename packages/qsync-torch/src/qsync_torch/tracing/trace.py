@@ -36,7 +36,6 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     that the graph records.
 
     Args:
-        job: what is trained.
         bucket_cap_mb: as given to DistributedDataParallel; None for its default.
 
     Returns:

@@ -26,7 +26,6 @@ class KernelChooser:
     """Answers for one device.
 
     Attributes:
-        device: where the kernels run.
         chain: backends of which the first that takes a request runs it; ``("auto",)``: the fastest.
         untuned: requests that were answered without a measurement, by operator.
         to_compile: backend, request and configuration of the answers that some backend compiles, each kernel once.
@@ -36,7 +35,6 @@ class KernelChooser:
         """Make a chooser.
 
         Args:
-            device: where.
             backend: None takes :func:`default_backend`.
             store: tuning records; without one every backend's first candidate is taken.
 
@@ -58,11 +56,6 @@ class KernelChooser:
 
     def for_operator(self, call: CallShapes, variant: Variant, name: str = "") -> KernelChoice:
         """Backends and configurations of one operator in a variant, forward and backward.
-
-        Args:
-            call: its shapes.
-            variant: how it runs.
-            name: of the operator, for errors.
 
         Raises:
             BackendError: when no backend that may be asked runs one of its kernels, with every reason.

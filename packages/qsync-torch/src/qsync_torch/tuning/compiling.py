@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
-from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.kernels.backend import CompilingBackend, InterruptibleBackend, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.requests import OperatorRequest
 from qsync_core.tuning.record import formats_of
 
-Need = Future[None]
+Need = Future[bool]
+"""A kernel that is built: whether it was tried."""
 Group = tuple[object, ...]
 RUN_TIME_KNOBS = frozenset({"raster", "splits", "swizzle"})
 """Names of knobs in configurations (``tile=128x64x64;swizzle=4``) that are passed to a compiled kernel when it is launched."""
@@ -36,13 +37,12 @@ class BackgroundCompiler:
         """Start compiling.
 
         Args:
-            backends: who is asked.
-            requests: what is going to run.
             kernels: how many kernels a group of requests that can share them compiles.
-            until: when no further kernel is begun, by ``time.monotonic``, nor one that would be finished later if it took as long
-                as the longest so far; those that are being compiled are finished.
+            until: when compiling ends, by ``time.monotonic``: no kernel is begun later, nor one that would be finished later if it
+                took as long as the longest so far, and compilers that can be interrupted are.
         """
         self._until, self._longest_s = until, 0.0
+        self._interrupt = [backend.interrupt_compiling for backend in backends if isinstance(backend, InterruptibleBackend)]
         self._pool = ThreadPoolExecutor(_cores())
         self._needs: list[list[Need]] = [[] for _ in requests]
         self.backends: list[KernelBackend] = []
@@ -69,32 +69,43 @@ class BackgroundCompiler:
                 self._needs[index].append(started[group, text])
         return limited
 
-    def _build_in_time(self, backend: KernelBackend, request: KernelRequest, text: str) -> None:
+    def _build_in_time(self, backend: KernelBackend, request: KernelRequest, text: str) -> bool:
         begun = time.monotonic()
-        if begun + self._longest_s < self._until:
-            _build(backend, request, text)
-            self._longest_s = max(self._longest_s, time.monotonic() - begun)
+        if begun + self._longest_s >= self._until:
+            return False
+        _build(backend, request, text)
+        self._longest_s = max(self._longest_s, time.monotonic() - begun)
+        return True
 
-    def ready(self, left: Sequence[int], waiting: Callable[[int, int], None]) -> int:
-        """The next request, of those that are left, whose kernels are all built; waits for one.
+    def ready(self, left: Sequence[int]) -> int | None:
+        """The next request, of those that are left, for which no kernel is still to be built; None while there is none."""
+        return next((index for index in left if all(need.done() for need in self._needs[index])), None)
+
+    def has_built(self, index: int) -> bool:
+        """Whether all kernels of a request were built, or do not compile: none is left to be compiled by a search."""
+        return all(need.result() for need in self._needs[index])
+
+    def wait(self, left: Sequence[int], waiting: Callable[[int, int], None]) -> None:
+        """Wait for another kernel, or until compiling ends.
 
         Args:
-            left: positions of requests, not empty.
-            waiting: receives how many kernels are built, and how many there are, before each wait.
+            left: positions of requests, of which none is ready.
+            waiting: receives how many kernels are built, and how many there are.
         """
-        while True:
-            for index in left:
-                if all(need.done() for need in self._needs[index]):
-                    return index
-            every = {need for needs in self._needs for need in needs}
-            waiting(sum(need.done() for need in every), len(every))
-            wait([need for index in left for need in self._needs[index] if not need.done()], return_when=FIRST_COMPLETED)
+        every = {need for needs in self._needs for need in needs}
+        waiting(sum(need.done() for need in every), len(every))
+        seconds = None if math.isinf(self._until) else max(0.0, self._until - time.monotonic())
+        wait([need for index in left for need in self._needs[index] if not need.done()], seconds, FIRST_COMPLETED)
 
     def __enter__(self) -> BackgroundCompiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if time.monotonic() >= self._until:
+            for interrupt in self._interrupt:
+                interrupt()
+        self._pool.shutdown(wait=kind is None)
 
 
 def build_all(wanted: Mapping[Group, tuple[KernelBackend, KernelRequest, str]], waiting: Callable[[int, int], None]) -> None:
@@ -152,7 +163,6 @@ def choose_library(backend: KernelBackend, requests: Sequence[KernelRequest], ke
     candidates that is there.  Every request gets at least one.
 
     Args:
-        backend: whose candidates.
         requests: what is to run; those that the backend takes.
         kernels: how many configurations a group compiles.
     """

@@ -30,7 +30,7 @@ from qsync_torch.tuning.compiling import BackgroundCompiler, LimitedBackend, gro
 from qsync_torch.tuning.kernel_timing import KernelTimer, device_peaks, rotating_sets
 
 DEFAULT_EFFORT = Effort()
-TUNING_S = 60.0
+TUNING_S = 90.0
 """How long a job's kernels are tuned where no more is asked for: ``qsync profile`` and ``qsync prepare``."""
 _OPERATIONS_PER_BYTE = 400
 """8-bit operations in the time of one byte of memory; T4, A100 and H200 have 400 to 420."""
@@ -130,8 +130,9 @@ def tune_requests(
         store: where records go; finished searches in it are not repeated, interrupted ones continue.
         device: where.
         effort: how much to try.
-        seconds: no search begins later, and one that has begun tries no further configuration; a kernel that is being compiled is
-            finished, and none is begun that would not be done in time by what the longest took.
+        seconds: no search begins later, and one that has begun tries no further configuration; compilers that run then are ended
+            where the backend can (:class:`~qsync_core.kernels.backend.InterruptibleBackend`), and no kernel is begun that would not
+            be done in time by what the longest took.
         progress: receives the state before each search.
 
     Raises:
@@ -140,21 +141,33 @@ def tune_requests(
     start = time.monotonic()
     device_peaks(device)  # measured while nothing compiles
     reused, done = 0, 0
-    tuned: dict[int, TunedRequest] = {}
+    tunings: dict[int, _RequestTuning] = {}
     left = list(range(len(requests)))
     total = len(requests) * len(backends)
     with BackgroundCompiler(backends, requests, effort.kernels, start + seconds) as compiler:
         while left and time.monotonic() - start < seconds:
-            index = compiler.ready(left, partial(_report_compiling, progress, done, total))
-            left.remove(index)
-            request = _RequestTuning(requests[index], device, store, effort, start + seconds)
+            index = compiler.ready(left)
+            is_ready = index is not None
+            if index is None:  # meanwhile the other backends' kernels are measured
+                index = next((one for one in left if one not in tunings), None)
+            if index is None:
+                compiler.wait(left, partial(_report_compiling, progress, done, total))
+                continue
+            request = tunings.setdefault(index, _RequestTuning(requests[index], device, store, effort, start + seconds))
             for backend in compiler.backends:
+                waits = isinstance(backend, LimitedBackend)
+                if backend.name in request.asked_of or (waits and not is_ready):
+                    continue
                 progress(done, total, f"{backend.name}: {describe(requests[index])}")
                 done += 1
-                reused += request.tune(backend)
-            tuned[index] = TunedRequest(requests[index], tuple(request.records), request.refusals)
+                request.asked_of.add(backend.name)
+                if not waits or compiler.has_built(index):
+                    reused += request.tune(backend)
+            request.release()
+            if is_ready:
+                left.remove(index)
     progress(total, total, "")
-    found = tuple(tuned[index] for index in sorted(tuned))
+    found = tuple(tunings[index].tuned for index in sorted(tunings))
     return JobTuning(found, reused, time.monotonic() - start)
 
 
@@ -164,7 +177,7 @@ def _report_compiling(progress: ProgressCallback, done: int, total: int, built: 
 
 @attrs.define(eq=False)
 class _RequestTuning:
-    """Tunes one request with one backend after the other, all on the same operands; ``until`` when, by ``time.monotonic``."""
+    """Tunes one request with one backend after the other; ``until`` when, by ``time.monotonic``."""
 
     asked: OperatorRequest
     device: torch.device
@@ -173,7 +186,17 @@ class _RequestTuning:
     until: float = math.inf
     records: list[TuningRecord] = attrs.field(factory=list)
     refusals: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
+    asked_of: set[str] = attrs.field(factory=set)
     _timer: KernelTimer | None = None
+
+    @property
+    def tuned(self) -> TunedRequest:
+        """What has been found."""
+        return TunedRequest(self.asked, tuple(self.records), self.refusals)
+
+    def release(self) -> None:
+        """Free the operands: other requests have their own."""
+        self._timer = None
 
     def tune(self, backend: KernelBackend) -> bool:
         """Add a backend's record, or why it has none; returns whether its search was finished before.

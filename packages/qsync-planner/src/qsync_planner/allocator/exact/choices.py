@@ -103,7 +103,7 @@ class Choices:
         return position in self.chain_of and self._model.chains.members[self.chain_of[position][0]][-1] == position
 
     def needs(self, producer: int, reader: int, share: int, used: Indicator) -> Indicator:
-        """Where a reader that uses a cast of a result needs it made: no fused chain writes that copy for it."""
+        """Say where a reader that uses a cast of a result needs it made: no fused chain writes that copy for it."""
         if not self.ends_chain(producer) or reader not in self._model.chains.product_readers[self.chain_of[producer][0]]:
             return used
         written = total([choice.chosen for choice in self.of[producer] if choice.evaluation.written == share])

@@ -203,7 +203,7 @@ class GroupProgram:
         return work[:, :-1] @ values[: work.shape[1] - 1] + work[:, -1] + after - limit_ns
 
     def _work_until(self) -> tuple[Values, Values]:
-        """Per deadline the work until then, by column and, last, the constant; and what follows."""
+        """The work until each deadline, by column and, last, the constant; and what follows."""
         if self._work is None:
             columns = 1 + max((column for work, _ in self.deadlines for column in work), default=CONSTANT)
             work = np.zeros((len(self.deadlines), columns + 1))

@@ -13,6 +13,9 @@ import numpy as np
 from qsync_planner.allocator.exact.network import Network, Priced, Row
 from qsync_planner.allocator.exact.stages import Indices, Numbers
 
+_FEW, _STRONG, _AT_ONCE, _NEARLY_ALL = 100, 256, 32, 0.99
+"""Labels beyond which the best ones are compared with all others; how many of these, how many at once, and the part that is left of
+all from which on no more are."""
 _BEAM = 2000
 """Labels that are kept for a good plan where there are too many for the best."""
 
@@ -93,6 +96,8 @@ def best_path(network: Network, rows: list[Row], priced: Priced, distance: float
         # What can no longer exceed a limit counts as just keeping it.
         new.taken = np.maximum(new.taken, limits - most[new.state])
         survivors = _undominated(new)
+        if len(survivors) > _FEW:
+            survivors = survivors[_not_worse(new[survivors])]
         if len(survivors) > cap:
             complete, cap = False, min(cap, _BEAM)
             survivors = survivors[np.argpartition(new.excess[survivors] + unused[chosen][survivors], cap)[:cap]]
@@ -130,6 +135,28 @@ def _pairs(labels: _Labels, source: Indices, reduced: Numbers, arcs: Indices, di
     if not before:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     return np.concatenate(before), np.concatenate(chosen)
+
+
+def _not_worse(labels: _Labels) -> Indices:
+    """All labels but those that cost no less than one of the best of their state and take no less of any row.
+
+    Those of the least excess, which is a sum of all that, each times a price, are compared with all others.
+    """
+    kept: Indices = np.argsort(labels.excess, kind="stable")
+    figures = [labels.cost, *labels.taken.T]
+    best = 0
+    while best < min(len(kept), _STRONG):
+        strong, others = kept[best : best + _AT_ONCE, None], kept[best:]
+        worse = labels.state[strong] == labels.state[others]
+        for figure in figures:
+            worse &= figure[strong] <= figure[others]
+        worse &= np.arange(len(strong))[:, None] < np.arange(len(others))
+        left = ~worse.any(axis=0)
+        best += int(left[: len(strong)].sum())
+        kept = np.concatenate([kept[: len(kept) - len(others)], others[left]])
+        if left.mean() > _NEARLY_ALL:
+            break
+    return kept
 
 
 def _undominated(labels: _Labels) -> Indices:

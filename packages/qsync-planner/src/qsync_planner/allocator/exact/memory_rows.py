@@ -8,6 +8,7 @@ at which a plan that was found exceeds the budget, until none does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from qsync_core.ir.precision import Precision
 from qsync_planner.allocator.exact.choices import Choices
@@ -19,6 +20,25 @@ _UNIT = 2**20
 
 Terms = Mapping[int, Indicator]
 """Indicators by the operator that they belong to."""
+
+
+class _Output(NamedTuple):
+    """A tensor in one format: the indicator that it is made, and its bytes; the same of its gradient."""
+
+    precision: Precision
+    present: Indicator
+    nbytes: int
+    gradient: Indicator
+    gradient_bytes: int
+
+
+class _Copy(NamedTuple):
+    """A cast copy: its number, the indicators of those that use it and of those that keep it, by position, and its bytes."""
+
+    share: int
+    using: Terms
+    holding: Terms
+    nbytes: int
 
 
 class MemoryRows:
@@ -38,6 +58,8 @@ class MemoryRows:
         self._static_bytes = layout.static_bytes + added_bytes
         self.moments: dict[int, Expression] = {}
         self._kept: dict[tuple[int, object, tuple[int, ...]], Indicator] = {}
+        self._outputs: dict[int, list[_Output]] = {}
+        self._copies: dict[int, list[_Copy]] = {}
 
     def add(self, moment: int) -> bool:
         """Add a moment's row; False where it is there already."""
@@ -79,24 +101,33 @@ class MemoryRows:
     def _add_output(self, found: Expression, position: int, moment: int) -> None:
         """The output, until its last reader has run or for as long as an operator keeps it; and its gradient."""
         first, backward = self._layout.first_gradient[position], self._layout.backward_of(position)
-        for precision in self._choices.formats(position):
-            options = [choice for choice in self._choices.of[position] if choice.evaluation.output is precision]
+        for precision, present, nbytes, made, gradient_bytes in self._outputs_of(position):
             if moment >= position:
-                nbytes = max(choice.evaluation.output_bytes for choice in options)
-                add(
-                    found,
-                    self._output_alive(position, precision, self._present(position, precision, "output_bytes"), moment),
-                    nbytes,
-                )
+                add(found, self._output_alive(position, precision, present, moment), nbytes)
             if first is None or moment > backward or moment < self._layout.count:
                 continue
-            nbytes = max(choice.evaluation.gradient_bytes for choice in options)
-            made = self._present(position, precision, "gradient_bytes")
             if moment < first:
                 # Readers inside a fused chain run their backward with the last of it.
                 late = self._later(position, precision, self._layout.backward_of(moment), gradients=True)
                 made = self._any_of(position, ("gradient", precision, moment), dict(enumerate(late)))
-            add(found, made, nbytes)
+            add(found, made, gradient_bytes)
+
+    def _outputs_of(self, position: int) -> list[_Output]:
+        """An operator's output and its gradient in every format, whatever the moment."""
+        if position not in self._outputs:
+            found = self._outputs[position] = []
+            for precision in self._choices.formats(position):
+                made = [choice.evaluation for choice in self._choices.of[position] if choice.evaluation.output is precision]
+                found.append(
+                    _Output(
+                        precision,
+                        self._present(position, precision, "output_bytes"),
+                        max(entry.output_bytes for entry in made),
+                        self._present(position, precision, "gradient_bytes"),
+                        max(entry.gradient_bytes for entry in made),
+                    )
+                )
+        return self._outputs[position]
 
     def _present(self, position: int, precision: Precision, what: str) -> Indicator:
         """Indicate that an operator delivers a tensor of this format; inside a fused chain none is, at its end perhaps none."""
@@ -188,6 +219,16 @@ class MemoryRows:
 
     def _add_copies(self, found: Expression, producer: int, moment: int) -> None:
         """Cast copies of the producer's output, each shared by its users."""
+        for share, using, holding, nbytes in self._copies_of(producer):
+            add(found, self._copy_alive(producer, share, using, holding, moment), nbytes)
+
+    def _copies_of(self, producer: int) -> list[_Copy]:
+        """The copies of an operator's output, whatever the moment."""
+        if producer not in self._copies:
+            self._copies[producer] = self._read_copies(producer)
+        return self._copies[producer]
+
+    def _read_copies(self, producer: int) -> list[_Copy]:
         users: dict[int, dict[int, list[Indicator]]] = {}
         savers: dict[int, dict[int, list[Indicator]]] = {}
         size: dict[int, int] = {}
@@ -204,10 +245,15 @@ class MemoryRows:
                     users.setdefault(share, {}).setdefault(reader, []).append(chosen)
                 for share in {share for share, _, keeps in copies if keeps}:
                     savers.setdefault(share, {}).setdefault(reader, []).append(chosen)
-        for share, entries in users.items():
-            using = {reader: total(terms) for reader, terms in entries.items()}
-            holding = {reader: total(terms) for reader, terms in savers.get(share, {}).items()}
-            add(found, self._copy_alive(producer, share, using, holding, moment), size[share])
+        return [
+            _Copy(
+                share,
+                {reader: total(terms) for reader, terms in entries.items()},
+                {reader: total(terms) for reader, terms in savers.get(share, {}).items()},
+                size[share],
+            )
+            for share, entries in users.items()
+        ]
 
     def _copy_alive(self, producer: int, share: int, using: Terms, holding: Terms, moment: int) -> Indicator:
         """Indicate whether a copy is alive: from its first user's forward to its last user's, or to its first holder's backward."""

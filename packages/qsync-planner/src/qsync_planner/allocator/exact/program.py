@@ -74,7 +74,7 @@ class SolverFailed(PlanError):
 
 
 class Outcome(enum.Enum):
-    """How a solution ended."""
+    """How the search for a solution ended."""
 
     OPTIMAL = "optimal"
     LIMIT = "limit"
@@ -100,7 +100,7 @@ class Solved:
 
 @attrs.frozen
 class Limits:
-    """When to stop: everything but ``seconds`` gives the same result on every machine.
+    """The limits of a search: everything but ``seconds`` gives the same result on every machine.
 
     Attributes:
         gap: relative difference of objective and bound that is as good as none.

@@ -157,7 +157,7 @@ def _least_by_stages(
     sought: at first the best size known, and where another sum limits the plan found, half-way between that and the bound.
     """
     low, sought = 0, _size(best, quantity)
-    endurance = Endurance(gap, _LABELS, distance=10 * gap, is_late=lambda: _is_past(end))
+    endurance = Endurance(gap, _LABELS, enough=gap, is_late=lambda: _is_past(end))
     for _ in range(_HALVINGS):
         limits = (min(limit_ns, sought), budget_bytes)
         if quantity is Quantity.MEMORY:

@@ -13,14 +13,20 @@ import attrs
 import numpy as np
 
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
-from qsync_planner.allocator.exact.labels import best_path
+from qsync_planner.allocator.exact.labels import Labelled, best_path
 from qsync_planner.allocator.exact.network import Mixture, Network, Priced, Row, best_prices, dense
 from qsync_planner.allocator.exact.stages import Indices, NoStages, Numbers
 from qsync_planner.allocator.problem import GroupProblem
 
 _ROUNDS = 200
-_WIDER = 4.0
-"""How many times farther from the bound a plan is looked for where none was found."""
+_ARCS, _WIDER = 64, 2
+"""Arcs beside one for each stage that a plan is looked for among at first, and times as many where none was found."""
+_FEW, _MORE = 2_000, 4
+"""Labels that are kept at first, and times as many where these are not all."""
+_MANY, _FARTHER, _LEAST = 300, 1.5, 1e-6
+"""Labels from which on they grow fast, times as far that one looks then, and the part of the bound that is not worth less."""
+_BETTER = 0.9
+"""Part of a distance to the bound down to which a better plan is worth looking again with it."""
 _ROUNDING = 1e-9
 """Part of a size that sums of numbers of so many sizes may be off by."""
 _MEAN_ROUNDING = 1e-7
@@ -62,14 +68,14 @@ class Endurance:
     Attributes:
         gap: relative distance to the bound that is near enough.
         labels: that are kept at once.
-        distance: how far above the bound a plan is looked for at first, as a part of the bound.
+        enough: relative distance to the bound after which paths are no longer looked through for a better one.
         is_late: whether to stop.
         tell: receives the size of the best plan and the bound so far.
     """
 
     gap: float
     labels: int
-    distance: float = 1e-3
+    enough: float = 0.0
     is_late: Callable[[], bool] = lambda: False
     tell: Callable[[float, float], None] = lambda size, bound: None
 
@@ -97,7 +103,7 @@ class StagedSearch:
 
     def __init__(self, program: GroupProgram, goal: Goal, limit_ns: int, budget_bytes: int, endurance: Endurance) -> None:
         self._program, self._goal, self._limit_ns, self._budget = program, goal, limit_ns, budget_bytes
-        self._gap, self._labels, self._distance = endurance.gap, endurance.labels, endurance.distance
+        self._gap, self._labels, self._enough = endurance.gap, endurance.labels, endurance.enough
         self._is_late, self._tell = endurance.is_late, endurance.tell
         self._units = len(program.choices.columns)
         self._best: Replayed | None = None
@@ -226,24 +232,41 @@ class StagedSearch:
         most, bound = self._size(), priced.bound
         if bound == math.inf:
             return None, most
-        scale = most if math.isfinite(most) else float(network.cost.max(initial=0.0))
-        distance = self._distance * (abs(priced.bound) or scale)
         found: Indices | None = None
-        proven = bound
-        while not self._is_late():
-            whole = min(most - priced.bound, _total_spread(priced.excess))
-            distance = min(whole, distance)
-            labelled = best_path(network, rows, priced, distance, most, self._labels)
+        spread = np.sort(priced.excess[np.isfinite(priced.excess)])
+        proven, reached, cap = bound, math.inf, min(_FEW, self._labels)
+        arcs, looked_farther = len(network.stages) + _ARCS, False
+
+        def look(distance: float) -> Labelled:
+            nonlocal found, most
+            labelled = best_path(network, rows, priced, distance, most, cap)
             if labelled.path is not None:
                 found, most = labelled.path, float(network.cost[labelled.path].sum())
+            return labelled
+
+        while not self._is_late() and (most == math.inf or most - proven > self._enough * most):
+            # How many arcs are within a distance says how much there is to look through, whatever Ω and time are counted in.
+            before, whole = most, min(most - priced.bound, float(spread.sum()))
+            distance = min(whole, reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
+            labelled = look(distance)
             if labelled.complete:
                 # Every path up to this distance was considered; one found may be farther.
-                proven = most if distance >= whole else min(most, priced.bound + distance)
+                proven = most if distance >= min(whole, most - priced.bound) else min(most, priced.bound + distance)
                 if proven == most:
                     return found, most if found is None else most * (1 - _ROUNDING)
                 proven -= _ROUNDING * abs(proven)
-                distance *= _WIDER
-            elif labelled.path is None or most - priced.bound > distance / 2:
+                arcs, looked_farther = len(network.stages) + _WIDER * (arcs - len(network.stages)), False
+                least = _LEAST * abs(priced.bound)
+                reached = _FARTHER * max(distance, least) if labelled.most > _MANY else math.inf
+            elif most - priced.bound < _BETTER * (before - priced.bound):
+                continue
+            elif not looked_farther and distance < whole:
+                # A plan that is farther from the bound rules out many paths that are nearer to it.
+                look(min(whole, _WIDER * distance))
+                looked_farther = True
+            elif cap < self._labels:
+                cap, looked_farther = min(self._labels, _MORE * cap), False
+            else:
                 break
         return found, proven
 
@@ -267,9 +290,3 @@ class StagedSearch:
         if amounts @ values + constant > self._limit_ns + rounding_ns and not self._dispatch:
             self._dispatch = added = True
         return added
-
-
-def _total_spread(excess: Numbers) -> float:
-    """No path has an excess above this."""
-    finite = excess[np.isfinite(excess)]
-    return float(finite.sum())

@@ -16,11 +16,11 @@ import attrs
 import torch
 
 from qsync_core.geometry import Geometry
-from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
+from qsync_indicators_example import terms
 from qsync_torch.kinds.products import product
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, parameter_of

@@ -6,17 +6,19 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from qsync_indicators_example import terms
+from qsync_indicators_example.observing_hessian import HessianCollector
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.quantize import dequantize
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepCollector
-from qsync_torch.observing.hessian import HessianCollector
+from qsync_torch.observing.observe import observe
 from qsync_torch.quantize import quantize
 from qsync_torch.tracing.trace import trace
 
@@ -264,3 +266,27 @@ def test_training_is_not_disturbed():
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert all(parameter.grad is None for parameter in step.model.parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, checkpoints=True):
+        super().__init__()
+        self.first, self.middle, self.head, self.checkpoints = nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 3), checkpoints
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.head(checkpoint(self._middle, x, use_reentrant=False) if self.checkpoints else self._middle(x))
+
+    def _middle(self, x):
+        return torch.tanh(self.middle(x))
+
+
+def test_checkpointing_of_a_frozen_weight_alone_is_refused():
+    """It would be differentiated for in the first run only."""
+    job, plain = _step(Checkpointed()).job, _step(Checkpointed(checkpoints=False)).job
+    options = {"warmup": 0, "steps": 1, "collectors": [HessianCollector()]}
+    assert observe(job, trace(plain), [INT8, FLOAT32], **options).values(terms.HESSIAN, terms.TOP_EIGENVALUE, OpId("middle"))
+    job.model.middle.requires_grad_(False)
+    plain.model.middle.requires_grad_(False)
+    with pytest.raises(Exception, match="cannot observe net: operator middle#0 runs under activation checkpointing"):
+        observe(job, trace(plain), [INT8, FLOAT32], **options)

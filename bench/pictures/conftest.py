@@ -1,8 +1,0 @@
-"""The pictures are imported as they are by the script."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,8 +1,0 @@
-"""Lets the tests import what they test as the script does."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
