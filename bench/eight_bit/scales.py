@@ -40,8 +40,10 @@ TO_REACH = {"P4": "≤ 0.10", "P4b": "≤ 2.5"}
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """P4, over one scale a tensor, and P4b, over the same without outliers: by row with channel factors, rounded to nearest; one
-    draw rounded stochastically, as it trains, beside them."""
+    """P4, over one scale a tensor, and P4b, over the same without outliers: by row with channel factors, rounded to nearest.
+
+    One draw that is rounded stochastically, as it trains, is beside them.
+    """
     model = trained(bench, QUICK_UPDATES if bench.quick else UPDATES)
     errors: dict[tuple[str, Rounding, int | None], float] = {}
     for draw in (None, *range(DRAWS)):
@@ -52,9 +54,9 @@ def rows(bench: Bench) -> Iterator[Row]:
                 errors[way, rounding, draw] = found
                 bench.say(f"{'as trained' if draw is None else f'planted {draw}'}, {rounding}, {way}: {found:.4f}")
     title = (
-        f"gradient of a GLU model ({LAYERS} layers, {HIDDEN}, {INNER}, {UPDATES} updates on Python's library), one channel in "
-        f"{INNER} of each down projection x {LARGER:.0f}, all three products in int8 by row with "
-        "channel factors, emulated by aten: error"
+        f"gradient of a GLU model ({LAYERS} layers, {HIDDEN}, {INNER}, {UPDATES} updates on Python's library), one channel "
+        f"in {INNER} of each down projection x {LARGER:.0f}, all three products in int8 by row with channel factors, emulated by "
+        "aten: error"
     )
     spread = "; ".join(
         f"{way}: "

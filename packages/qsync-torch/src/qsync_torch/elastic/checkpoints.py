@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from qsync_torch.distributed.ranks import naming_lost_ranks, together, told_by_a
 
 _PREFIX, _SUFFIX = "step-", ".pt"
 _KEYS = {"step", "state", "plan", "random"}
+_FACTORS = "factors"
+"""Channel factors of a plan's operators, of each rank by its place."""
 _BATCHES = "batches"
 """Samples of a step, of the job and as planned; not in the files of versions that did not keep them."""
 
@@ -50,10 +53,10 @@ class Resumable(Protocol):
     def resize(self) -> str | None:
         """What the script has said is to stay where the job has other ranks than planned."""
 
-    def state_dict(self) -> dict[str, int]:
-        """What is equal on all ranks."""
+    def state_dict(self) -> dict[str, Any]:
+        """What is equal on all ranks, and perhaps ``factors``, texts of this rank's own."""
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a stored state."""
 
     def share_buffers(self) -> None:
@@ -122,14 +125,18 @@ class Checkpoints:
         """
         if self._applied is not None:
             self._applied.share_buffers()
-        told = told_by_all("Checkpoints.save", {"step": str(step), "place": self._place(), "random": _random_state()})
+        plan = {} if self._applied is None else self._applied.state_dict()
+        mine = {"step": str(step), "place": self._place(), "random": _random_state(), _FACTORS: json.dumps(plan.pop(_FACTORS, {}))}
+        told = told_by_all("Checkpoints.save", mine)
+        if factors := {said["place"]: found for said in told.values() if (found := json.loads(said[_FACTORS]))}:
+            plan[_FACTORS] = factors
         if len({said["step"] for said in told.values()}) > 1:
             steps = by_value({rank: said["step"] for rank, said in told.items()})
             raise RankError(f"the ranks of this job save different steps ({steps}); save on all of them after the same step")
         contents = {
             "step": step,
             "state": dict(state),
-            "plan": {} if self._applied is None else self._applied.state_dict(),
+            "plan": plan,
             "random": {said["place"]: said["random"] for said in told.values()},
             _BATCHES: self._batches(),
         }
@@ -171,7 +178,9 @@ class Checkpoints:
             found = self._read(path if data is None else io.BytesIO(data), path, map_location)
             self._check_batches(path, found.get(_BATCHES, []))
             if self._applied is not None and found["plan"]:
-                self._applied.load_state_dict(found["plan"])
+                plan = dict(found["plan"])
+                factors = plan.pop(_FACTORS, {}).get(self._place())
+                self._applied.load_state_dict(plan if factors is None else {**plan, _FACTORS: factors})
             self._restore_random(newest, found["random"])
         return Checkpoint(newest, found["state"])
 

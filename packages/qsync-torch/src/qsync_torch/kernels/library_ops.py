@@ -261,7 +261,7 @@ def convolution_grad_input(
     x_shape: Sequence[int],
     binding: OperatorBinding,
     dtype: torch.dtype | None = None,
-    columns: None = None,
+    columns: torch.Tensor | None = None,
     *,
     straight: bool = False,
 ) -> torch.Tensor:
@@ -290,7 +290,7 @@ def convolution_grad_weight(
     x_scale: torch.Tensor,
     w: torch.Tensor,
     binding: OperatorBinding,
-    columns: None = None,
+    columns: torch.Tensor | None = None,
     *,
     straight: bool = False,
 ) -> torch.Tensor:

@@ -261,7 +261,8 @@ def lowered_copies(
     elif not copies.to_input.precision.needs_scale:
         by_input = by_input + by_bias
     if copies.by_column:
-        yield copies.to_weight, *(of.reshape(-1, of.shape[-1]).t().contiguous() for of in (grad, by_weight))
+        turned, its_response = (of.reshape(-1, of.shape[-1]).t().contiguous() for of in (grad, by_weight))
+        yield copies.to_weight, turned, its_response
     elif copies.to_weight != EXACT:
         yield copies.to_weight, grad, by_weight
     if copies.to_input != EXACT:

@@ -154,9 +154,10 @@ class Operand(NamedTuple):
         return values, self.scale if self.column_scale is None else self.column_scale
 
 
-def by_row_and_column(scale: torch.Tensor, columns: int) -> tuple[torch.Tensor, ...]:
+def by_row_and_column(scale: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of a copy's rows, and those of its transposed copy, from the vector that holds both."""
-    return scale.split([scale.numel() - columns, columns])
+    of_rows: torch.Tensor = scale.narrow(0, 0, scale.numel() - columns)
+    return of_rows, scale.narrow(0, scale.numel() - columns, columns)
 
 
 X, W, GRAD, KEPT = range(1, 5)

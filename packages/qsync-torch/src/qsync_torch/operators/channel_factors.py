@@ -18,8 +18,8 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_torch.operators.casts import Operand
 
-LARGEST_EXPONENT = 24
-"""Factors are within 2**±24: beyond, float16 copies of what autograd keeps would not hold them."""
+LARGEST_EXPONENT = 15
+"""Factors are within 2**±15: a float16 copy of what autograd keeps, as hooks may make, holds these."""
 
 
 class Factor(NamedTuple):
@@ -50,7 +50,8 @@ class Factor(NamedTuple):
 
 
 def _largest_by_column(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x.reshape(-1, x.shape[-1]), math.inf, dim=0, dtype=torch.float32)
+    found: torch.Tensor = torch.linalg.vector_norm(x.reshape(-1, x.shape[-1]), math.inf, dim=0, dtype=torch.float32)
+    return found
 
 
 def next_factors(values: torch.Tensor, x_largest: torch.Tensor, w_largest: torch.Tensor) -> torch.Tensor:
