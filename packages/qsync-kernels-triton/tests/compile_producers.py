@@ -26,7 +26,7 @@ ROUNDING = {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": False, "STREAM"
 KEPT = {"WRITE_X": True, "X_FORMAT": 0}
 
 
-EVERYWHERE = {"normalize_positions", "reduce_gradient", "normalize_rows", "layer_norm_gradient", "activation_gradient e4m3"}
+EVERYWHERE = {"normalize_positions", "reduce_gradient", "normalize_rows rms", "normalize_rows", "layer_norm_gradient", "activation_gradient e4m3"}
 """Those that are compiled for every chip; the others for the last one alone, because compiling takes its time."""
 
 
@@ -54,14 +54,18 @@ def cases(capability):
     yield "gradient_reach", gradient_reach, {"ROWS": 128, "BLOCK": 16, "WEIGHT": True, "MULTIPLIER": True}, {}
     yield "finish_sums", finish_sums, {"ROWS": 128, "BLOCK": 16}, {}
     added = {"STREAM": 2}
-    normalizing = ROWS | GIVEN | {"RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING | added
+    normalizing = ROWS | GIVEN | {"CENTERED": True, "RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING | added
     yield "normalize_rows", normalize_rows, normalizing, {}
     yield "normalize_rows in five", normalize_rows, normalizing | {"BLOCK": 128, "HELD": 5}, {}
     yield "normalize_rows long", normalize_rows, normalizing | {"BLOCK": 4096, "ROWS": 1, "HELD": 0}, {}
     again = {name: value for name, value in ROWS.items() if name != "HELD"} | ROUNDING | {"PARTIALS": 1024}
-    yield "round_normalized", round_normalized, again | GIVEN | {"RESIDUAL": False}, {}
-    gradient = ROWS | {"WEIGHT": True, "EIGHT_BIT": False, "WRITE_INPUT": True, "WRITE_SUMS": True}
+    yield "round_normalized", round_normalized, again | GIVEN | {"RESIDUAL": False, "CENTERED": True}, {}
+    gradient = ROWS | {"WEIGHT": True, "EIGHT_BIT": False, "WRITE_INPUT": True, "WRITE_SUMS": True, "CENTERED": True}
     yield "layer_norm_gradient", layer_norm_gradient, gradient, {}
+    uncentered, wide = {"BIAS": False, "CENTERED": False}, {"ROWS": 1, "BLOCK": 2048, "HELD": 1}
+    yield "normalize_rows rms", normalize_rows, normalizing | uncentered | wide, {"x_ptr": "*fp32"}
+    yield "round_normalized rms", round_normalized, again | {"WEIGHT": True, "RESIDUAL": False} | uncentered, {"x_ptr": "*fp32"}
+    yield "layer_norm_gradient rms", layer_norm_gradient, gradient | {"CENTERED": False}, {"x_ptr": "*fp32", "grad_ptr": "*fp32"}
     long = {"BLOCK": 4096, "ROWS": 1, "HELD": 0, "EIGHT_BIT": True}
     yield "layer_norm_gradient long", layer_norm_gradient, gradient | long, {"x_ptr": "*i8"}
     activating = ROWS | {"ACTIVATION": 2, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING | added

@@ -30,6 +30,8 @@ from qsync_kernels_triton.producers.row_plans import (  # noqa: E402
     build_activation_output,
     build_layer_norm_grad_input,
     build_layer_norm_output,
+    build_rms_norm_grad_input,
+    build_rms_norm_output,
 )
 
 _spec = importlib.util.spec_from_file_location("triton_producer_checking", Path(__file__).with_name("checking.py"))
@@ -203,6 +205,73 @@ def test_layer_norm_gradients_in_16_bit_without_weights_and_one_by_one(outputs, 
         alone = [outputs.empty(e.shape, e.dtype) if i == place else None for i, e in enumerate(together)]
         kernel(grad, case.sum, None, case.mean_out, case.rstd_out, None, *alone)
         assert torch.equal(alone[place], expected)
+
+
+def rms_norm(outputs, x, weight, residual, granularity, keep, config=SMALL):
+    """What the kernel writes, by its names, checked against float64 of the sum that it kept."""
+    rows, shape = len(x), tuple(x.shape)
+    w = {"rstd": outputs.empty((rows,)), "out": outputs.empty(shape), "q": outputs.empty(shape, torch.int8)}
+    w |= {"scale": outputs.empty((1 if granularity is TENSOR else rows,)), "stream": outputs.empty((1,), torch.int64)}
+    w |= {"x_q": outputs.empty(shape, torch.int8), "x_scale": outputs.empty((rows,))}
+    w["sum"] = outputs.empty(shape, x.dtype) if residual is not None and keep else None
+    build_rms_norm_output(granularity, Rounding.STOCHASTIC, config)(
+        x, weight, EPS, residual, w["sum"], w["rstd"], w["out"], w["q"], w["scale"], w["stream"], w["x_q"], w["x_scale"],
+        SEED, X_SEED, OFFSET,
+    )  # fmt: skip
+    s = x.double() + (0 if residual is None else residual.double())
+    s = s if w["sum"] is None else w["sum"].double()
+    rstd = (s.square().mean(1, keepdim=True) + EPS).rsqrt()
+    xhat = s * rstd
+    z, size = (xhat, 1.0) if weight is None else (xhat * weight.double(), 1 + weight.double().abs())
+    # Where the sum is not kept, it is read again as it is made: rounded to float32.
+    assert_close(w["rstd"], rstd[:, 0], rstd[:, 0], "1 / root mean square")
+    assert_close(w["out"], z, (s.abs() * rstd + 1) * size, "result")
+    check_copy(w["q"], w["scale"], w["out"], granularity, x)
+    check_stream(w["stream"], x)
+    streams = checking.streams(x, OFFSET, rows)
+    checking.assert_is_rounded(w["x_q"], scales_of(w["x_q"], w["x_scale"]), xhat, X_SEED, streams)
+    largest = xhat.abs().amax(1)
+    assert torch.allclose(w["x_scale"].double(), torch.where(largest == 0, 1.0, largest / 127), rtol=1e-4)
+    return w | {"s": s if w["sum"] is None else w["sum"], "xhat": xhat}
+
+
+def check_rms_gradients(outputs, grad, kept, scale, rstd, weight, xhat, config=SMALL):
+    found = outputs.empty(kept.shape, grad.dtype), outputs.empty(kept.shape[1:])
+    build_rms_norm_grad_input(config)(grad, kept, scale, rstd, weight, *found)
+    g, n = grad.double(), kept.shape[1]
+    w, r = g if weight is None else g * weight.double(), rstd.double()[:, None]
+    product, sizes = (w * xhat).sum(1, keepdim=True), (w.abs() * (1 + xhat.abs())).sum(1, keepdim=True)
+    assert_close(found[0], r * (w - xhat * product / n), r * (w.abs() + sizes * (1 + xhat.abs()) / n), "gradient of the input")
+    assert_close(found[1], (g * xhat).sum(0), (g.abs() * (1 + xhat.abs())).sum(0), "gradient of the weight")
+
+
+@in_pairs({"shape": [(5, 37), (3, 136), (1, 8)], "residual": [False, True], "granularity": [ROW, TENSOR], "keep": [False, True]})
+def test_everything_an_rms_norm_writes_and_its_gradients(outputs, way, shape, residual, granularity, keep):
+    x, weight = random(*shape, mean=0.5, deviation=2.0), random(shape[1], seed=1)
+    found = rms_norm(outputs, x, weight, random(*shape, seed=3) if residual else None, granularity, keep)
+    grad = random(*shape, seed=9)
+    check_rms_gradients(outputs, grad, found["s"].float(), None, found["rstd"], weight, found["xhat"])
+    xhat = found["x_q"].double() * scales_of(found["x_q"], found["x_scale"])
+    check_rms_gradients(outputs, grad, found["x_q"], found["x_scale"], found["rstd"], weight, xhat)
+
+
+def test_an_rms_norm_in_16_bit_without_weight_and_gradients_one_by_one(outputs, way):
+    x = random(6, 40, dtype=torch.float16)
+    found = rms_norm(outputs, x, None, None, ROW, False)
+    grad = random(6, 40, seed=9, dtype=torch.float16)
+    check_rms_gradients(outputs, grad, x, None, found["rstd"], None, found["xhat"])
+    kernel, both = build_rms_norm_grad_input(SMALL), (outputs.empty((6, 40), torch.float16), outputs.empty((40,)))
+    kernel(grad, x, None, found["rstd"], None, *both)
+    for place, expected in enumerate(both):
+        alone = [outputs.empty(e.shape, e.dtype) if i == place else None for i, e in enumerate(both)]
+        kernel(grad, x, None, found["rstd"], None, *alone)
+        assert torch.equal(alone[place], expected)
+
+
+def test_an_rms_norm_subtracts_no_mean(outputs, way):
+    """Of equal numbers nothing is left by a layer norm; here they are 1 each."""
+    found = rms_norm(outputs, torch.full((3, 136), -4.0), None, None, ROW, False)
+    assert (found["out"] + 1).abs().max() < 1e-5
 
 
 class Act:

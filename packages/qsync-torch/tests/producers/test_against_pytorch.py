@@ -13,7 +13,7 @@ from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.quantize import build_copy
 from qsync_torch.conformance.operands import Outputs, floats
-from qsync_torch.conformance.producers import ACTIVATION, BATCH_NORM, EPS, FORMS, LAYER_NORM, Producer, variant_of
+from qsync_torch.conformance.producers import ACTIVATION, BATCH_NORM, EPS, FORMS, LAYER_NORM, RMS_NORM, ROW_NORMS, Producer, variant_of
 from qsync_torch.conformance.quantization import LARGEST
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -43,11 +43,14 @@ def in_pytorch(problem, grad, dtype):
         z = functional.batch_norm(problem.argument(x), None, None, *parameters, training=True, eps=EPS)
         z = z.permute(0, 2, 3, 1).reshape(problem.x.shape)
         z = z if residual is None else z + residual
-    elif problem.name == LAYER_NORM:
+    elif problem.name in ROW_NORMS:
         s = x if residual is None else x + residual
         if residual is not None:  # rounded to the format of both in float64 as well: all three normalize the same numbers
             s = s + ((problem.x + problem.residual).to(dtype) - s).detach()
-        z = functional.layer_norm(s, s.shape[1:], weight.to(dtype), bias.to(dtype), EPS)
+        if problem.name == LAYER_NORM:
+            z = functional.layer_norm(s, s.shape[1:], weight.to(dtype), bias.to(dtype), EPS)
+        else:
+            z = functional.rms_norm(s, s.shape[1:], weight.to(dtype), EPS)
     else:
         z = x
     y = FUNCTIONS[problem.chain.activation](z)
@@ -64,7 +67,7 @@ def fused(problem, grad):
         kernel_of(problem, "grad_input"), outputs, grad, kept, written.x_scale, written.mean, written.spread, written.bits
     )
     outputs.check()
-    residual = found.x if problem.name == LAYER_NORM and problem.residual is not None else found.residual
+    residual = found.x if problem.name in ROW_NORMS and problem.residual is not None else found.residual
     return [written.out, *(t for t in (found.x, residual, found.weight, found.bias) if t is not None)]
 
 

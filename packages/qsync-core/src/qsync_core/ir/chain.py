@@ -21,8 +21,15 @@ class Producer(enum.StrEnum):
     """A batch norm; behind it perhaps the addition of a residual, perhaps a ReLU."""
     LAYER_NORM = "layer_norm"
     """A layer norm; before it perhaps the addition of a residual."""
+    RMS_NORM = "rms_norm"
+    """A layer norm without a mean and a bias; before it perhaps the addition of a residual."""
     ACTIVATION = "activation"
     """An activation alone."""
+
+    @property
+    def normalizes_rows(self) -> bool:
+        """Whether it normalizes each row by itself."""
+        return self in (Producer.LAYER_NORM, Producer.RMS_NORM)
 
 
 class Activation(enum.StrEnum):

@@ -17,10 +17,11 @@ LINEAR = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
 CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT)
 BATCH_NORMS = (Op.BATCH_NORM_OUTPUT, Op.BATCH_NORM_GRAD_INPUT)
 LAYER_NORMS = (Op.LAYER_NORM_OUTPUT, Op.LAYER_NORM_GRAD_INPUT)
+RMS_NORMS = (Op.RMS_NORM_OUTPUT, Op.RMS_NORM_GRAD_INPUT)
 ACTIVATIONS = (Op.ACTIVATION_OUTPUT, Op.ACTIVATION_GRAD_INPUT)
 FUSED_ACTIVATIONS = (
     dict.fromkeys(BATCH_NORMS, (Activation.NONE, Activation.RELU))
-    | dict.fromkeys(LAYER_NORMS, (Activation.NONE,))
+    | dict.fromkeys((*LAYER_NORMS, *RMS_NORMS), (Activation.NONE,))
     | dict.fromkeys(ACTIVATIONS, (Activation.RELU, Activation.GELU, Activation.GELU_TANH, Activation.SILU))
 )
 """The functions that each producer ends with: behind a batch norm only one that is monotone, so that the scale is known ahead."""

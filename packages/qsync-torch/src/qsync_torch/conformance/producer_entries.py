@@ -19,6 +19,7 @@ from qsync_torch.conformance.producers import (
     BATCH_NORM,
     FORMS,
     LAYER_NORM,
+    RMS_NORM,
     SIGNATURES,
     Backward,
     Producer,
@@ -223,7 +224,7 @@ def _add_copies(entry: Entry, case: Callable[..., Case], forms: list[str]) -> No
         edge = case("edges", form, variant_of(saved=_kept(form)[-1], rounding=NEAREST), (21, 65), positive_weights)
         entry.edges.append((edge, "x", 300.0))
         by = TENSOR if FORMS[form][0] == BATCH_NORM else ROW
-        if FORMS[form][1].residual or form in (BATCH_NORM, LAYER_NORM, "gelu"):
+        if FORMS[form][1].residual or form in (BATCH_NORM, LAYER_NORM, RMS_NORM, "gelu"):
             entry.drawn.append(case("draws", form, variant_of(saved=INT8, granularity=by), (56, 40)))
 
 

@@ -23,7 +23,8 @@ from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.dtypes import TORCH_DTYPE
 
 EPS = 1e-5
-BATCH_NORM, LAYER_NORM, ACTIVATION = "batch_norm", "layer_norm", "activation"
+BATCH_NORM, LAYER_NORM, RMS_NORM, ACTIVATION = "batch_norm", "layer_norm", "rms_norm", "activation"
+ROW_NORMS = (LAYER_NORM, RMS_NORM)
 FORMS = {
     "batch_norm": (BATCH_NORM, ChainForm()),
     "batch_norm+relu": (BATCH_NORM, ChainForm(Activation.RELU)),
@@ -31,6 +32,8 @@ FORMS = {
     "batch_norm+add+relu": (BATCH_NORM, ChainForm(Activation.RELU, residual=True)),
     "layer_norm": (LAYER_NORM, ChainForm()),
     "add+layer_norm": (LAYER_NORM, ChainForm(residual=True)),
+    "rms_norm": (RMS_NORM, ChainForm()),
+    "add+rms_norm": (RMS_NORM, ChainForm(residual=True)),
     **{str(function): (ACTIVATION, ChainForm(function)) for function in Activation if function is not Activation.NONE},
 }
 """Every producer with every chain that there is, by a name for people."""
@@ -46,9 +49,11 @@ SIGNATURES = {
     "batch_norm.output": f"x weight bias eps residual residual_absmax mean> spread> out> absmax> {_COPY} x_q> x_scale> bits> "
     "seed x_seed offset",
     "layer_norm.output": f"x weight bias eps residual sum> mean> spread> out> {_COPY} x_q> x_scale> seed x_seed offset",
+    "rms_norm.output": f"x weight eps residual sum> spread> out> {_COPY} x_q> x_scale> seed x_seed offset",
     "activation.output": f"x out> {_COPY} x_q> x_scale> seed x_seed offset",
     "batch_norm.grad_input": "kept kept_scale mean spread weight bias eps bits x> residual> weight> bias>",
     "layer_norm.grad_input": "kept kept_scale mean spread weight x> weight> bias>",
+    "rms_norm.grad_input": "kept kept_scale spread weight x> weight>",
     "activation.grad_input": "kept kept_scale x>",
 }
 """Arguments by the names that they have here; a backward kernel's come behind its gradient."""
@@ -158,7 +163,7 @@ class Producer(_OfProducer):
             images=images_of(shape[0]),
             residual=floats(shape, dtype, device, seed + 1) if chain.residual else None,
             weight=weight if name != ACTIVATION else None,
-            bias=bias if name != ACTIVATION else None,
+            bias=bias if name in (BATCH_NORM, LAYER_NORM) else None,
         )
 
     @property
@@ -195,9 +200,9 @@ class Producer(_OfProducer):
         of_batch, copied, saved = self.name == BATCH_NORM, variant.compute.needs_scale, variant.saved.needs_scale
         groups, float32 = rows if variant.x_granularity is Granularity.PER_ROW else 1, torch.float32
         per_group, result = columns if of_batch else rows, self.chain.float_result
-        normalized, summed = self.name != ACTIVATION, self.name == LAYER_NORM and self.chain.residual and not saved
+        normalized, summed = self.name != ACTIVATION, self.name in ROW_NORMS and self.chain.residual and not saved
         wanted: dict[str, tuple[bool, torch.dtype, tuple[int, ...]]] = {
-            "mean": (normalized, float32, (per_group,)),
+            "mean": (normalized and self.name != RMS_NORM, float32, (per_group,)),
             "spread": (normalized, float32, (per_group,)),
             "out": (result, TORCH_DTYPE[variant.output], (rows, columns)),
             "absmax": (of_batch and result, float32, (1,)),
@@ -215,13 +220,13 @@ class Producer(_OfProducer):
         """Compute the result in float64, of the sum that was written, where one was."""
         dim = 0 if self.name == BATCH_NORM else 1
         s, added = self.x.double(), 0.0 if self.residual is None else self.residual.double()
-        if self.name == LAYER_NORM:
+        if self.name in ROW_NORMS:
             s = written["sum"].double() if written is not None and "sum" in written else s + added
         if self.name == ACTIVATION:
             nothing = torch.zeros((), dtype=torch.float64, device=s.device)
             xhat, mean, var, xhat_error = s, nothing, nothing, torch.zeros_like(s)
         else:
-            mean = s.sum(dim, keepdim=True) / max(s.shape[dim], 1)
+            mean = s.sum(dim, keepdim=True) / max(s.shape[dim], 1) * (self.name != RMS_NORM)
             var = (s - mean).square().sum(dim, keepdim=True) / max(s.shape[dim], 1)
             rstd = (var + EPS).rsqrt()
             xhat = (s - mean) * rstd
@@ -247,10 +252,12 @@ class Producer(_OfProducer):
             check_close(written["mean"], expected.mean[0], FINE * size, "the mean of a channel")
             what = "the variance of a channel (biased: divided by the number of positions)"
             check_close(written["spread"], expected.var[0], slack, what)
-        if self.name == LAYER_NORM:
+        if self.name in ROW_NORMS:
             rstd, size = (expected.var + EPS).rsqrt()[:, 0], s.abs().mean(1)
-            check_close(written["mean"], expected.mean[:, 0], FINE * size, "the mean of a row")
-            check_close(written["spread"], rstd, rstd * (8 * FINE + FINE * size * rstd), "1 / sqrt(variance + eps) of a row")
+            if "mean" in written:
+                check_close(written["mean"], expected.mean[:, 0], FINE * size, "the mean of a row")
+            what = "1 / sqrt(variance + eps) of a row" if self.name == LAYER_NORM else "1 / sqrt(mean square + eps) of a row"
+            check_close(written["spread"], rstd, rstd * (8 * FINE + FINE * size * rstd), what)
         if "sum" in written and self.residual is not None:
             exact = (x.float() + self.residual.float()).to(written["sum"].dtype)
             assert torch.equal(written["sum"], exact), "the sum is not that of x and residual, rounded once"
@@ -279,10 +286,12 @@ class Producer(_OfProducer):
         Its gradient has a mean: one that has none hides what is not subtracted.
         """
         x, of_batch = self.x, self.name == BATCH_NORM
-        if self.name == LAYER_NORM and self.residual is not None:
+        if self.name in ROW_NORMS and self.residual is not None:
             x = x + self.residual
         dim = 0 if of_batch else 1
         var, mean = torch.var_mean(x.double(), dim, correction=0) if x.numel() else (x.double().sum(dim), x.double().sum(dim))
+        if self.name == RMS_NORM:
+            var, mean = var + mean.square(), mean * 0
         spread, mean = (var if of_batch else (var + EPS).rsqrt()).float(), mean.float()
         grad = (floats(tuple(x.shape), torch.float32, x.device, seed) + 0.5).to(TORCH_DTYPE[self.variant.grad_input])
         bits = packed(floats(tuple(x.shape), torch.float32, x.device, 77) > 0) if self.wants_bits else None
@@ -317,7 +326,7 @@ class Backward(_OfProducer):
     Attributes:
         grad: of the result; other: its second part, of a chain that takes two.
         kept: x or its 8-bit copy; kept_scale: of that; bits: where ReLU was open, where they are wanted.
-        mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows.
+        mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows (1 / root mean square, without a mean).
         multiplier: of the gradient's copy, for each column.
         wanted: names of the gradients that are.
     """
@@ -407,7 +416,9 @@ class Backward(_OfProducer):
         sizes, count = terms if of_batch else terms * weight.abs(), max(h.shape[dim], 1)
 
         def formula(inner: torch.Tensor, factor: torch.Tensor, xhat: torch.Tensor, sign: float) -> torch.Tensor:
-            means = inner.sum(dim, keepdim=True) + xhat * (inner * xhat).sum(dim, keepdim=True)
+            means = xhat * (inner * xhat).sum(dim, keepdim=True)
+            if self.name != RMS_NORM:
+                means = means + inner.sum(dim, keepdim=True)
             return (inner + sign * means / count) * factor
 
         expected = {

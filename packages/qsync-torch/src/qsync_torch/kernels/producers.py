@@ -33,8 +33,8 @@ class Produced(NamedTuple):
         out: the result, in a float format.
         absmax: its largest magnitude (batch norm).
         q, scale: its 8-bit copy; stream: one int64, the offset for those who quantize because of it.
-        mean, spread: the statistics; ``spread`` is a batch norm's biased variance, a layer norm's 1 / deviation.
-        kept, kept_scale: what backward reads in the place of the argument: the sum that a layer norm normalizes, or the
+        mean, spread: the statistics; ``spread`` is a batch norm's biased variance, another norm's 1 / deviation (1 / root mean square).
+        kept, kept_scale: what backward reads in the place of the argument: the sum that a norm of rows normalizes, or the
             normalized input (of an activation: the input) in 8 bit.
         open: one bit per element, whether ReLU let it pass.
     """
@@ -112,9 +112,9 @@ class ProducerBinding(Bound):
             "q": self.writes_copy,
             "scale": self.writes_copy,
             "stream": self.writes_copy,
-            "mean": normalizes,
+            "mean": normalizes and self.producer is not Producer.RMS_NORM,
             "spread": normalizes,
-            "kept": keep and (self.saves_copy or (self.producer is Producer.LAYER_NORM and chain.residual)),
+            "kept": keep and (self.saves_copy or (self.producer.normalizes_rows and chain.residual)),
             "kept_scale": keep and self.saves_copy,
             "open": keep and is_image and chain.activation is Activation.RELU and (chain.residual or self.saves_copy),
         }
@@ -222,6 +222,28 @@ def _layer_norm_output(
     return _written(p)
 
 
+def _rms_norm_output(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    key: str,
+    keep: bool,
+    seed: int,
+    x_seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    p = binding.allocate(x, keep)
+    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    summed = p.kept if residual is not None and not binding.saves_copy else None
+    kernel(
+        x, weight, eps, residual, summed, p.spread, p.out, p.q, p.scale, p.stream,
+        *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset),
+    )  # fmt: skip
+    return _written(p)
+
+
 def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
     binding = _binding(key)
     p = binding.allocate(x, keep)
@@ -321,6 +343,21 @@ def _layer_norm_grad_input(
     return out
 
 
+def _rms_norm_grad_input(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    key: str,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    (grad_input, _, grad_weight, _), out = _gradients(x, binding, wanted)
+    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, rstd, weight, grad_input, grad_weight)
+    return out
+
+
 def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor | None, key: str) -> torch.Tensor:
     binding = _binding(key)
     out = torch.empty_like(x, dtype=binding.grad_input)
@@ -345,6 +382,11 @@ define(
     lambda x, weight, bias, eps, residual, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
 )
 define(
+    f"rms_norm_output(Tensor x, Tensor? weight, float eps, Tensor? residual, {_STREAMS}) -> Tensor[]",
+    _rms_norm_output,
+    lambda x, weight, eps, residual, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
+)
+define(
     f"activation_output(Tensor x, {_STREAMS}) -> Tensor[]",
     _activation_output,
     lambda x, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
@@ -364,6 +406,11 @@ define(
 define(
     f"layer_norm_grad_input({_SAVED}, Tensor mean, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",
     _layer_norm_grad_input,
+    lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
+)
+define(
+    f"rms_norm_grad_input({_SAVED}, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",
+    _rms_norm_grad_input,
     lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
 )
 define(
