@@ -11,6 +11,7 @@ from compile_kernels import compiled
 from qsync_kernels_triton.producers.activation import activate_rows, activation_gradient, round_activated
 from qsync_kernels_triton.producers.batch_norm import channel_coefficients, channel_statistics, normalize_positions
 from qsync_kernels_triton.producers.batch_norm_gradient import apply_gradient, gradient_reach, reduce_gradient
+from qsync_kernels_triton.producers.glu import gate_rows, glu_gradient, round_gated
 from qsync_kernels_triton.producers.layer_norm import normalize_rows, round_normalized
 from qsync_kernels_triton.producers.layer_norm_gradient import layer_norm_gradient
 from qsync_kernels_triton.producers.sums import finish_sums
@@ -26,7 +27,7 @@ ROUNDING = {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": False, "STREAM"
 KEPT = {"WRITE_X": True, "X_FORMAT": 0}
 
 
-EVERYWHERE = {"normalize_positions", "reduce_gradient", "normalize_rows rms", "normalize_rows", "layer_norm_gradient", "activation_gradient e4m3"}
+EVERYWHERE = {"normalize_positions", "reduce_gradient", "normalize_rows", "layer_norm_gradient", "activation_gradient e4m3"}
 """Those that are compiled for every chip; the others for the last one alone, because compiling takes its time."""
 
 
@@ -54,7 +55,8 @@ def cases(capability):
     yield "gradient_reach", gradient_reach, {"ROWS": 128, "BLOCK": 16, "WEIGHT": True, "MULTIPLIER": True}, {}
     yield "finish_sums", finish_sums, {"ROWS": 128, "BLOCK": 16}, {}
     added = {"STREAM": 2}
-    normalizing = ROWS | GIVEN | {"CENTERED": True, "RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING | added
+    written = {"WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING | added
+    normalizing = ROWS | GIVEN | {"CENTERED": True, "RESIDUAL": True} | written
     yield "normalize_rows", normalize_rows, normalizing, {}
     yield "normalize_rows in five", normalize_rows, normalizing | {"BLOCK": 128, "HELD": 5}, {}
     yield "normalize_rows long", normalize_rows, normalizing | {"BLOCK": 4096, "ROWS": 1, "HELD": 0}, {}
@@ -72,8 +74,14 @@ def cases(capability):
     yield "activate_rows", activate_rows, activating, {}
     yield "activate_rows in one", activate_rows, activating | {"BLOCK": 1024, "HELD": 1}, {}
     yield "round_activated", round_activated, again | {"ACTIVATION": 4}, {}
+    types = {"factor_ptr": "*fp16", "factor_q_ptr": "*i8", "grad_factor_ptr": "*fp16"}
+    gating = {"ROWS": 1, "BLOCK": 1024, "HELD": 1, "ACTIVATION": 4}
+    yield "gate_rows", gate_rows, activating | gating, types
+    yield "round_gated", round_gated, again | {"ACTIVATION": 4}, types
     tile = {"UNIT": 8, "ROWS": 4, "BLOCK": 1024, "ACTIVATION": 3, "EIGHT_BIT": True}
     yield "activation_gradient", activation_gradient, tile, {"x_ptr": "*i8"}
+    wanted = {"WRITE_INPUT": True, "WRITE_FACTOR": True}
+    yield "glu_gradient", glu_gradient, tile | wanted, types | {"x_ptr": "*i8", "factor_ptr": "*i8"}
     if capability >= 89:
         yield "activation_gradient e4m3", activation_gradient, tile, {"x_ptr": "*fp8e4nv"}
 

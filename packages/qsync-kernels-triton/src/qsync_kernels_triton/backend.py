@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import BATCH_NORMS, FLOATS, LINEAR, product_format
+from qsync_core.kernels.support import BATCH_NORMS, FLOATS, GLUS, LINEAR, product_format
 from qsync_kernels_triton.config import (
     DEQUANTIZE,
     ProducerConfig,
@@ -52,6 +52,22 @@ _ROWS_ONE_SCALE = (
     ProducerConfig(),
 )
 """One scale for the whole tensor: few programs leave partial maxima, and each of a second launch reads all of these."""
+_GLU_OUTPUT = (
+    ProducerConfig(block=1024, lane=16),
+    ProducerConfig(block=1024, lane=8),
+    ProducerConfig(block=1024, lane=32),
+    ProducerConfig(block=1024, lane=16, apply=16),
+    ProducerConfig(block=1024, lane=16, apply=0),
+    ProducerConfig(block=4096, lane=16),
+)
+"""A thread holds three numbers for each element of its row: both operands and their product."""
+_ELEMENTWISE_GRADIENT = (
+    ProducerConfig(block=1024),
+    ProducerConfig(block=1024, apply=16),
+    ProducerConfig(block=1024, lane=16, apply=0),
+    ProducerConfig(lane=16, apply=0),
+    ProducerConfig(),
+)
 _NORM_GRADIENT = (
     ProducerConfig(block=1024, reduce=2),
     ProducerConfig(block=1024),
@@ -88,13 +104,9 @@ PRODUCER_CANDIDATES = {
     Op.RMS_NORM_GRAD_INPUT: _NORM_GRADIENT,
     Op.RMS_NORM_OUTPUT: _ROWS_OUTPUT,
     Op.ACTIVATION_OUTPUT: _ROWS_OUTPUT,
-    Op.ACTIVATION_GRAD_INPUT: (
-        ProducerConfig(block=1024),
-        ProducerConfig(block=1024, apply=16),
-        ProducerConfig(block=1024, lane=16, apply=0),
-        ProducerConfig(lane=16, apply=0),
-        ProducerConfig(),
-    ),
+    Op.ACTIVATION_GRAD_INPUT: _ELEMENTWISE_GRADIENT,
+    Op.GLU_OUTPUT: _GLU_OUTPUT,
+    Op.GLU_GRAD_INPUT: _ELEMENTWISE_GRADIENT,
 }
 _OF_ROWS = tuple(op for op in PRODUCER_CANDIDATES if op.endswith(".output") and op not in BATCH_NORMS)
 
@@ -236,6 +248,12 @@ def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
         return row_plans.build_rms_norm_grad_input(config)
     if request.op == Op.LAYER_NORM_GRAD_INPUT:
         return row_plans.build_layer_norm_grad_input(config)
+    if request.op in GLUS:
+        from qsync_kernels_triton.producers import glu_plans
+
+        if request.op == Op.GLU_OUTPUT:
+            return glu_plans.build_glu_output(activation, variant.x_granularity, variant.rounding, config)
+        return glu_plans.build_glu_grad_input(activation, config)
     if request.op == Op.ACTIVATION_OUTPUT:
         return row_plans.build_activation_output(activation, variant.x_granularity, variant.rounding, config)
     return row_plans.build_activation_grad_input(activation, config)

@@ -24,6 +24,7 @@ from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import ProducerConfig  # noqa: E402
 from qsync_kernels_triton.producers import row_plans  # noqa: E402
+from qsync_kernels_triton.producers.glu_plans import build_glu_grad_input, build_glu_output  # noqa: E402
 from qsync_kernels_triton.producers.operands import cut_by_rows  # noqa: E402
 from qsync_kernels_triton.producers.row_plans import (  # noqa: E402
     build_activation_grad_input,
@@ -42,6 +43,7 @@ EPS, random, assert_close = checking.EPS, checking.random, checking.assert_close
 SMALL = ProducerConfig(block=64, reduce=2, apply=2)
 """Small, so that a few rows already take several programs, and a row of 65 elements two chunks where rows are walked."""
 SEED, X_SEED, OFFSET = 5 + (1 << 40), 6, (1 << 33) + 7
+FACTOR_SEED = 9 + (1 << 35)
 ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR
 FUNCTIONS = {
     Activation.RELU: functional.relu,
@@ -317,6 +319,80 @@ def test_everything_an_activation_writes_and_its_gradient(outputs, way, activati
         case.check(granularity)
         case.check_gradient(outputs, case.x, None)
         case.check_gradient(outputs, case.x_q, case.x_scale)
+
+
+class Glu:
+    """One gated unit: its operands and what the kernel wrote."""
+
+    def __init__(self, shape, activation, dtype=torch.float32):
+        self.activation, self.shape = activation, shape
+        self.x, self.factor = random(*shape, dtype=dtype, deviation=3.0), random(*shape, dtype=dtype, seed=1, deviation=2.0)
+        self.r = FUNCTIONS[activation](self.x.double()) * self.factor.double()
+
+    def run(self, outputs, granularity=ROW, config=SMALL, offset=OFFSET, copies=True):
+        rows, shape = self.shape[0], self.shape
+        self.out, self.q = outputs.empty(shape), outputs.empty(shape, torch.int8)
+        self.scale, self.stream = outputs.empty((1 if granularity is TENSOR else rows,)), outputs.empty((1,), torch.int64)
+        self.x_q, self.factor_q = (outputs.empty(shape, torch.int8) if copies else None for _ in range(2))
+        self.x_scale, self.factor_scale = (outputs.empty((rows,)) if copies else None for _ in range(2))
+        build_glu_output(self.activation, granularity, Rounding.STOCHASTIC, config)(
+            self.x, self.factor, self.out, self.q, self.scale, self.stream, self.x_q, self.x_scale, self.factor_q,
+            self.factor_scale, SEED, X_SEED, FACTOR_SEED, offset,
+        )  # fmt: skip
+        return self
+
+    def check(self, granularity=ROW):
+        assert_close(self.out, self.r, (self.x.double().abs() + 1) * (self.factor.double().abs() + 1), "result")
+        check_copy(self.q, self.scale, self.out, granularity, self.x)
+        check_stream(self.stream, self.x)
+        streams = checking.streams(self.x, OFFSET, len(self.x))
+        for q, scale, value, seed in (
+            (self.x_q, self.x_scale, self.x, X_SEED),
+            (self.factor_q, self.factor_scale, self.factor, FACTOR_SEED),
+        ):
+            checking.assert_is_quantized(q, scale, value.float(), seed=seed, streams=streams)
+
+    def check_gradients(self, outputs, kept, wanted=(True, True)):
+        x, x_scale, factor, factor_scale = kept
+        grad = random(*self.shape, seed=8, dtype=self.x.dtype)
+        found = [outputs.empty(self.shape, self.x.dtype) if want else None for want in wanted]
+        build_glu_grad_input(self.activation, SMALL)(grad, x, x_scale, factor, factor_scale, *found)
+        x = x.double() if x_scale is None else x.double() * scales_of(x, x_scale)
+        factor = factor.double() if factor_scale is None else factor.double() * scales_of(factor, factor_scale)
+        leaves = x.requires_grad_(), factor.requires_grad_()
+        expected = torch.autograd.grad(FUNCTIONS[self.activation](x) * factor, leaves, grad.double())
+        size = 8 * grad.double().abs() * (1 + x.detach().abs())
+        for one, right, terms in zip(found, expected, (size * (1 + factor.detach().abs()), size), strict=True):
+            if one is not None:
+                assert_close(one, right, terms, "gradient")
+        return found
+
+
+@each_once({"activation": list(FUNCTIONS), "granularity": [ROW, TENSOR]})
+def test_everything_a_gated_unit_writes_and_its_gradients(outputs, way, activation, granularity):
+    for shape in ((5, 37), (2, 136)):
+        case = Glu(shape, activation).run(outputs, granularity)
+        case.check(granularity)
+        case.check_gradients(outputs, (case.x, None, case.factor, None))
+        case.check_gradients(outputs, (case.x_q, case.x_scale, case.factor_q, case.factor_scale))
+
+
+def test_a_gated_unit_of_16_bit_that_keeps_its_operands_and_gradients_one_by_one(outputs):
+    case = Glu((6, 40), Activation.SILU, torch.float16).run(outputs, copies=False)
+    kept = case.x, None, case.factor, None
+    both = case.check_gradients(outputs, kept)
+    for place in range(2):
+        assert torch.equal(case.check_gradients(outputs, kept, (place == 0, place == 1))[place], both[place])
+
+
+def test_operands_of_a_gated_unit_that_do_not_fit_are_refused_by_name(outputs):
+    case = Glu((6, 40), Activation.SILU)
+    case.factor = case.factor[:, :39]
+    with pytest.raises(BackendError, match=r"glu.output: factor must be .* of shape \(6, 40\), got torch.float32 \(6, 39\)"):
+        case.run(outputs)
+    grad, scale = random(6, 40), torch.ones(6)
+    with pytest.raises(BackendError, match=r"glu.grad_input: x and factor are kept alike"):
+        build_glu_grad_input(Activation.SILU, SMALL)(grad, grad.to(torch.int8), scale, grad, None, grad, None)
 
 
 SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]

@@ -13,7 +13,17 @@ from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.quantize import build_copy
 from qsync_torch.conformance.operands import Outputs, floats
-from qsync_torch.conformance.producers import ACTIVATION, BATCH_NORM, EPS, FORMS, LAYER_NORM, RMS_NORM, ROW_NORMS, Producer, variant_of
+from qsync_torch.conformance.producers import (
+    ACTIVATION,
+    BATCH_NORM,
+    EPS,
+    FORMS,
+    GLU,
+    LAYER_NORM,
+    ROW_NORMS,
+    Producer,
+    variant_of,
+)
 from qsync_torch.conformance.quantization import LARGEST
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -54,7 +64,9 @@ def in_pytorch(problem, grad, dtype):
     else:
         z = x
     y = FUNCTIONS[problem.chain.activation](z)
-    leaves = [leaf for leaf in (x, residual, weight, bias) if leaf is not None]
+    factor = None if problem.factor is None else problem.factor.detach().clone().to(dtype).requires_grad_()
+    y = y if factor is None else y * factor
+    leaves = [leaf for leaf in (x, residual, factor, weight, bias) if leaf is not None]
     return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
 
 
@@ -68,7 +80,7 @@ def fused(problem, grad):
     )
     outputs.check()
     residual = found.x if problem.name in ROW_NORMS and problem.residual is not None else found.residual
-    return [written.out, *(t for t in (found.x, residual, found.weight, found.bias) if t is not None)]
+    return [written.out, *(t for t in (found.x, residual, found.factor, found.weight, found.bias) if t is not None)]
 
 
 @tries(80)
@@ -106,6 +118,9 @@ def floors(problem):
     """What float32 may be off by in a normalized number, which few numbers escape by luck; and the slope of normalization."""
     if problem.name == ACTIVATION:
         return 2.0**-22, 1.0
+    if problem.name == GLU:
+        largest = 1 + problem.factor.abs().double().max()
+        return 2.0**-22 * (1 + problem.x.abs().double().max()) * largest, largest
     expected = problem.expected()
     slope = (expected.var + EPS).rsqrt() * problem.weight.double().abs()
     return 2.0**-23 * (2 + (expected.s.abs() * slope).max()), slope.max()

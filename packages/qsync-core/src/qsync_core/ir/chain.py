@@ -25,6 +25,8 @@ class Producer(enum.StrEnum):
     """A layer norm without a mean and a bias; before it perhaps the addition of a residual."""
     ACTIVATION = "activation"
     """An activation alone."""
+    GLU = "glu"
+    """An activation times a second tensor: a gated linear unit, such as SwiGLU."""
 
     @property
     def normalizes_rows(self) -> bool:

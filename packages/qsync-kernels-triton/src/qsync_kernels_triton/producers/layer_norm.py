@@ -1,4 +1,6 @@
-"""Layer and RMS normalization of x (+ residual) that writes its 8-bit copies: rows in the registers of one program, one launch, one read.
+"""Layer and RMS normalization of x (+ residual) that writes its 8-bit copies.
+
+Rows are in the registers of one program: one launch, one read.
 
 Rows longer than a program holds are walked through chunk by chunk, three times, from the cache after the first.  One scale for the
 whole tensor takes a second launch, ``round_normalized``, which reads the rows once more.

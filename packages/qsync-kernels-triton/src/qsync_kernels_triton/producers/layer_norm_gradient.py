@@ -45,7 +45,9 @@ def layer_norm_gradient(
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHT: tl.constexpr,
     EIGHT_BIT: tl.constexpr, WRITE_INPUT: tl.constexpr, WRITE_SUMS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """∂s, and partial sums (2, programs, length) of g·x̂ and (CENTERED: of a layer norm) g; grid (programs,): each takes every programs-th group of ROWS rows.
+    """∂s, and partial sums (2, programs, length) of g·x̂ and (CENTERED: of a layer norm) g.
+
+    Grid (programs,): each takes every programs-th group of ROWS rows.
 
     HELD tiles of BLOCK columns hold a row.  0: a row is walked, and a program's sums are in memory, which starts as zeros.
     """

@@ -1,4 +1,7 @@
-"""ReLU, GELU and SiLU with the quantization of their result, in the backend ``aten`` (docs/design/fused-chains.md); in float32."""
+"""ReLU, GELU and SiLU, alone or times a second tensor, with the quantization of their result, in the backend ``aten``.
+
+All of it is computed in float32 (docs/design/fused-chains.md).
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,69 @@ def build_activation_grad_input(variant: Variant, chain: ChainForm) -> Callable[
         if x_scale is not None:
             x_MK = x_MK * x_scale[:, None]
         grad_input_out.copy_(_gradient(grad.to(torch.float32), x_MK, chain.activation))
+
+    return kernel
+
+
+def build_glu_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
+    """The function of every element times a second tensor, and the copies that are wanted."""
+    write_copy = build_copy(variant)
+    write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+
+    def kernel(
+        x: torch.Tensor,
+        factor: torch.Tensor,
+        out: torch.Tensor | None,
+        q_out: torch.Tensor | None,
+        scale_out: torch.Tensor | None,
+        stream_out: torch.Tensor | None,
+        x_q_out: torch.Tensor | None,
+        x_scale_out: torch.Tensor | None,
+        factor_q_out: torch.Tensor | None,
+        factor_scale_out: torch.Tensor | None,
+        seed: int,
+        x_seed: int,
+        factor_seed: int,
+        offset: Offset,
+    ) -> None:
+        x_MK, factor_MK = (tensor.to(torch.float32).contiguous() for tensor in (x, factor))
+        r_MK = _function(x_MK, chain.activation) * factor_MK
+        if out is not None:
+            out.copy_(r_MK)
+        stream = stream_of(offset, x)
+        if q_out is not None and scale_out is not None:
+            write_copy(r_MK, q_out, scale_out, seed, stream)
+        if stream_out is not None:
+            write_stream(stream, stream_out)
+        if x_q_out is not None and x_scale_out is not None:
+            write_saved(x_MK, x_q_out, x_scale_out, x_seed, stream)
+        if factor_q_out is not None and factor_scale_out is not None:
+            write_saved(factor_MK, factor_q_out, factor_scale_out, factor_seed, stream)
+
+    return kernel
+
+
+def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
+    """The gradients of the function's argument and of the second tensor."""
+
+    def kernel(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        factor: torch.Tensor,
+        factor_scale: torch.Tensor | None,
+        grad_input_out: torch.Tensor | None,
+        grad_factor_out: torch.Tensor | None,
+    ) -> None:
+        g_MK = grad.to(torch.float32)
+        x_MK, factor_MK = (
+            tensor.to(torch.float32) if scale is None else tensor.to(torch.float32) * scale[:, None]
+            for tensor, scale in ((x, x_scale), (factor, factor_scale))
+        )
+        if grad_input_out is not None:
+            grad_input_out.copy_(_gradient(g_MK * factor_MK, x_MK, chain.activation))
+        if grad_factor_out is not None:
+            grad_factor_out.copy_(g_MK * _function(x_MK, chain.activation))
 
     return kernel
 

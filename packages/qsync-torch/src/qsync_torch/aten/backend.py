@@ -69,6 +69,8 @@ class AtenBackend:
                 Op.BATCH_NORM_GRAD_INPUT: batch_norm.build_batch_norm_grad_input,
                 Op.ACTIVATION_OUTPUT: activation.build_activation_output,
                 Op.ACTIVATION_GRAD_INPUT: activation.build_activation_grad_input,
+                Op.GLU_OUTPUT: activation.build_glu_output,
+                Op.GLU_GRAD_INPUT: activation.build_glu_grad_input,
             }
             return of_chain[request.op](request.variant, request.chain)
         if request.op in Op.CONVOLUTIONS:

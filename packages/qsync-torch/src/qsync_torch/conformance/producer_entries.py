@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
+from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.conformance.calls import Call, Case, Entry
 from qsync_torch.conformance.operands import floats
 from qsync_torch.conformance.producers import (
-    ACTIVATION,
     BATCH_NORM,
     FORMS,
     LAYER_NORM,
+    NORMS,
     RMS_NORM,
     SIGNATURES,
     Backward,
@@ -61,7 +62,8 @@ def large_means(problem: Producer) -> Producer:
 
 def large_numbers(problem: Producer) -> Producer:
     """float16 ends at 65,504, and so do squares of 256; arithmetic between reading and writing is wider."""
-    return problem.changed(x=(problem.x.float() * 8000).clamp(-6e4, 6e4).half())
+    factor = None if problem.factor is None else problem.factor.clamp(-1, 1)
+    return problem.changed(x=(problem.x.float() * 8000).clamp(-6e4, 6e4).half(), factor=factor)
 
 
 def equal_numbers(every: int, problem: Producer) -> Producer:
@@ -82,7 +84,8 @@ def of_one_sign(sign: float, problem: Producer) -> Producer:
 
 def positive_weights(problem: Producer) -> Producer:
     """No channel is nearly closed."""
-    return problem.changed(weight=None if problem.weight is None else problem.weight.abs() + 0.1)
+    changes = {name: value.abs() + 0.1 for name in ("weight", "factor") if (value := getattr(problem, name)) is not None}
+    return problem.changed(**changes)
 
 
 def largest_on_the_diagonal(problem: Producer) -> Producer:
@@ -129,7 +132,7 @@ def random_call(op: str, number: int, device: torch.device) -> Call:
     form, output = choose.choice([form for form in FORMS if FORMS[form][0] == name]), choose.choice(FLOATS)
     shape = (choose.choice((1, 2, 5, 12, 60, 210)), choose.choice((1, 3, 8, 17, 64, 100)))
     granularity = ROW if name != BATCH_NORM and part == "output" and choose.random() < 0.5 else TENSOR
-    saved = INT8 if choose.random() < 0.5 and form != "relu" else output
+    saved = INT8 if choose.random() < 0.5 and INT8 in _kept(form) else output
     variant = variant_of(saved=saved, output=output, granularity=granularity, rounding=choose.choice(list(Rounding)))
     mean, deviation = choose.choice((0.0, 4.0)), choose.choice((1.0, 1e-3 if part == "output" else 0.1, 30.0))
     problem = Producer.of(form, variant, shape, device, number, mean=mean, deviation=deviation)
@@ -161,7 +164,8 @@ def entry_of(op: str) -> Entry:
 
 
 def _kept(form: str) -> tuple[Precision, ...]:
-    return KEPT if form != "relu" else (FLOAT32,)
+    name, chain = FORMS[form]
+    return (FLOAT32,) if name not in NORMS and chain.activation is Activation.RELU else KEPT
 
 
 def _nearest(form: str, saved: Precision) -> Variant:
@@ -169,7 +173,7 @@ def _nearest(form: str, saved: Precision) -> Variant:
 
 
 def _normalized(form: str) -> bool:
-    return FORMS[form][0] != ACTIVATION
+    return FORMS[form][0] in NORMS
 
 
 def _forward(case: Callable[..., Case], form: str) -> Iterator[Case]:
@@ -224,7 +228,7 @@ def _add_copies(entry: Entry, case: Callable[..., Case], forms: list[str]) -> No
         edge = case("edges", form, variant_of(saved=_kept(form)[-1], rounding=NEAREST), (21, 65), positive_weights)
         entry.edges.append((edge, "x", 300.0))
         by = TENSOR if FORMS[form][0] == BATCH_NORM else ROW
-        if FORMS[form][1].residual or form in (BATCH_NORM, LAYER_NORM, RMS_NORM, "gelu"):
+        if FORMS[form][1].residual or form in (BATCH_NORM, LAYER_NORM, RMS_NORM, "gelu", "glu silu"):
             entry.drawn.append(case("draws", form, variant_of(saved=INT8, granularity=by), (56, 40)))
 
 

@@ -23,7 +23,8 @@ from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.dtypes import TORCH_DTYPE
 
 EPS = 1e-5
-BATCH_NORM, LAYER_NORM, RMS_NORM, ACTIVATION = "batch_norm", "layer_norm", "rms_norm", "activation"
+BATCH_NORM, LAYER_NORM, RMS_NORM, ACTIVATION, GLU = "batch_norm", "layer_norm", "rms_norm", "activation", "glu"
+NORMS = (BATCH_NORM, LAYER_NORM, RMS_NORM)
 ROW_NORMS = (LAYER_NORM, RMS_NORM)
 FORMS = {
     "batch_norm": (BATCH_NORM, ChainForm()),
@@ -35,6 +36,7 @@ FORMS = {
     "rms_norm": (RMS_NORM, ChainForm()),
     "add+rms_norm": (RMS_NORM, ChainForm(residual=True)),
     **{str(function): (ACTIVATION, ChainForm(function)) for function in Activation if function is not Activation.NONE},
+    **{f"glu {function}": (GLU, ChainForm(function)) for function in Activation if function is not Activation.NONE},
 }
 """Every producer with every chain that there is, by a name for people."""
 _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,10 +52,12 @@ SIGNATURES = {
     "seed x_seed offset",
     "layer_norm.output": f"x weight bias eps residual sum> mean> spread> out> {_COPY} x_q> x_scale> seed x_seed offset",
     "rms_norm.output": f"x weight eps residual sum> spread> out> {_COPY} x_q> x_scale> seed x_seed offset",
+    "glu.output": f"x factor out> {_COPY} x_q> x_scale> factor_q> factor_scale> seed x_seed factor_seed offset",
     "activation.output": f"x out> {_COPY} x_q> x_scale> seed x_seed offset",
     "batch_norm.grad_input": "kept kept_scale mean spread weight bias eps bits x> residual> weight> bias>",
     "layer_norm.grad_input": "kept kept_scale mean spread weight x> weight> bias>",
     "rms_norm.grad_input": "kept kept_scale spread weight x> weight>",
+    "glu.grad_input": "kept kept_scale factor factor_scale x> factor>",
     "activation.grad_input": "kept kept_scale x>",
 }
 """Arguments by the names that they have here; a backward kernel's come behind its gradient."""
@@ -138,12 +142,15 @@ class Producer(_OfProducer):
 
     Attributes:
         x: float matrix; residual: of the same shape.
-        x_seed: names the random numbers of what is kept.
+        factor: what a gated unit multiplies with.
+        x_seed, factor_seed: name the random numbers of what is kept.
     """
 
     x: torch.Tensor
     residual: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
     x_seed: int = 12
+    factor_seed: int = 14
     offset: Any = 13
 
     @classmethod
@@ -162,7 +169,8 @@ class Producer(_OfProducer):
             x=(floats(shape, torch.float32, device, seed) * deviation + mean).to(dtype),
             images=images_of(shape[0]),
             residual=floats(shape, dtype, device, seed + 1) if chain.residual else None,
-            weight=weight if name != ACTIVATION else None,
+            factor=floats(shape, dtype, device, seed + 4) if name == GLU else None,
+            weight=weight if name in NORMS else None,
             bias=bias if name in (BATCH_NORM, LAYER_NORM) else None,
         )
 
@@ -175,13 +183,15 @@ class Producer(_OfProducer):
     def asked(self) -> Asked:
         """Its copies have a seed each, and both the offset; matrices and parameters have any strides."""
         copies = {"seed": ("q",), "x_seed": ("x_q",)} if self.variant.saved.needs_scale else {"seed": ("q",)}
+        if self.name == GLU and self.variant.saved.needs_scale:
+            copies["factor_seed"] = ("factor_q",)
         return Asked(
             op := f"{self.name}.output",
             SIGNATURES[op],
             (self.shape,),
             {"chain": self.chain},
-            copies | {"offset": ("q", "x_q")[: len(copies)]},
-            ("weight", "bias") if self.name == BATCH_NORM else ("x", "residual", "weight", "bias"),
+            copies | {"offset": ("q", "x_q", "factor_q")[: len(copies)]},
+            ("weight", "bias") if self.name == BATCH_NORM else ("x", "residual", "factor", "weight", "bias"),
         )
 
     @property
@@ -200,7 +210,7 @@ class Producer(_OfProducer):
         of_batch, copied, saved = self.name == BATCH_NORM, variant.compute.needs_scale, variant.saved.needs_scale
         groups, float32 = rows if variant.x_granularity is Granularity.PER_ROW else 1, torch.float32
         per_group, result = columns if of_batch else rows, self.chain.float_result
-        normalized, summed = self.name != ACTIVATION, self.name in ROW_NORMS and self.chain.residual and not saved
+        normalized, summed = self.name in NORMS, self.name in ROW_NORMS and self.chain.residual and not saved
         wanted: dict[str, tuple[bool, torch.dtype, tuple[int, ...]]] = {
             "mean": (normalized and self.name != RMS_NORM, float32, (per_group,)),
             "spread": (normalized, float32, (per_group,)),
@@ -211,6 +221,8 @@ class Producer(_OfProducer):
             "stream": (copied, torch.int64, (1,)),
             "x_q": (saved, TORCH_DTYPE[variant.saved], (rows, columns)),
             "x_scale": (saved, float32, (per_group,)),
+            "factor_q": (saved and self.name == GLU, TORCH_DTYPE[variant.saved], (rows, columns)),
+            "factor_scale": (saved and self.name == GLU, float32, (per_group,)),
             "bits": (self.wants_bits, torch.uint8, (rows, -(-columns // 8))),
             "sum": (summed, self.x.dtype, (rows, columns)),
         }
@@ -222,7 +234,7 @@ class Producer(_OfProducer):
         s, added = self.x.double(), 0.0 if self.residual is None else self.residual.double()
         if self.name in ROW_NORMS:
             s = written["sum"].double() if written is not None and "sum" in written else s + added
-        if self.name == ACTIVATION:
+        if self.name not in NORMS:
             nothing = torch.zeros((), dtype=torch.float64, device=s.device)
             xhat, mean, var, xhat_error = s, nothing, nothing, torch.zeros_like(s)
         else:
@@ -233,7 +245,11 @@ class Producer(_OfProducer):
             size = s.abs() + s.abs().sum(dim, keepdim=True) / max(s.shape[dim], 1)
             xhat_error = FINE * (size * rstd + xhat.abs())
         affine, z, error = with_parameters(self, xhat, xhat_error, added if self.name == BATCH_NORM else 0.0)
-        return Expected(s, mean, var, xhat, affine, z, _FUNCTIONS[self.chain.activation](z), xhat_error, error)
+        r = _FUNCTIONS[self.chain.activation](z)
+        if self.factor is not None:
+            factor = self.factor.double()
+            r, error = r * factor, error * factor.abs() + FINE * (r * factor).abs()
+        return Expected(s, mean, var, xhat, affine, z, r, xhat_error, error)
 
     def check(self, written: Written) -> None:
         """Statistics, the sum, the result, both copies, bits and the stream."""
@@ -279,6 +295,10 @@ class Producer(_OfProducer):
             scale = written["x_scale"][None] if of_batch else written["x_scale"][:, None]
             most, error = expected.xhat.abs().amax(0 if of_batch else 1), expected.xhat_error
             check_copy(written["x_q"], scale, expected.xhat, error, most, variant.rounding, "the copy of what is kept")
+        if "factor_q" in written:
+            factor, scale = given(self.factor).double(), written["factor_scale"][:, None]
+            what, exact = "the copy of what is multiplied with", torch.zeros_like(factor)
+            check_copy(written["factor_q"], scale, factor, exact, factor.abs().amax(1), variant.rounding, what)
 
     def backward(self, seed: int = 50) -> Backward:
         """A backward call from what a forward kernel would have kept, made here: x or its 8-bit copy, statistics, random bits.
@@ -297,24 +317,25 @@ class Producer(_OfProducer):
         bits = packed(floats(tuple(x.shape), torch.float32, x.device, 77) > 0) if self.wants_bits else None
         call = Backward(
             name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
-            grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits,
+            grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits, factor=self.factor,
         )  # fmt: skip
         if not self.variant.saved.needs_scale:
             return call
-        xhat = call.normalized()[0]
-        most = xhat.abs().amax(dim) if x.numel() else mean.double()
-        scale = torch.where(most == 0, 1.0, most / 127).float()
-        q = (xhat / scale.double().unsqueeze(dim)).round().clamp(-127, 127).to(TORCH_DTYPE[self.variant.saved])
-        return call.changed(kept=q, kept_scale=scale)
+        q, scale = _kept(call.normalized()[0], dim, TORCH_DTYPE[self.variant.saved])
+        call = call.changed(kept=q, kept_scale=scale)
+        if self.factor is None:
+            return call
+        q, scale = _kept(self.factor.double(), dim, TORCH_DTYPE[self.variant.saved])
+        return call.changed(factor=q, factor_scale=scale)
 
     def run_backward(
         self, kernel: Kernel, outputs: Outputs, grad: torch.Tensor, kept: torch.Tensor, kept_scale: torch.Tensor | None,
-        mean: torch.Tensor, spread: torch.Tensor, bits: torch.Tensor | None,
+        mean: torch.Tensor | None, spread: torch.Tensor | None, bits: torch.Tensor | None,
     ) -> Written:  # fmt: skip
         """Call a backward kernel on what a forward kernel wrote."""
         call = Backward(
             name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
-            grad=grad, kept=kept, kept_scale=kept_scale, mean=mean, spread=spread, bits=bits,
+            grad=grad, kept=kept, kept_scale=kept_scale, mean=mean, spread=spread, bits=bits, factor=self.factor,
         )  # fmt: skip
         return call.run(kernel, outputs)
 
@@ -327,6 +348,7 @@ class Backward(_OfProducer):
         grad: of the result; other: its second part, of a chain that takes two.
         kept: x or its 8-bit copy; kept_scale: of that; bits: where ReLU was open, where they are wanted.
         mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows (1 / root mean square, without a mean).
+        factor, factor_scale: what a gated unit multiplies with, and the scales of its 8-bit copy.
         multiplier: of the gradient's copy, for each column.
         wanted: names of the gradients that are.
     """
@@ -337,11 +359,13 @@ class Backward(_OfProducer):
     mean: torch.Tensor | None
     spread: torch.Tensor | None
     bits: torch.Tensor | None
+    factor: torch.Tensor | None = None
+    factor_scale: torch.Tensor | None = None
     other: torch.Tensor | None = None
     multiplier: torch.Tensor | None = None
     seed: int = 21
     offset: Any = 22
-    wanted: tuple[str, ...] = ("x", "residual", "weight", "bias")
+    wanted: tuple[str, ...] = ("x", "residual", "factor", "weight", "bias")
 
     @property
     def asked(self) -> Asked:
@@ -354,7 +378,7 @@ class Backward(_OfProducer):
             (self.shape_of(self.grad),),
             {"chain": self.chain},
             {"seed": ("q",), "offset": ("q",)} if copied else {},
-            () if self.name == BATCH_NORM else ("grad", "kept"),
+            () if self.name == BATCH_NORM else ("grad", "kept", "factor"),
         )
 
     def allocate(self, outputs: Outputs) -> Written:
@@ -363,13 +387,14 @@ class Backward(_OfProducer):
         exist = {
             "x": True,
             "residual": self.name == BATCH_NORM and self.chain.residual,
+            "factor": self.name == GLU,
             "weight": self.weight is not None,
             "bias": self.bias is not None,
         }
         written = Written()
         for name in self.wanted:
             if exist[name]:
-                is_matrix = name in ("x", "residual")
+                is_matrix = name in ("x", "residual", "factor")
                 written[name] = outputs.empty(shape if is_matrix else (columns,), self.grad.dtype if is_matrix else torch.float32)
         if self.chain.grad_copy:
             written |= {"q": outputs.empty(shape, torch.int8), "scale": outputs.empty((1,), torch.float32)}
@@ -381,7 +406,7 @@ class Backward(_OfProducer):
         if self.kept_scale is not None:
             xhat = kept * self.kept_scale.double().unsqueeze(0 if of_batch else 1)
             return xhat, FINE * xhat.abs()
-        if self.name == ACTIVATION:
+        if self.name not in NORMS:
             return kept, torch.zeros_like(kept)
         mean, rstd = given(self.mean).double().unsqueeze(0 if of_batch else 1), self.rstd
         xhat = (kept - mean) * rstd
@@ -397,11 +422,18 @@ class Backward(_OfProducer):
         """All gradients, by the formulas of docs/design/fused-chains.md in float64."""
         g = (self.grad if self.other is None else self.grad + self.other).double()
         (xhat, xhat_error), of_batch = self.normalized(), self.name == BATCH_NORM
-        if self.name == ACTIVATION:
+        if self.name not in NORMS:
             x = xhat.clone().requires_grad_()
             with torch.enable_grad():
-                (derivative,) = torch.autograd.grad(_FUNCTIONS[self.chain.activation](x).sum(), x)
-            check_close(written["x"], derivative * g, 8 * FINE * (1 + xhat.abs()) * g.abs(), "the gradient of x")
+                r = _FUNCTIONS[self.chain.activation](x)
+                (derivative,) = torch.autograd.grad(r.sum(), x)
+            factor = torch.ones_like(g) if self.factor is None else self.factor.double()
+            factor = factor if self.factor_scale is None else factor * self.factor_scale.double()[:, None]
+            slack = 8 * FINE * (1 + xhat.abs()) * g.abs()
+            if "x" in written:
+                check_close(written["x"], derivative * factor * g, slack * factor.abs(), "the gradient of x")
+            if "factor" in written:
+                check_close(written["factor"], r.detach() * g, slack, "the gradient of what is multiplied with")
             return
         is_open, unsure = torch.ones_like(g, dtype=torch.bool), torch.zeros_like(g)
         if self.bits is not None:
@@ -451,6 +483,13 @@ def with_parameters(
     affine = xhat * weight + bias
     z = affine + added
     return affine, z, xhat_error * weight.abs() + FINE * (affine.abs() + bias.abs() + z.abs())
+
+
+def _kept(x: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An 8-bit copy of numbers in float64, with a scale for each row (dim 1) or column."""
+    most = x.abs().amax(dim) if x.numel() else x.sum(dim)
+    scale = torch.where(most == 0, 1.0, most / 127).float()
+    return (x / scale.double().unsqueeze(dim)).round().clamp(-127, 127).to(dtype), scale
 
 
 def given(x: torch.Tensor | None) -> torch.Tensor:

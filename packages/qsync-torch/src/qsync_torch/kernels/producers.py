@@ -33,10 +33,12 @@ class Produced(NamedTuple):
         out: the result, in a float format.
         absmax: its largest magnitude (batch norm).
         q, scale: its 8-bit copy; stream: one int64, the offset for those who quantize because of it.
-        mean, spread: the statistics; ``spread`` is a batch norm's biased variance, another norm's 1 / deviation (1 / root mean square).
+        mean, spread: the statistics; ``spread`` is a batch norm's biased variance, another norm's 1 / deviation, or 1 / root mean
+            square.
         kept, kept_scale: what backward reads in the place of the argument: the sum that a norm of rows normalizes, or the
             normalized input (of an activation: the input) in 8 bit.
         open: one bit per element, whether ReLU let it pass.
+        factor, factor_scale: of a gated unit, the second tensor in 8 bit.
     """
 
     out: torch.Tensor | None = None
@@ -49,6 +51,8 @@ class Produced(NamedTuple):
     kept: torch.Tensor | None = None
     kept_scale: torch.Tensor | None = None
     open: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    factor_scale: torch.Tensor | None = None
 
 
 class ProducerBinding(Bound):
@@ -104,7 +108,7 @@ class ProducerBinding(Bound):
 
     def names(self, keep: bool) -> tuple[str, ...]:
         """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""
-        chain, normalizes = self.chain, self.producer is not Producer.ACTIVATION
+        chain, normalizes = self.chain, self.producer not in (Producer.ACTIVATION, Producer.GLU)
         is_image = self.producer is Producer.BATCH_NORM
         wanted = {
             "out": chain.float_result,
@@ -117,6 +121,8 @@ class ProducerBinding(Bound):
             "kept": keep and (self.saves_copy or (self.producer.normalizes_rows and chain.residual)),
             "kept_scale": keep and self.saves_copy,
             "open": keep and is_image and chain.activation is Activation.RELU and (chain.residual or self.saves_copy),
+            "factor": keep and self.saves_copy and self.producer is Producer.GLU,
+            "factor_scale": keep and self.saves_copy and self.producer is Producer.GLU,
         }
         return tuple(name for name in Produced._fields if wanted[name])
 
@@ -141,6 +147,8 @@ class ProducerBinding(Bound):
             "kept": lambda: torch.empty_like(x, dtype=kept_dtype),
             "kept_scale": lambda: x.new_empty(groups, dtype=torch.float32),
             "open": lambda: x.new_empty(x.shape[0], x.shape[2], x.shape[3], (x.shape[1] + 7) // 8, dtype=torch.uint8),
+            "factor": lambda: torch.empty_like(x, dtype=kept_dtype),
+            "factor_scale": lambda: x.new_empty(groups, dtype=torch.float32),
         }
         return Produced(**{name: make[name]() for name in self.names(keep)})
 
@@ -249,6 +257,17 @@ def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed:
     p = binding.allocate(x, keep)
     kernel = binding.kernel(binding.output_op, x.device, x.shape)
     kernel(x, p.out, p.q, p.scale, p.stream, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
+    return _written(p)
+
+
+def _glu_output(
+    x: torch.Tensor, factor: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, factor_seed: int, offset: torch.Tensor
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    p = binding.allocate(x, keep)
+    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    copies = *_kept_args(binding, p), p.factor, p.factor_scale
+    kernel(x, factor, p.out, p.q, p.scale, p.stream, *copies, seed, x_seed, factor_seed, as_kernels_take(offset))
     return _written(p)
 
 
@@ -365,6 +384,20 @@ def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.T
     return out
 
 
+def _glu_grad_input(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    factor: torch.Tensor,
+    factor_scale: torch.Tensor | None,
+    key: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    binding = _binding(key)
+    both = torch.empty_like(x, dtype=binding.grad_input), torch.empty_like(x, dtype=binding.grad_input)
+    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, factor, factor_scale, *both)
+    return both
+
+
 _AFFINE = "Tensor? weight, Tensor? bias, float eps"
 _STREAMS = "str binding, bool keep, SymInt seed, SymInt x_seed, Tensor offset"
 _SAVED = "Tensor grad, Tensor x, Tensor? x_scale"
@@ -417,4 +450,17 @@ define(
     f"activation_grad_input({_SAVED}, str binding) -> Tensor",
     _activation_grad_input,
     lambda grad, x, x_scale, key: torch.empty_like(x, dtype=_binding(key).grad_input),
+)
+define(
+    "glu_output(Tensor x, Tensor factor, str binding, bool keep, SymInt seed, SymInt x_seed, SymInt factor_seed, Tensor offset) "
+    "-> Tensor[]",
+    _glu_output,
+    lambda x, factor, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
+)
+define(
+    f"glu_grad_input({_SAVED}, Tensor factor, Tensor? factor_scale, str binding) -> (Tensor, Tensor)",
+    _glu_grad_input,
+    lambda grad, x, x_scale, factor, factor_scale, key: tuple(
+        torch.empty_like(x, dtype=_binding(key).grad_input) for _ in range(2)
+    ),
 )

@@ -161,6 +161,7 @@ _OFFSET = {
     Op.LAYER_NORM_OUTPUT: -1,
     Op.RMS_NORM_OUTPUT: -1,
     Op.ACTIVATION_OUTPUT: -1,
+    Op.GLU_OUTPUT: -1,
 }
 """Where the kernels of an operator take the offset of their random numbers."""
 

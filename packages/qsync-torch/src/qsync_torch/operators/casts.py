@@ -147,8 +147,9 @@ class Operand(NamedTuple):
     transposed: torch.Tensor | None = None
 
 
-X, W, GRAD, KEPT = range(1, 5)
-"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, and what a producer keeps for backward."""
+X, W, GRAD, KEPT, KEPT_FACTOR = range(1, 6)
+"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, and what a producer keeps for backward: its input,
+and what a gated unit multiplies with."""
 
 
 class Seeds(NamedTuple):

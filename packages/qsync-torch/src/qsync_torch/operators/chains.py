@@ -20,7 +20,7 @@ from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.library_ops import is_channels_last, rows
 from qsync_torch.kernels.producers import Produced, ProducerBinding
-from qsync_torch.operators.casts import KEPT, apply_of, first_derivative
+from qsync_torch.operators.casts import KEPT, KEPT_FACTOR, apply_of, first_derivative
 
 _OPS = torch.ops.qsync
 Streams = tuple[int, torch.Tensor]
@@ -184,6 +184,32 @@ class ActivationChain(torch.autograd.Function):
         return _as(_OPS.activation_grad_input(grad.contiguous(), x, x_scale, ctx.binding.key), ctx.dtype), None, None
 
 
+class GluChain(torch.autograd.Function):
+    """An activation of matrices times a second one: the float result, and the copy with its scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, factor: torch.Tensor, binding: ProducerBinding, streams: Streams
+    ) -> tuple[torch.Tensor, ...]:
+        """The product of every element, rounded."""
+        keep, (seed, offset) = any(ctx.needs_input_grad), streams
+        seeds = seed, stream_key(seed, KEPT), stream_key(seed, KEPT_FACTOR)
+        p = binding.named(_OPS.glu_output(x, factor, binding.key, keep, *seeds, offset), keep)
+        kept = (x, None, factor, None) if p.kept is None else (p.kept, p.kept_scale, p.factor, p.factor_scale)
+        ctx.save_for_backward(*kept)
+        ctx.binding, ctx.dtypes = binding, (x.dtype, factor.dtype)
+        return _results(ctx, p, x, binding)
+
+    @staticmethod
+    @_of_float_result
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of input and factor."""
+        both = _OPS.glu_grad_input(grad.contiguous(), *ctx.saved_tensors, ctx.binding.key)
+        needs = ctx.needs_input_grad[:2]
+        grad_x, grad_factor = (_as(g, dtype) if need else None for g, dtype, need in zip(both, ctx.dtypes, needs, strict=True))
+        return grad_x, grad_factor, None, None
+
+
 def _as(grad: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
     return grad if grad is None or dtype is None or grad.dtype is dtype else grad.to(dtype)
 
@@ -276,6 +302,11 @@ def _activation_chain(x: torch.Tensor, images: bool, key: str, seed: int, offset
     return _as_images([*back, *results[2:]], x, binding)
 
 
+def _glu_chain(x: torch.Tensor, factor: torch.Tensor, key: str, seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
+    results = apply_of(GluChain)(rows(x).contiguous(), rows(factor).contiguous(), _binding(key), (seed, offset))
+    return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
+
+
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 for _schema, _run in (
     (
@@ -290,10 +321,12 @@ for _schema, _run in (
         _layer_norm_chain,
     ),
     (
-        "rms_norm_chain(Tensor x, Tensor? weight, float eps, Tensor? residual, str binding, SymInt seed, Tensor offset) -> Tensor[]",
+        "rms_norm_chain(Tensor x, Tensor? weight, float eps, Tensor? residual, str binding, SymInt seed, Tensor offset) "
+        "-> Tensor[]",
         _rms_norm_chain,
     ),
     ("activation_chain(Tensor x, bool images, str binding, SymInt seed, Tensor offset) -> Tensor[]", _activation_chain),
+    ("glu_chain(Tensor x, Tensor factor, str binding, SymInt seed, Tensor offset) -> Tensor[]", _glu_chain),
 ):
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeImplicitAutograd")
@@ -303,5 +336,6 @@ CHAINS: dict[Producer, torch._ops.OpOverload] = {
     Producer.LAYER_NORM: _OPS.layer_norm_chain.default,
     Producer.RMS_NORM: _OPS.rms_norm_chain.default,
     Producer.ACTIVATION: _OPS.activation_chain.default,
+    Producer.GLU: _OPS.glu_chain.default,
 }
 """What stands in a graph for a chain."""
