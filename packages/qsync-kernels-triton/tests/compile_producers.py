@@ -80,7 +80,8 @@ def cases(capability):
     yield "round_gated", round_gated, again | {"ACTIVATION": 4}, types
     tile = {"UNIT": 8, "ROWS": 4, "BLOCK": 1024, "ACTIVATION": 3, "EIGHT_BIT": True}
     yield "activation_gradient", activation_gradient, tile, {"x_ptr": "*i8"}
-    wanted = {"WRITE_INPUT": True, "WRITE_FACTOR": True}
+    wanted = {"WRITE_INPUT": True, "WRITE_FACTOR": True, "SCALES": 1}
+    wanted |= {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": True}
     yield "glu_gradient", glu_gradient, tile | wanted, types | {"x_ptr": "*i8", "factor_ptr": "*i8"}
     if capability >= 89:
         yield "activation_gradient e4m3", activation_gradient, tile, {"x_ptr": "*fp8e4nv"}

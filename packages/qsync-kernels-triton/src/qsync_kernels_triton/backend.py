@@ -253,7 +253,7 @@ def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
 
         if request.op == Op.GLU_OUTPUT:
             return glu_plans.build_glu_output(activation, variant.x_granularity, variant.rounding, config)
-        return glu_plans.build_glu_grad_input(activation, config)
+        return glu_plans.build_glu_grad_input(activation, variant.x_granularity, variant.rounding, config)
     if request.op == Op.ACTIVATION_OUTPUT:
         return row_plans.build_activation_output(activation, variant.x_granularity, variant.rounding, config)
     return row_plans.build_activation_grad_input(activation, config)

@@ -356,7 +356,7 @@ class Glu:
         x, x_scale, factor, factor_scale = kept
         grad = random(*self.shape, seed=8, dtype=self.x.dtype)
         found = [outputs.empty(self.shape, self.x.dtype) if want else None for want in wanted]
-        build_glu_grad_input(self.activation, SMALL)(grad, x, x_scale, factor, factor_scale, *found)
+        build_glu_grad_input(self.activation, ROW, Rounding.NEAREST, SMALL)(grad, x, x_scale, factor, factor_scale, *found)
         x = x.double() if x_scale is None else x.double() * scales_of(x, x_scale)
         factor = factor.double() if factor_scale is None else factor.double() * scales_of(factor, factor_scale)
         leaves = x.requires_grad_(), factor.requires_grad_()
@@ -385,14 +385,37 @@ def test_a_gated_unit_of_16_bit_that_keeps_its_operands_and_gradients_one_by_one
         assert torch.equal(case.check_gradients(outputs, kept, (place == 0, place == 1))[place], both[place])
 
 
+@each_once({"granularity": [ROW, TENSOR], "rounding": [Rounding.NEAREST, Rounding.STOCHASTIC], "shape": [(5, 37), (6, 136)]})
+def test_the_copy_that_a_gated_unit_writes_again(outputs, granularity, rounding, shape):
+    """Of the same operands it is the forward's copy; of those in 8 bit their product's, and where that is larger, the largest."""
+    case = Glu(shape, Activation.SILU).run(outputs, granularity)
+    kernel, grad = build_glu_grad_input(Activation.SILU, granularity, rounding, SMALL), random(*shape, seed=8)
+    seed, scale = 3, scales_of(case.q, case.scale)
+    for kept in ((case.x, None, case.factor, None), (case.x_q, case.x_scale, case.factor_q, case.factor_scale)):
+        gradients, q = [outputs.empty(shape), outputs.empty(shape)], outputs.empty(shape, torch.int8)
+        kernel(grad, *kept, *gradients, case.scale, q, seed, case.stream)
+        x, x_scale, factor, factor_scale = kept
+        x = x.double() if x_scale is None else x.double() * scales_of(x, x_scale)
+        factor = factor.double() if factor_scale is None else factor.double() * scales_of(factor, factor_scale)
+        y = (FUNCTIONS[Activation.SILU](x) * factor / scale).clamp(-127, 127)
+        if rounding is Rounding.STOCHASTIC:
+            assert (q.double() - y).abs().max() < 1.001
+            assert (q.double() - y).mean().abs() < 4 * 0.41 / q.numel() ** 0.5
+        else:
+            assert (q.double() - y).abs().max() < 0.501
+        without = [outputs.empty(shape), outputs.empty(shape)]
+        kernel(grad, *kept, *without)
+        assert all(map(torch.equal, gradients, without))
+
+
 def test_operands_of_a_gated_unit_that_do_not_fit_are_refused_by_name(outputs):
     case = Glu((6, 40), Activation.SILU)
     case.factor = case.factor[:, :39]
     with pytest.raises(BackendError, match=r"glu.output: factor must be .* of shape \(6, 40\), got torch.float32 \(6, 39\)"):
         case.run(outputs)
-    grad, scale = random(6, 40), torch.ones(6)
+    grad, scale, kernel = random(6, 40), torch.ones(6), build_glu_grad_input(Activation.SILU, ROW, Rounding.NEAREST, SMALL)
     with pytest.raises(BackendError, match=r"glu.grad_input: x and factor are kept alike"):
-        build_glu_grad_input(Activation.SILU, SMALL)(grad, grad.to(torch.int8), scale, grad, None, grad, None)
+        kernel(grad, grad.to(torch.int8), scale, grad, None, grad, None)
 
 
 SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]

@@ -35,7 +35,7 @@ class Net(nn.Module):
     def __init__(self, between, width=16):
         super().__init__()
         self.between, self.weight, self.fc = between, nn.Parameter(torch.randn(width)), nn.Linear(width, 4)
-        self.register_buffer("half", torch.randn(2, 5, width).bfloat16())
+        self.register_buffer("short", torch.randn(2, 5, width).bfloat16())
 
     def forward(self, x):
         result, *others = y if isinstance(y := self.between(self, x), tuple) else (y,)
@@ -49,6 +49,12 @@ def transformers_norm(net, x, eps=1e-6):
     variance = x.pow(2).mean(-1, keepdim=True)
     x = x * torch.rsqrt(variance + eps)
     return net.weight * x.to(dtype)
+
+
+def torchtitan_norm(net, x):
+    """With ``_norm(x.float()).type_as(x)``."""
+    y = x.float()
+    return (y * torch.rsqrt(torch.mean(y * y, dim=-1, keepdim=True) + 1e-6)).type_as(x) * net.weight
 
 
 def two_readers_of_the_mean(net, x):
@@ -65,10 +71,10 @@ RMS, GLU = ["rms_norm, 1 readers"], ["glu + silu, 1 readers"]
 WRITTEN = [
     (lambda net, x: F.rms_norm(x, (16,), net.weight), RMS),
     (transformers_norm, RMS),
-    (lambda net, x: transformers_norm(net, net.half + 0), RMS),
-    (lambda net, x: (x.float() * torch.rsqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-6)).type_as(x) * net.weight, RMS),
-    (lambda net, x: transformers_norm(net, x + net.half), ["rms_norm + residual, 1 readers"]),
-    (lambda net, x: (transformers_norm(net, y := x + net.half), y), RMS),
+    (lambda net, x: transformers_norm(net, net.short + 0), RMS),
+    (torchtitan_norm, RMS),
+    (lambda net, x: transformers_norm(net, x + net.short), ["rms_norm + residual, 1 readers"]),
+    (lambda net, x: (transformers_norm(net, y := x + net.short), y), RMS),
     (lambda net, x: F.silu(x) * (x + 1), GLU),
     *nightly(
         (lambda net, x: torch.rms_norm(x, [16], eps=1e-3), RMS),
@@ -80,9 +86,9 @@ WRITTEN = [
     (two_readers_of_the_mean, []),
     (lambda net, x: net.weight * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6)), []),
     (lambda net, x: net.weight * (x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6)), []),
-    (lambda net, x: net.weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6)), []),
+    (lambda net, x: net.weight * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6)), []),
     (lambda net, x: net.weight[:1] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), []),
-    (lambda net, x: F.rms_norm(net.half, (16,)), []),
+    (lambda net, x: F.rms_norm(net.short, (16,)), []),
     (lambda net, x: F.silu(x) * x[:, :1], []),
     (product_whose_function_is_read_beside, []),
 ]
@@ -213,7 +219,7 @@ def unsaid(caplog, model, x=None, **applying):
     [
         (two_readers_of_the_mean, "mul", "no producer computes it"),
         (lambda net, x: torch.tanh(x), "tanh", "no producer computes it"),
-        (lambda net, x: F.rms_norm(net.half, (16,)), "rms_norm", "what is added to 16-bit numbers is up to PyTorch's version"),
+        (lambda net, x: F.rms_norm(net.short, (16,)), "rms_norm", "what is added to 16-bit numbers is up to PyTorch's version"),
         (lambda net, x: F.gelu(x).flatten(0, 1), "gelu", "a view of it is read"),
     ],
 )

@@ -165,13 +165,16 @@ def quantization_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 
 
-def chain_reasons(request: KernelRequest, *, grad_copies: bool = False, grad_sums: bool = False) -> Iterator[str]:
+def chain_reasons(
+    request: KernelRequest, *, grad_copies: bool = False, grad_sums: bool = False, copies_again: bool = False
+) -> Iterator[str]:
     """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads.
 
     Args:
         request: of any operator.
         grad_copies: the backend's batch norms write 8-bit copies of their gradients.
         grad_sums: they take the gradient of their result in two parts.
+        copies_again: its gated units write the copy of their result in backward again.
     """
     if request.op not in Op.PRODUCERS:
         return
@@ -187,6 +190,8 @@ def chain_reasons(request: KernelRequest, *, grad_copies: bool = False, grad_sum
         yield f"it writes no 8-bit copy of the gradient in {request.op}; quantize the gradient by itself"
     if chain.grad_sum and not (grad_sums and request.op == Op.BATCH_NORM_GRAD_INPUT):
         yield f"it takes no gradient in two parts in {request.op}; add them before"
+    if chain.copy_again and not (copies_again and request.op == Op.GLU_GRAD_INPUT):
+        yield f"it writes no copy of the result in {request.op}; keep that of the forward pass"
 
 
 def producer_format_reasons(

@@ -14,10 +14,12 @@ import triton.language as tl
 from qsync_kernels_triton.producers.functions import activated, slope
 from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, write_tile
 from qsync_kernels_triton.quantize.rounding import (
+    INT8,
     as_float,
     bits_of,
     common_scale,
     infinite_if_nan,
+    inverse_of,
     larger,
     merged_checksum,
     row_checksums,
@@ -169,14 +171,23 @@ def round_gated(
         tl.store(q_ptr + first[:, None] + column[None, :], q, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
 def glu_gradient(
-    grad_ptr, x_ptr, x_scale_ptr, factor_ptr, factor_scale_ptr, grad_input_ptr, grad_factor_ptr, rows: tl.int32, units: tl.int32,
+    grad_ptr, x_ptr, x_scale_ptr, factor_ptr, factor_scale_ptr, grad_input_ptr, grad_factor_ptr, scale_ptr, q_ptr, offset_ptr,
+    rows: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, EIGHT_BIT: tl.constexpr,
-    WRITE_INPUT: tl.constexpr, WRITE_FACTOR: tl.constexpr,
+    WRITE_INPUT: tl.constexpr, WRITE_FACTOR: tl.constexpr, SCALES: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
+    ALIGNED: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
-    """f′(x)·factor·g and f(x)·g; grid (programs,): each takes every programs-th tile."""
+    """f′(x)·factor·g and f(x)·g; grid (programs,): each takes every programs-th tile.
+
+    SCALES (0: no): f(x)·factor is written in 8 bit too, under scales that are given, with the random numbers of the offset itself.
+    """
     length = units * UNIT
+    if SCALES:
+        low, high = offset_low, offset_high
+        if LIVE:
+            low, high = words_of(tl.load(offset_ptr))
     across = tl.cdiv(length, BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
         row = (tile // across) * ROWS + tl.arange(0, ROWS)
@@ -195,3 +206,13 @@ def glu_gradient(
         if WRITE_FACTOR:
             gradient = g * activated(x, ACTIVATION)
             tl.store(grad_factor_ptr + where, gradient.to(grad_factor_ptr.dtype.element_ty), mask=inside)
+        if SCALES:
+            scale = tl.load(scale_ptr + (row if SCALES == PER_ROW else row * 0), mask=row < rows, other=1.0)[:, None]
+            absmax = scale * (127.0 if FORMAT == INT8 else 448.0)
+            # Of operands in 8 bit the product may be larger than that whose scale it is.
+            r = tl.minimum(tl.maximum(activated(x, ACTIVATION) * factor, -absmax), absmax)
+            q = rounded_rows(
+                r, scale, inverse_of(absmax, scale, FORMAT), row.to(tl.int64) * length, (tile % across) * BLOCK,
+                seed_low, seed_high, low, high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+            )  # fmt: skip
+            tl.store(q_ptr + where, q, mask=inside)

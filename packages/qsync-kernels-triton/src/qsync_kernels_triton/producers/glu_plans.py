@@ -23,7 +23,8 @@ from qsync_kernels_triton.producers.operands import (
     vector_problems,
 )
 from qsync_kernels_triton.producers.row_plans import DENSE, WIDEST, RowLaunches, fill, gradient_problems, output_problems
-from qsync_kernels_triton.quantize.single import stream_problems
+from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
+from qsync_kernels_triton.quantize.single import FORMAT_CODE, stream_problems
 
 
 def build_glu_output(
@@ -90,17 +91,24 @@ def _fill_empty(
     fill(scale, stream, x_scale, offset, words[-2:])
 
 
-def build_glu_grad_input(activation: Activation, config: ProducerConfig) -> Callable[..., None]:
-    """The kernel ``glu.grad_input`` of docs/design/fused-chains.md; gradients that are not wanted are None."""
+def build_glu_grad_input(
+    activation: Activation, granularity: Granularity, rounding: Rounding, config: ProducerConfig
+) -> Callable[..., None]:
+    """The kernel ``glu.grad_input`` of docs/design/fused-chains.md; what is not wanted is None.
+
+    Granularity and rounding are those of the copy that is written again.
+    """
 
     def plan(
         grad: Tensor, x: Tensor, x_scale: Tensor | None, factor: Tensor, factor_scale: Tensor | None, grad_input: Tensor | None,
-        grad_factor: Tensor | None,
+        grad_factor: Tensor | None, scale: Tensor | None, q: Tensor | None, offset: Tensor | None, *_: int,
     ) -> Callable[..., None]:  # fmt: skip
         refuse("glu.grad_input", gradient_problems(grad, x, x_scale, grad_input))
         refuse("glu.grad_input", saved_problems(factor, factor_scale, x.shape[0]))
         refuse("glu.grad_input", matrix_problems("grad_factor_out", (grad_factor,), tuple(x.shape)))
-        refuse("glu.grad_input", layout_problems("grad_factor_out", (grad_factor,), DENSE))
+        refuse("glu.grad_input", copy_problems("q_out", q, scale, tuple(x.shape), "scale"))
+        refuse("glu.grad_input", vector_problems("scale", (scale,), 1 if granularity is Granularity.PER_TENSOR else x.shape[0]))
+        refuse("glu.grad_input", layout_problems("grad_factor_out q_out", (grad_factor, q), DENSE))
         if factor.shape != x.shape or (factor_scale is None) != (x_scale is None):
             said = f"got {x.dtype} {tuple(x.shape)} and {factor.dtype} {tuple(factor.shape)}"
             refuse("glu.grad_input", [f"x and factor are kept alike, {said}"])
@@ -110,19 +118,34 @@ def build_glu_grad_input(activation: Activation, config: ProducerConfig) -> Call
         cut = cut_freely(rows, length, WIDEST, config)
         constants = {"ACTIVATION": ACTIVATION_CODE[activation], "EIGHT_BIT": x_scale is not None}
         constants |= {"WRITE_INPUT": grad_input is not None, "WRITE_FACTOR": grad_factor is not None}
-        launch = Launch(glu_gradient, cut.constants | constants, num_warps=cut.warps)
+        constants |= {"SCALES": 0 if q is None else 2 if granularity is Granularity.PER_TENSOR else 1, "LIVE": offset is not None}
+        constants |= {"FORMAT": 0 if q is None else FORMAT_CODE[q.dtype], "ROUNDING": ROUNDING_CODE[rounding]}
+        launch = Launch(glu_gradient, cut.constants | constants | cut.aligned, num_warps=cut.warps)
         wanted = programs_for(cut, config.apply, x.device, strips=1) * cut.strips
         programs, sizes = min(cut.tiles * cut.strips, wanted), (rows, length // cut.unit)
 
         def run(
             grad: Tensor, x: Tensor, x_scale: Tensor | None, factor: Tensor, factor_scale: Tensor | None,
-            grad_input: Tensor | None, grad_factor: Tensor | None,
+            grad_input: Tensor | None, grad_factor: Tensor | None, scale: Tensor | None, q: Tensor | None, offset: Tensor | None,
+            *words: int,
         ) -> None:  # fmt: skip
             grad, x, factor = grad.contiguous(), x.contiguous(), factor.contiguous()
-            scales = [grad if scale is None else scale.contiguous() for scale in (x_scale, factor_scale)]
+            scales = [grad if one is None else one.contiguous() for one in (x_scale, factor_scale, scale)]
             written = [grad if tensor is None else tensor for tensor in (grad_input, grad_factor)]
-            launch((programs, 1, 1), None, (grad, x, scales[0], factor, scales[1], *written), sizes)
+            copy = grad if q is None else as_bytes(q), grad if offset is None else offset
+            tensors = (grad, x, scales[0], factor, scales[1], *written, scales[2], *copy)
+            launch((programs, 1, 1), None, tensors, (*sizes, *words[:2], *words[4:]))
 
         return run
 
-    return Planned(plan)
+    planned = Planned(plan)
+
+    def glu_grad_input(
+        grad: Tensor, x: Tensor, x_scale: Tensor | None, factor: Tensor, factor_scale: Tensor | None, grad_input_out: Tensor | None,
+        grad_factor_out: Tensor | None, scale: Tensor | None = None, q_out: Tensor | None = None, seed: int = 0,
+        offset: int | Tensor = 0,
+    ) -> None:  # fmt: skip
+        planned(grad, x, x_scale, factor, factor_scale, grad_input_out, grad_factor_out, scale, q_out,
+                *random_streams(seed, 0, offset))  # fmt: skip
+
+    return glu_grad_input

@@ -14,7 +14,7 @@ from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import quantization_variant
-from qsync_torch.aten.quantize import build_copy
+from qsync_torch.aten.quantize import LARGEST, build_copy, write_rounded
 from qsync_torch.aten.random_bits import Offset, stream_of, write_stream
 
 _GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
@@ -104,7 +104,7 @@ def build_glu_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
 
 
 def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
-    """The gradients of the function's argument and of the second tensor."""
+    """The gradients of the function's argument and of the second tensor, and the copy of the result again."""
 
     def kernel(
         grad: torch.Tensor,
@@ -114,6 +114,10 @@ def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., No
         factor_scale: torch.Tensor | None,
         grad_input_out: torch.Tensor | None,
         grad_factor_out: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+        q_out: torch.Tensor | None = None,
+        seed: int = 0,
+        offset: Offset = 0,
     ) -> None:
         g_MK = grad.to(torch.float32)
         x_MK, factor_MK = (
@@ -124,6 +128,11 @@ def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., No
             grad_input_out.copy_(_gradient(g_MK * factor_MK, x_MK, chain.activation))
         if grad_factor_out is not None:
             grad_factor_out.copy_(g_MK * _function(x_MK, chain.activation))
+        if scale is not None and q_out is not None:
+            r_MK = _function(x_MK, chain.activation) * factor_MK
+            most = scale.view(-1, 1) * LARGEST[variant.compute]  # of the operands in 8 bit the product may be larger than it was
+            clipped = r_MK.clamp(-most, most)
+            write_rounded(clipped, scale, variant.compute, variant.x_granularity, variant.rounding, seed, offset, q_out)
 
     return kernel
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from qsync_core.ir.chain import Activation, ChainForm, Producer
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import readable_copy
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
@@ -335,7 +336,8 @@ def reason_against_copy(consumer: Node, producer: Producer) -> str:
         return "the reader convolves what no such producer writes"
     if binding.of_rows and producer is Producer.BATCH_NORM:
         return "a batch norm writes images, and the reader takes rows"
-    if readable_copy(producer, binding.variant) is None:
+    # An 8-bit product for the weight's gradient reads the copy transposed, which its operator makes of the copy.
+    if readable_copy(producer, attrs.evolve(binding.variant, grad_weight=Precision.FLOAT32)) is None:
         return f"no producer writes the copy that {binding.variant.label} reads"
     return ""
 

@@ -339,3 +339,24 @@ def stand_for(made: Node, members: Sequence[Node], arguments: Callable[..., tupl
         made.meta[layouts] = arguments(*(member.meta[layouts][0] for member in members)), {}
     else:
         made.meta.pop(layouts, None)
+
+
+def needs(node: Node, beside: Collection[Node] = ()) -> set[Node]:
+    """All that a node is computed from, but for what it reads directly of ``beside``."""
+    found: set[Node] = set()
+    waiting = [source for source in node.all_input_nodes if source not in beside]
+    while waiting:
+        source = waiting.pop()
+        if source not in found:
+            found.add(source)
+            waiting += source.all_input_nodes
+    return found
+
+
+def move_before(node: Node, anchor: Node) -> None:
+    """Move a node, and first all that it needs, in front of another that it does not need."""
+    if node < anchor:
+        return
+    for source in node.all_input_nodes:
+        move_before(source, anchor)
+    anchor.prepend(node)

@@ -224,6 +224,8 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
     if chain.producer is Producer.BATCH_NORM:
         # Known by their keys to backward graphs that inductor has in its cache.
         _ = binding.with_grad_sum, binding.with_grad_copy.with_grad_sum
+    if chain.producer is Producer.GLU:
+        _ = binding.with_copy_again
     return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 

@@ -18,6 +18,7 @@ from qsync_torch.conformance.operands import floats
 from qsync_torch.conformance.producers import (
     BATCH_NORM,
     FORMS,
+    GLU,
     LAYER_NORM,
     NORMS,
     RMS_NORM,
@@ -160,6 +161,8 @@ def entry_of(op: str) -> Entry:
         _add_copies(found, case, forms)
     elif name == BATCH_NORM:
         _add_copies_of_gradients(found, case, forms)
+    elif name == GLU:
+        _add_copies_again(found, forms)
     return found
 
 
@@ -244,6 +247,23 @@ def _add_copies_of_gradients(entry: Entry, case: Callable[..., Case], forms: lis
         entry.edges.append((case("edges", form, variant_of(), (42, 40), open_everywhere), "grad", 300.0))
         draw = functools.partial(copying_call, form, variant_of(), (56, 40), False, 1, 30)
         entry.drawn.append(Case(f"batch_norm.grad_input, {form}, draws", draw))
+
+
+def again_call(form: str, variant: Variant, shape: tuple[int, int], seed: int, device: torch.device) -> Backward:
+    """A backward call of a gated unit that writes the copy of its result again."""
+    problem = Producer.of(form, variant, shape, device, seed)
+    return problem.changed(chain=attrs.evolve(problem.chain, copy_again=True)).backward()
+
+
+def _add_copies_again(entry: Entry, forms: list[str]) -> None:
+    for form, by in itertools.product(forms, (TENSOR, ROW)):
+        for saved, rounding in itertools.product(_kept(form), (NEAREST, STOCHASTIC)):
+            for shape in ((30, 13), (56, 40), (0, 16)):
+                variant = variant_of(saved=saved, granularity=by, rounding=rounding)
+                name = f"glu.grad_input, {form}, copy again by {by}, {shape}, kept in {saved}, {rounding}"
+                entry.values.append(Case(name, functools.partial(again_call, form, variant, shape, 3)))
+        draw = functools.partial(again_call, form, variant_of(granularity=by), (56, 40), 3)
+        entry.drawn.append(Case(f"glu.grad_input, {form}, copy again by {by}, draws", draw))
 
 
 ENTRIES = {op: entry_of(op) for op in SIGNATURES}

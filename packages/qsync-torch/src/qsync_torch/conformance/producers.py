@@ -18,7 +18,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.conformance.calls import Asked, Call, Written
 from qsync_torch.conformance.operands import Outputs, floats
 from qsync_torch.conformance.producer_checks import FINE, check_bits, check_close, check_copy, packed, unpacked
-from qsync_torch.conformance.quantization import check_stream
+from qsync_torch.conformance.quantization import LARGEST, check_stream
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -319,6 +319,10 @@ class Producer(_OfProducer):
             name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
             grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits, factor=self.factor,
         )  # fmt: skip
+        if self.chain.copy_again:
+            r = self.expected().r
+            most = r.abs().amax(1) if self.variant.x_granularity is Granularity.PER_ROW else magnitude(r).view(1)
+            call = call.changed(r_scale=torch.where(most == 0, 1.0, most / LARGEST[self.variant.compute]).float())
         if not self.variant.saved.needs_scale:
             return call
         q, scale = _kept(call.normalized()[0], dim, TORCH_DTYPE[self.variant.saved])
@@ -349,6 +353,7 @@ class Backward(_OfProducer):
         kept: x or its 8-bit copy; kept_scale: of that; bits: where ReLU was open, where they are wanted.
         mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows (1 / root mean square, without a mean).
         factor, factor_scale: what a gated unit multiplies with, and the scales of its 8-bit copy.
+        r_scale: of the result's copy, which is written again.
         multiplier: of the gradient's copy, for each column.
         wanted: names of the gradients that are.
     """
@@ -361,6 +366,7 @@ class Backward(_OfProducer):
     bits: torch.Tensor | None
     factor: torch.Tensor | None = None
     factor_scale: torch.Tensor | None = None
+    r_scale: torch.Tensor | None = None
     other: torch.Tensor | None = None
     multiplier: torch.Tensor | None = None
     seed: int = 21
@@ -371,13 +377,14 @@ class Backward(_OfProducer):
     def asked(self) -> Asked:
         """The producer's, with a second part of the gradient or a copy where the chain has them."""
         copied, op = self.chain.grad_copy, f"{self.name}.grad_input"
-        copy = " multiplier q> scale> seed offset" if copied else ""
+        again = self.chain.copy_again
+        copy = " multiplier q> scale> seed offset" if copied else " r_scale q> seed offset" if again else ""
         return Asked(
             op,
             f"grad {'other ' if self.chain.grad_sum else ''}{SIGNATURES[op]}{copy}",
             (self.shape_of(self.grad),),
             {"chain": self.chain},
-            {"seed": ("q",), "offset": ("q",)} if copied else {},
+            {"seed": ("q",), "offset": ("q",)} if copied or again else {},
             () if self.name == BATCH_NORM else ("grad", "kept", "factor"),
         )
 
@@ -398,6 +405,8 @@ class Backward(_OfProducer):
                 written[name] = outputs.empty(shape if is_matrix else (columns,), self.grad.dtype if is_matrix else torch.float32)
         if self.chain.grad_copy:
             written |= {"q": outputs.empty(shape, torch.int8), "scale": outputs.empty((1,), torch.float32)}
+        if self.chain.copy_again:
+            written["q"] = outputs.empty(shape, TORCH_DTYPE[self.variant.compute])
         return written
 
     def normalized(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -432,6 +441,12 @@ class Backward(_OfProducer):
             slack = 8 * FINE * (1 + xhat.abs()) * g.abs()
             if "x" in written:
                 check_close(written["x"], derivative * factor * g, slack * factor.abs(), "the gradient of x")
+            if "q" in written and self.r_scale is not None and g.numel():
+                largest = self.r_scale.double().view(-1, 1) * LARGEST[self.variant.compute]
+                value, error = r.detach() * factor, FINE * (1 + xhat.abs()) * factor.abs()
+                clipped, what = torch.minimum(torch.maximum(value, -largest), largest), "the copy that is written again"
+                scale, most = self.r_scale.view(-1, 1), largest.view(-1)
+                check_copy(written["q"], scale, clipped, error, most, self.variant.rounding, what)
             if "factor" in written:
                 check_close(written["factor"], r.detach() * g, slack, "the gradient of what is multiplied with")
             return

@@ -106,6 +106,11 @@ class ProducerBinding(Bound):
         """The binding of the same batch norm with a backward kernel that takes the gradient of its result in two parts."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_sum=True))
 
+    @functools.cached_property
+    def with_copy_again(self) -> ProducerBinding:
+        """The binding of the same gated unit with a backward kernel that also writes the copy of its result again."""
+        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, copy_again=True))
+
     def names(self, keep: bool) -> tuple[str, ...]:
         """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""
         chain, normalizes = self.chain, self.producer not in (Producer.ACTIVATION, Producer.GLU)
@@ -398,6 +403,31 @@ def _glu_grad_input(
     return both
 
 
+def _glu_grad_copy(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    factor: torch.Tensor,
+    factor_scale: torch.Tensor | None,
+    key: str,
+    scale: torch.Tensor,
+    seed: int,
+    offset: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    binding = _binding(key)
+    written = _glu_gradients_and_copy(x, key)
+    kernel = binding.kernel(binding.grad_op, x.device, x.shape)
+    kernel(grad, x, x_scale, factor, factor_scale, *written[:2], scale, written[2], seed, as_kernels_take(offset))
+    return written
+
+
+def _glu_gradients_and_copy(x: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make the tensors that a gated unit's backward writes, its result's copy among them."""
+    binding = _binding(key)
+    both = (torch.empty_like(x, dtype=binding.grad_input) for _ in range(2))
+    return (*both, torch.empty_like(x, dtype=binding.dtype))
+
+
 _AFFINE = "Tensor? weight, Tensor? bias, float eps"
 _STREAMS = "str binding, bool keep, SymInt seed, SymInt x_seed, Tensor offset"
 _SAVED = "Tensor grad, Tensor x, Tensor? x_scale"
@@ -463,4 +493,10 @@ define(
     lambda grad, x, x_scale, factor, factor_scale, key: tuple(
         torch.empty_like(x, dtype=_binding(key).grad_input) for _ in range(2)
     ),
+)
+define(
+    f"glu_grad_copy({_SAVED}, Tensor factor, Tensor? factor_scale, str binding, Tensor scale, SymInt seed, Tensor offset) "
+    "-> (Tensor, Tensor, Tensor)",
+    _glu_grad_copy,
+    lambda grad, x, x_scale, factor, factor_scale, key, *rest: _glu_gradients_and_copy(x, key),
 )

@@ -147,9 +147,9 @@ class Operand(NamedTuple):
     transposed: torch.Tensor | None = None
 
 
-X, W, GRAD, KEPT, KEPT_FACTOR = range(1, 6)
-"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, and what a producer keeps for backward: its input,
-and what a gated unit multiplies with."""
+X, W, GRAD, KEPT, KEPT_FACTOR, AGAIN = range(1, 7)
+"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, what a producer keeps for backward: its input, and
+what a gated unit multiplies with; and the copy of a result that backward writes again."""
 
 
 class Seeds(NamedTuple):
@@ -194,8 +194,7 @@ def cast_input(
     """
     if x.dtype not in _QUANTIZED:
         raise _refused(x, binding)
-    # The copy that a backward product reads; on a CPU products read operands in any layout.
-    transposed = binding.wants_transposed and grad_enabled and x.device.type == "cuda"
+    transposed = grad_enabled and wants_transposed(x, binding)
     run, quantization = (quantize_transposed, binding.x_transposed) if transposed else (quantize, binding.x)
     if cache is None or not cache.applies_to(x):
         return Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
@@ -204,6 +203,11 @@ def cast_input(
     if operand is None:
         operand = entry.value = Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
     return operand
+
+
+def wants_transposed(x: torch.Tensor, binding: OperatorBinding) -> bool:
+    """Whether a backward product reads the transposed copy; on a CPU products read operands in any layout."""
+    return binding.wants_transposed and x.device.type == "cuda"
 
 
 def _mark(seeds: Seeds) -> Hashable:
@@ -323,7 +327,7 @@ def cast_gradient(
         return Gradient(grad, wide)
     multiplied = for_input and binding.steps.multiplied and w_scale is not None and w_scale.numel() > 1
     multiplier = w_scale if multiplied else None
-    transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
+    transpose = for_weight and wants_transposed(grad, binding)
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of images.
     source, offset = rows(grad) if binding.of_rows else as_images(grad, binding), _offset(stream, straight)

@@ -16,7 +16,7 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.aten import float_products
 from qsync_torch.aten.random_bits import Offset, as_kernels_take
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, operator_binding
-from qsync_torch.kernels.library_ops import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, is_plain
+from qsync_torch.kernels.library_ops import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, is_plain, rows
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.products import bias_gradient, operand_of
@@ -37,6 +37,7 @@ from qsync_torch.operators.casts import (
     no_forward_mode,
     run_backward,
     seeds_of,
+    wants_transposed,
 )
 
 
@@ -69,6 +70,8 @@ class QuantizedProduct(torch.autograd.Function):
         if weight_copy is None:
             weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight)
         q_x, x_scale, stream, x_transposed = x_copy
+        if x_transposed is None and need_w and grad_enabled and wants_transposed(q_x, binding):
+            x_transposed = rows(q_x).t().contiguous()  # a producer wrote the copy; readers of one share the transposed one too
         q_w, w_scale, *_ = weight_copy
         kept_x = q_x if x_transposed is None else x_transposed.t()
         # A convolution's weight copy is needed for its shape alone when only the weight has a gradient.
