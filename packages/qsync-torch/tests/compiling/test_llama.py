@@ -15,6 +15,7 @@ from qsync_torch import apply_
 from qsync_torch.apply.applied_plan import applied_to
 from qsync_torch.compiling import compile as compiling
 from qsync_torch.compiling import finding
+from qsync_torch.operators import products
 
 from .chained_models import INT8, Llama, distance, lowered, step, tokens
 
@@ -118,6 +119,29 @@ def test_a_fused_step_rounded_to_nearest_is_the_unfused_one(variant, fused):
     found = step(compiled(model), model, x)
     assert [message.partition(" (")[0] for message in fused()] == ["fused: rms_norm", "fused: glu + silu"]
     assert distance(found, unfused) < 1e-3
+
+
+@pytest.mark.parametrize("saved", [None, "int8"])
+def test_products_for_the_weights_gradient_in_8_bit_read_the_copy_transposed(fused, monkeypatch, saved):
+    """As on a GPU, where integer tensor cores want it so; readers of one copy transpose it once, and a copy made again is too."""
+    monkeypatch.setattr(products, "wants_transposed", lambda q, binding: binding.wants_transposed)
+    counts, rewrite = [], compiling._rewrite
+    monkeypatch.setattr(compiling, "_rewrite", lambda graph: (counts.append(transposed_copies(graph)), rewrite(graph))[1])
+    torch.manual_seed(2)
+    model, x = Llama(), tokens()
+    applied = apply_(model, lowered(model, attrs.evolve(NEAREST, grad_input=Precision.INT8, grad_weight=Precision.INT8)))
+    unfused = step(model, model, x)
+    applied.step = 0
+    found = step(compiled(model, saved=saved), model, x)
+    assert [message.partition(" (")[0] for message in fused()] == ["fused: rms_norm", "fused: glu + silu"]
+    assert sum(counts) == 2, "gate and up share one, the down projection has one"
+    assert distance(found, unfused) < (1e-3 if saved is None else 5e-2)
+
+
+def transposed_copies(graph):
+    """Count int8 tensors that are laid out anew."""
+    clones = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    return sum(node.meta["val"].dtype is torch.int8 for node in clones)
 
 
 def test_gradients_are_unbiased_where_all_is_kept_in_8_bit():
