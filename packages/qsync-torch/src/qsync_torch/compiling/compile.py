@@ -149,7 +149,7 @@ def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return min_cut_rematerialization_partition(joint, *arguments, **options)
 
     compilers: dict[str, Any] = {"fw_compiler": rewritten, "bw_compiler": rewritten, "partition_fn": parted}
-    return cast(Callable[..., Any], aot_autograd(**compilers, keep_inference_input_mutations=True)(graph, list(inputs)))
+    return aot_autograd(**compilers, keep_inference_input_mutations=True)(graph, list(inputs))
 
 
 def _rewrite_joint(graph: Graph) -> None:

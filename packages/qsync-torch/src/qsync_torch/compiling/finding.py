@@ -257,7 +257,8 @@ def _rms_norms(node: Node, order: dict[Node, int]) -> Iterator[Parts]:
     value = None if norm is None else nodes.float_of(norm.x)
     if norm is None or value is None or eps_of(norm) is None or not _same(node, norm.x):
         return
-    if norm.weight is not None and not (_are_vectors(norm.weight) and nodes.value_of(norm.weight).shape[0] == value.shape[-1]):
+    weight = nodes.value_of(norm.weight)
+    if norm.weight is not None and (weight is None or not _are_vectors(norm.weight) or weight.shape[0] != value.shape[-1]):
         return
     members, summands = tuple(sorted(norm.members, key=order.__getitem__)), nodes.summands_of(norm.x)
     if summands is not None and set(norm.x.users) <= set(members) and not nodes.is_in_place(norm.x) and _same(norm.x, *summands):

@@ -110,7 +110,8 @@ def rms_norm_of(node: object) -> RmsNorm | None:
     if not isinstance(node, Node):
         return None
     if node.op == "call_function" and node.target in _RMS_NORMS:
-        call = {"weight": None, "eps": None} | dict(zip(_RMS_NORMS[node.target], node.args, strict=False)) | node.kwargs
+        call: dict[str, Any] = {"weight": None, "eps": None}
+        call |= dict(zip(_RMS_NORMS[node.target], node.args, strict=False)) | node.kwargs
         return RmsNorm(call["input"], call["weight"], call["eps"], (node,)) if len(call["normalized_shape"]) == 1 else None
     factors = _two_of(node, _PRODUCTS)
     for normalized, weight in (*_orders(factors), (node, None)):
@@ -200,12 +201,13 @@ def _mean_of(node: Node) -> Node | None:
 
 def _square_of(node: Node) -> Node | None:
     """What a node is the square of."""
-    if node.op not in ("call_function", "call_method") or node.kwargs:
+    if node.op not in ("call_function", "call_method") or node.kwargs or not node.args:
         return None
-    is_square = node.target in _SQUARES and len(node.args) == 1
-    is_square |= node.target in _POWERS and len(node.args) == 2 and node.args[1] == 2
-    is_square |= node.target in _PRODUCTS and len(node.args) == 2 and node.args[0] is node.args[1]
-    return node.args[0] if is_square and isinstance(node.args[0], Node) else None
+    source, *others = node.args
+    is_square = node.target in _SQUARES and not others
+    is_power = node.target in _POWERS and others == [2]
+    is_product = node.target in _PRODUCTS and len(others) == 1 and others[0] is source
+    return source if isinstance(source, Node) and (is_square or is_power or is_product) else None
 
 
 def summands_of(node: object) -> tuple[Node, Node] | None:

@@ -424,8 +424,8 @@ def _glu_grad_copy(
 def _glu_gradients_and_copy(x: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make the tensors that a gated unit's backward writes, its result's copy among them."""
     binding = _binding(key)
-    both = (torch.empty_like(x, dtype=binding.grad_input) for _ in range(2))
-    return (*both, torch.empty_like(x, dtype=binding.dtype))
+    grad_input, grad_factor = (torch.empty_like(x, dtype=binding.grad_input) for _ in range(2))
+    return grad_input, grad_factor, torch.empty_like(x, dtype=binding.dtype)
 
 
 _AFFINE = "Tensor? weight, Tensor? bias, float eps"
