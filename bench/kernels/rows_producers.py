@@ -33,6 +33,8 @@ BY_ROW = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)
 RELU = ChainForm(Activation.RELU, float_result=False)
 ADD_RELU = ChainForm(Activation.RELU, residual=True)
 ADD = ChainForm(residual=True)
+ALONE = ChainForm(float_result=False)
+SWIGLU = ChainForm(Activation.SILU, float_result=False)
 GELU = ChainForm(Activation.GELU, float_result=False)
 
 
@@ -65,12 +67,17 @@ class Case:
         """Reads and writes of all elements; what there is one of for each channel or row is not counted."""
         kept = 1 if self.variant.saved.needs_scale else 2
         residual, bits = 2 if self.chain.residual else 0, 1 / 8
-        of_batch = self.op.startswith("batch_norm")
-        if self.op.endswith("output"):
+        of_batch, is_gated = self.op.startswith("batch_norm"), self.op.startswith("glu")
+        if is_gated and self.op.endswith("output"):
+            one_scale = self.variant.x_granularity is Granularity.PER_TENSOR
+            each = 4 * (2 if one_scale else 1) + 1 + (2 if kept == 1 else 0)
+        elif is_gated:
+            each = 2 + 2 * kept + 4 + (1 if self.chain.copy_again else 0)
+        elif self.op.endswith("output"):
             one_scale = self.variant.x_granularity is Granularity.PER_TENSOR
             each = 2 * (2 if of_batch or one_scale else 1) + residual + 1  # x, the residual, and the copy
             each += 2 if self.chain.float_result else 0
-            each += 1 if kept == 1 else 2 if self.op == Op.LAYER_NORM_OUTPUT and self.chain.residual else 0
+            each += 1 if kept == 1 else 2 if self.op in (Op.LAYER_NORM_OUTPUT, Op.RMS_NORM_OUTPUT) and self.chain.residual else 0
             each += bits if of_batch and self._wants_bits else 0
         else:
             each = (2 + kept) * (2 if of_batch else 1) + 2
@@ -112,18 +119,32 @@ class Case:
             out = tensor(wanted=chain.float_result)
             if self.op == Op.ACTIVATION_OUTPUT:
                 return (drawn(), out, *copies, *numbers)
+            if self.op == Op.GLU_OUTPUT:
+                return (drawn(), drawn(), out, *copies, tensor(byte, saves), vector(rows, saves), seed, seed + 1, seed + 2, 7)
+            if self.op == Op.RMS_NORM_OUTPUT:
+                kept = tensor(wanted=chain.residual and not saves)
+                return (drawn(), parameters[0], _EPS, drawn(chain.residual), kept, statistics[1], out, *copies, *numbers)
             if self.op == Op.LAYER_NORM_OUTPUT:
                 kept = tensor(wanted=chain.residual and not saves)
                 return (drawn(), *parameters, _EPS, drawn(chain.residual), kept, *statistics, out, *copies, *numbers)
             most = torch.full((1,), 8.0, device=device) if chain.residual else None
             largest = vector(1, chain.float_result)
             return (drawn(), *parameters, _EPS, drawn(chain.residual), most, *statistics, out, largest, *copies, bits, *numbers)
-        kept = drawn()
-        if saves:
-            kept = torch.randint(-127, 128, self.shape, dtype=byte, device=device).contiguous(memory_format=layout)
+
+        def kept_tensor() -> torch.Tensor | None:
+            if not saves:
+                return drawn()
+            return torch.randint(-127, 128, self.shape, dtype=byte, device=device).contiguous(memory_format=layout)
+
+        kept = kept_tensor()
         kept_x, sums = (kept, vector(groups, saves)), (vector(columns), vector(columns))
         if self.op == Op.ACTIVATION_GRAD_INPUT:
             return (drawn(), *kept_x, tensor())
+        if self.op == Op.GLU_GRAD_INPUT:
+            again = (scales, tensor(byte), seed, stream.zero_()) if chain.copy_again else ()
+            return (drawn(), *kept_x, kept_tensor(), vector(rows, saves), tensor(), tensor(), *again)
+        if self.op == Op.RMS_NORM_GRAD_INPUT:
+            return (drawn(), *kept_x, statistics[1], parameters[0], tensor(), sums[0])
         if self.op == Op.LAYER_NORM_GRAD_INPUT:
             return (drawn(), *kept_x, *statistics, parameters[0], tensor(), *sums)
         gradients = (tensor(), tensor(wanted=chain.residual), *sums)
@@ -134,6 +155,10 @@ class Case:
         x = operands[0]
         if self.op == Op.ACTIVATION_OUTPUT:
             return partial(functional.gelu, x)
+        if self.op == Op.GLU_OUTPUT:
+            return partial(_swiglu, x, operands[1])
+        if self.op == Op.RMS_NORM_OUTPUT:
+            return partial(_rms_norm, x, operands[1].half(), operands[3])
         if self.op == Op.LAYER_NORM_OUTPUT:
             return partial(_layer_norm, x, operands[1].half(), operands[2].half(), operands[4])
         if self.op == Op.BATCH_NORM_OUTPUT:
@@ -143,6 +168,14 @@ class Case:
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     return functional.layer_norm(x if residual is None else x + residual, x.shape[1:], weight, bias, _EPS)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return functional.rms_norm(x if residual is None else x + residual, x.shape[1:], weight, _EPS)
+
+
+def _swiglu(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return functional.silu(x) * factor
 
 
 def _batch_norm(
@@ -155,7 +188,7 @@ def _batch_norm(
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Sizes of ResNet50 at batch 128 and of BERT-base at 12 x 384; tiny ones to try the script."""
+    """Sizes of ResNet50 at batch 128, of BERT-base at 12 x 384 and of a Llama-like 1B at 4 x 2048; tiny ones to try the script."""
     large, small = ((4, 32, 6, 6), (4, 16, 5, 5)) if quick else ((128, 256, 56, 56), (128, 512, 7, 7))
     narrow, wide = ((24, 64), (24, 96)) if quick else ((4608, 768), (4608, 3072))
     floats = attrs.evolve(INT8, saved=Precision.FLOAT16)
@@ -168,6 +201,15 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case(f"K11-ln-kept8{name}", f"layer_norm.{part}", narrow, ADD, BY_ROW)
         yield Case(f"K11-gelu{name}", f"activation.{part}", wide, GELU, BY_ROW)
     yield Case("K11-gelu-one-scale", Op.ACTIVATION_OUTPUT, wide, GELU, INT8)
+    stream, gated = ((24, 64), (24, 96)) if quick else ((8192, 2048), (8192, 8192))
+    for kept, name in ((floats, ""), (INT8, "-kept8")):
+        again = attrs.evolve(SWIGLU, copy_again=kept is INT8)
+        yield Case(f"K11-rms{name}", Op.RMS_NORM_OUTPUT, stream, ALONE, attrs.evolve(kept, x_granularity=Granularity.PER_ROW))
+        yield Case(f"K11-rms{name}-one-scale", Op.RMS_NORM_OUTPUT, stream, ALONE, kept)
+        yield Case(f"K11-rms{name}-back", Op.RMS_NORM_GRAD_INPUT, stream, ALONE, kept)
+        yield Case(f"K11-swiglu{name}", Op.GLU_OUTPUT, gated, SWIGLU, attrs.evolve(kept, x_granularity=Granularity.PER_ROW))
+        yield Case(f"K11-swiglu{name}-one-scale", Op.GLU_OUTPUT, gated, SWIGLU, kept)
+        yield Case(f"K11-swiglu{name}-back", Op.GLU_GRAD_INPUT, gated, again, kept)
 
 
 def producer_rows(bench: Bench) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from compile_kernels import compiled
 from qsync_kernels_triton.producers.activation import activate_rows, activation_gradient, round_activated
 from qsync_kernels_triton.producers.batch_norm import channel_coefficients, channel_statistics, normalize_positions
 from qsync_kernels_triton.producers.batch_norm_gradient import apply_gradient, gradient_reach, reduce_gradient
+from qsync_kernels_triton.producers.glu import gate_rows, glu_gradient, round_gated
 from qsync_kernels_triton.producers.layer_norm import normalize_rows, round_normalized
 from qsync_kernels_triton.producers.layer_norm_gradient import layer_norm_gradient
 from qsync_kernels_triton.producers.sums import finish_sums
@@ -54,22 +55,34 @@ def cases(capability):
     yield "gradient_reach", gradient_reach, {"ROWS": 128, "BLOCK": 16, "WEIGHT": True, "MULTIPLIER": True}, {}
     yield "finish_sums", finish_sums, {"ROWS": 128, "BLOCK": 16}, {}
     added = {"STREAM": 2}
-    normalizing = ROWS | GIVEN | {"RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING | added
+    written = {"WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING | added
+    normalizing = ROWS | GIVEN | {"CENTERED": True, "RESIDUAL": True} | written
     yield "normalize_rows", normalize_rows, normalizing, {}
     yield "normalize_rows in five", normalize_rows, normalizing | {"BLOCK": 128, "HELD": 5}, {}
     yield "normalize_rows long", normalize_rows, normalizing | {"BLOCK": 4096, "ROWS": 1, "HELD": 0}, {}
     again = {name: value for name, value in ROWS.items() if name != "HELD"} | ROUNDING | {"PARTIALS": 1024}
-    yield "round_normalized", round_normalized, again | GIVEN | {"RESIDUAL": False}, {}
-    gradient = ROWS | {"WEIGHT": True, "EIGHT_BIT": False, "WRITE_INPUT": True, "WRITE_SUMS": True}
+    yield "round_normalized", round_normalized, again | GIVEN | {"RESIDUAL": False, "CENTERED": True}, {}
+    gradient = ROWS | {"WEIGHT": True, "EIGHT_BIT": False, "WRITE_INPUT": True, "WRITE_SUMS": True, "CENTERED": True}
     yield "layer_norm_gradient", layer_norm_gradient, gradient, {}
+    uncentered, wide = {"BIAS": False, "CENTERED": False}, {"ROWS": 1, "BLOCK": 2048, "HELD": 1}
+    yield "normalize_rows rms", normalize_rows, normalizing | uncentered | wide, {"x_ptr": "*fp32"}
+    yield "round_normalized rms", round_normalized, again | {"WEIGHT": True, "RESIDUAL": False} | uncentered, {"x_ptr": "*fp32"}
+    yield "layer_norm_gradient rms", layer_norm_gradient, gradient | {"CENTERED": False}, {"x_ptr": "*fp32", "grad_ptr": "*fp32"}
     long = {"BLOCK": 4096, "ROWS": 1, "HELD": 0, "EIGHT_BIT": True}
     yield "layer_norm_gradient long", layer_norm_gradient, gradient | long, {"x_ptr": "*i8"}
     activating = ROWS | {"ACTIVATION": 2, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING | added
     yield "activate_rows", activate_rows, activating, {}
     yield "activate_rows in one", activate_rows, activating | {"BLOCK": 1024, "HELD": 1}, {}
     yield "round_activated", round_activated, again | {"ACTIVATION": 4}, {}
+    types = {"factor_ptr": "*fp16", "factor_q_ptr": "*i8", "grad_factor_ptr": "*fp16"}
+    gating = {"ROWS": 1, "BLOCK": 1024, "HELD": 1, "ACTIVATION": 4}
+    yield "gate_rows", gate_rows, activating | gating, types
+    yield "round_gated", round_gated, again | {"ACTIVATION": 4}, types
     tile = {"UNIT": 8, "ROWS": 4, "BLOCK": 1024, "ACTIVATION": 3, "EIGHT_BIT": True}
     yield "activation_gradient", activation_gradient, tile, {"x_ptr": "*i8"}
+    wanted = {"WRITE_INPUT": True, "WRITE_FACTOR": True, "SCALES": 1}
+    wanted |= {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": True}
+    yield "glu_gradient", glu_gradient, tile | wanted, types | {"x_ptr": "*i8", "factor_ptr": "*i8"}
     if capability >= 89:
         yield "activation_gradient e4m3", activation_gradient, tile, {"x_ptr": "*fp8e4nv"}
 

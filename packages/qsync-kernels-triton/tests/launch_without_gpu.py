@@ -17,11 +17,14 @@ from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import ProducerConfig, ProductConfig, QuantizeConfig
 from qsync_kernels_triton.producers.batch_norm_plans import build_batch_norm_grad_input, build_batch_norm_output
+from qsync_kernels_triton.producers.glu_plans import build_glu_grad_input, build_glu_output
 from qsync_kernels_triton.producers.row_plans import (
     build_activation_grad_input,
     build_activation_output,
     build_layer_norm_grad_input,
     build_layer_norm_output,
+    build_rms_norm_grad_input,
+    build_rms_norm_output,
 )
 from qsync_kernels_triton.products.conv2d import build_conv2d_output
 from qsync_kernels_triton.products.linear import build_linear_grad_weight, build_linear_output
@@ -122,6 +125,13 @@ def producers():
         yield norm, (rows, of, None, 1e-5, rows, rows, per, per, None, eight_rows, scale, streams, None, None, *words)
         activate = build_activation_output(Activation.GELU, granularity, Rounding.NEAREST, config)
         yield activate, (rows, rows, eight_rows, scale, streams, eight_rows, per, *words)
+        norm = build_rms_norm_output(granularity, Rounding.STOCHASTIC, config)
+        yield norm, (rows, of, 1e-5, rows, rows, per, None, eight_rows, scale, streams, None, None, *words)
+        gate, copies = build_glu_output(Activation.SILU, granularity, Rounding.STOCHASTIC, config), (eight_rows, per)
+        yield gate, (rows, rows, None, eight_rows, scale, streams, *copies, *copies, *words[:2], 9, words[2])
+        back = build_glu_grad_input(Activation.SILU, granularity, Rounding.STOCHASTIC, config)
+        yield back, (rows, eight_rows, per, eight_rows, per, rows, rows, scale, eight_rows, words[0], streams)
+    yield build_rms_norm_grad_input(config), (rows, eight_rows, per, per, of, rows, per)
     yield build_layer_norm_grad_input(config), (rows, eight_rows, per, per, per, of, rows, per, per)
     yield build_activation_grad_input(Activation.SILU, config), (rows, rows, None, rows)
 

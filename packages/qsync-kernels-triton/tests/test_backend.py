@@ -134,7 +134,7 @@ def test_large_tensors_are_supported():
 @pytest.mark.parametrize(
     ("request_", "change", "reason"),
     [
-        (CONVOLUTION, {"op": "conv3d.output"}, "linear.output, .*activation.grad_input, not conv3d.output"),
+        (CONVOLUTION, {"op": "conv3d.output"}, "linear.output, .*glu.grad_input, not conv3d.output"),
         (QUANTIZE, {"variant": Variant.of(Precision.FLOAT16)}, "it runs quantize in int8, float8_e4m3fn, .*, not in float16"),
         (OUTPUT, {"variant": Variant.of(Precision.BFLOAT16)}, "it multiplies int8, float8_e4m3fn, .*, not bfloat16"),
         (QUANTIZE, {"variant": attrs.evolve(INT8, symmetric=False)}, "aten alone has zero points"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import BATCH_NORMS, FLOATS, LINEAR, product_format
+from qsync_core.kernels.support import BATCH_NORMS, FLOATS, GLUS, LINEAR, product_format
 from qsync_kernels_triton.config import (
     DEQUANTIZE,
     ProducerConfig,
@@ -52,6 +52,31 @@ _ROWS_ONE_SCALE = (
     ProducerConfig(),
 )
 """One scale for the whole tensor: few programs leave partial maxima, and each of a second launch reads all of these."""
+_GLU_OUTPUT = (
+    ProducerConfig(block=1024, lane=16),
+    ProducerConfig(block=1024, lane=8),
+    ProducerConfig(block=1024, lane=32),
+    ProducerConfig(block=1024, lane=16, apply=16),
+    ProducerConfig(block=1024, lane=16, apply=0),
+    ProducerConfig(block=4096, lane=16),
+)
+"""A thread holds three numbers for each element of its row: both operands and their product."""
+_ELEMENTWISE_GRADIENT = (
+    ProducerConfig(block=1024),
+    ProducerConfig(block=1024, apply=16),
+    ProducerConfig(block=1024, lane=16, apply=0),
+    ProducerConfig(lane=16, apply=0),
+    ProducerConfig(),
+)
+_NORM_GRADIENT = (
+    ProducerConfig(block=1024, reduce=2),
+    ProducerConfig(block=1024),
+    ProducerConfig(block=1024, reduce=1, apply=16),
+    ProducerConfig(block=1024, lane=16, reduce=1, apply=0),
+    ProducerConfig(lane=16, reduce=2, apply=0),
+    ProducerConfig(block=4096, lane=32, reduce=2, apply=0),
+    ProducerConfig(),
+)
 PRODUCER_CANDIDATES = {
     Op.BATCH_NORM_OUTPUT: (
         ProducerConfig(lane=32),
@@ -75,24 +100,15 @@ PRODUCER_CANDIDATES = {
         ProducerConfig(reduce=8),
     ),
     Op.LAYER_NORM_OUTPUT: _ROWS_OUTPUT,
-    Op.LAYER_NORM_GRAD_INPUT: (
-        ProducerConfig(block=1024, reduce=2),
-        ProducerConfig(block=1024),
-        ProducerConfig(block=1024, reduce=1, apply=16),
-        ProducerConfig(block=1024, lane=16, reduce=1, apply=0),
-        ProducerConfig(lane=16, reduce=2, apply=0),
-        ProducerConfig(block=4096, lane=32, reduce=2, apply=0),
-        ProducerConfig(),
-    ),
+    Op.LAYER_NORM_GRAD_INPUT: _NORM_GRADIENT,
+    Op.RMS_NORM_GRAD_INPUT: _NORM_GRADIENT,
+    Op.RMS_NORM_OUTPUT: _ROWS_OUTPUT,
     Op.ACTIVATION_OUTPUT: _ROWS_OUTPUT,
-    Op.ACTIVATION_GRAD_INPUT: (
-        ProducerConfig(block=1024),
-        ProducerConfig(block=1024, apply=16),
-        ProducerConfig(block=1024, lane=16, apply=0),
-        ProducerConfig(lane=16, apply=0),
-        ProducerConfig(),
-    ),
+    Op.ACTIVATION_GRAD_INPUT: _ELEMENTWISE_GRADIENT,
+    Op.GLU_OUTPUT: _GLU_OUTPUT,
+    Op.GLU_GRAD_INPUT: _ELEMENTWISE_GRADIENT,
 }
+_OF_ROWS = tuple(op for op in PRODUCER_CANDIDATES if op.endswith(".output") and op not in BATCH_NORMS)
 
 
 class TritonBackend:
@@ -211,7 +227,7 @@ def _producer_candidates(request: KernelRequest) -> Sequence[ProducerConfig]:
     if request.op == Op.BATCH_NORM_OUTPUT and request.chain.residual:
         return configs[1], configs[0], *configs[2:]  # beside a tile of the shortcut a thread holds less
     copied_as_one = variant.compute.needs_scale and variant.x_granularity is Granularity.PER_TENSOR
-    return _ROWS_ONE_SCALE if request.op in (Op.LAYER_NORM_OUTPUT, Op.ACTIVATION_OUTPUT) and copied_as_one else configs
+    return _ROWS_ONE_SCALE if request.op in _OF_ROWS and copied_as_one else configs
 
 
 def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
@@ -226,8 +242,18 @@ def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
 
     if request.op == Op.LAYER_NORM_OUTPUT:
         return row_plans.build_layer_norm_output(variant.x_granularity, variant.rounding, config)
+    if request.op == Op.RMS_NORM_OUTPUT:
+        return row_plans.build_rms_norm_output(variant.x_granularity, variant.rounding, config)
+    if request.op == Op.RMS_NORM_GRAD_INPUT:
+        return row_plans.build_rms_norm_grad_input(config)
     if request.op == Op.LAYER_NORM_GRAD_INPUT:
         return row_plans.build_layer_norm_grad_input(config)
+    if request.op in GLUS:
+        from qsync_kernels_triton.producers import glu_plans
+
+        if request.op == Op.GLU_OUTPUT:
+            return glu_plans.build_glu_output(activation, variant.x_granularity, variant.rounding, config)
+        return glu_plans.build_glu_grad_input(activation, variant.x_granularity, variant.rounding, config)
     if request.op == Op.ACTIVATION_OUTPUT:
         return row_plans.build_activation_output(activation, variant.x_granularity, variant.rounding, config)
     return row_plans.build_activation_grad_input(activation, config)

@@ -56,7 +56,7 @@ def _quantization_reasons(request: KernelRequest) -> Iterator[str]:
 def _producer_reasons(request: KernelRequest) -> Iterator[str]:
     saved = request.variant.saved
     yield from support.layout_reasons(request)
-    yield from support.chain_reasons(request, grad_copies=True, grad_sums=True)
+    yield from support.chain_reasons(request, grad_copies=True, grad_sums=True, copies_again=True)
     yield from support.producer_format_reasons(request, _COPIES, _COPIES)
     yield from support.producer_scale_reasons(request)
     yield from support.producer_shape_reasons(request)

@@ -16,7 +16,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 pytest.importorskip("triton")
 SHARED_MEMORY = 48 * 1024
 """What every chip gives a program without being asked; none of these kernels needs more."""
-CALLS = {"normalize_rows": 6, "normalize_rows in five": 10, "normalize_rows long": 4, "activate_rows": 6, "activate_rows in one": 4}
+CALLS = {
+    "normalize_rows": 6,
+    "normalize_rows in five": 10,
+    "normalize_rows long": 4,
+    "activate_rows": 6,
+    "activate_rows in one": 4,
+    "gate_rows": 6,
+}
 """Calls of the random generator that one of 256 threads makes for its share of two copies: one for eight elements, at least one
 a tile."""
 

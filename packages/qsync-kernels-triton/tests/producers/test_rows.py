@@ -24,12 +24,15 @@ from qsync_core.ir.chain import Activation  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import ProducerConfig  # noqa: E402
 from qsync_kernels_triton.producers import row_plans  # noqa: E402
+from qsync_kernels_triton.producers.glu_plans import build_glu_grad_input, build_glu_output  # noqa: E402
 from qsync_kernels_triton.producers.operands import cut_by_rows  # noqa: E402
 from qsync_kernels_triton.producers.row_plans import (  # noqa: E402
     build_activation_grad_input,
     build_activation_output,
     build_layer_norm_grad_input,
     build_layer_norm_output,
+    build_rms_norm_grad_input,
+    build_rms_norm_output,
 )
 
 _spec = importlib.util.spec_from_file_location("triton_producer_checking", Path(__file__).with_name("checking.py"))
@@ -40,6 +43,7 @@ EPS, random, assert_close = checking.EPS, checking.random, checking.assert_close
 SMALL = ProducerConfig(block=64, reduce=2, apply=2)
 """Small, so that a few rows already take several programs, and a row of 65 elements two chunks where rows are walked."""
 SEED, X_SEED, OFFSET = 5 + (1 << 40), 6, (1 << 33) + 7
+FACTOR_SEED = 9 + (1 << 35)
 ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR
 FUNCTIONS = {
     Activation.RELU: functional.relu,
@@ -206,6 +210,73 @@ def test_layer_norm_gradients_in_16_bit_without_weights_and_one_by_one(outputs, 
         assert torch.equal(alone[place], expected)
 
 
+def rms_norm(outputs, x, weight, residual, granularity, keep, config=SMALL):
+    """What the kernel writes, by its names, checked against float64 of the sum that it kept."""
+    rows, shape = len(x), tuple(x.shape)
+    w = {"rstd": outputs.empty((rows,)), "out": outputs.empty(shape), "q": outputs.empty(shape, torch.int8)}
+    w |= {"scale": outputs.empty((1 if granularity is TENSOR else rows,)), "stream": outputs.empty((1,), torch.int64)}
+    w |= {"x_q": outputs.empty(shape, torch.int8), "x_scale": outputs.empty((rows,))}
+    w["sum"] = outputs.empty(shape, x.dtype) if residual is not None and keep else None
+    build_rms_norm_output(granularity, Rounding.STOCHASTIC, config)(
+        x, weight, EPS, residual, w["sum"], w["rstd"], w["out"], w["q"], w["scale"], w["stream"], w["x_q"], w["x_scale"],
+        SEED, X_SEED, OFFSET,
+    )  # fmt: skip
+    s = x.double() + (0 if residual is None else residual.double())
+    s = s if w["sum"] is None else w["sum"].double()
+    rstd = (s.square().mean(1, keepdim=True) + EPS).rsqrt()
+    xhat = s * rstd
+    z, size = (xhat, 1.0) if weight is None else (xhat * weight.double(), 1 + weight.double().abs())
+    # Where the sum is not kept, it is read again as it is made: rounded to float32.
+    assert_close(w["rstd"], rstd[:, 0], rstd[:, 0], "1 / root mean square")
+    assert_close(w["out"], z, (s.abs() * rstd + 1) * size, "result")
+    check_copy(w["q"], w["scale"], w["out"], granularity, x)
+    check_stream(w["stream"], x)
+    streams = checking.streams(x, OFFSET, rows)
+    checking.assert_is_rounded(w["x_q"], scales_of(w["x_q"], w["x_scale"]), xhat, X_SEED, streams)
+    largest = xhat.abs().amax(1)
+    assert torch.allclose(w["x_scale"].double(), torch.where(largest == 0, 1.0, largest / 127), rtol=1e-4)
+    return w | {"s": s if w["sum"] is None else w["sum"], "xhat": xhat}
+
+
+def check_rms_gradients(outputs, grad, kept, scale, rstd, weight, xhat, config=SMALL):
+    found = outputs.empty(kept.shape, grad.dtype), outputs.empty(kept.shape[1:])
+    build_rms_norm_grad_input(config)(grad, kept, scale, rstd, weight, *found)
+    g, n = grad.double(), kept.shape[1]
+    w, r = g if weight is None else g * weight.double(), rstd.double()[:, None]
+    product, sizes = (w * xhat).sum(1, keepdim=True), (w.abs() * (1 + xhat.abs())).sum(1, keepdim=True)
+    assert_close(found[0], r * (w - xhat * product / n), r * (w.abs() + sizes * (1 + xhat.abs()) / n), "gradient of the input")
+    assert_close(found[1], (g * xhat).sum(0), (g.abs() * (1 + xhat.abs())).sum(0), "gradient of the weight")
+
+
+@in_pairs({"shape": [(5, 37), (3, 136), (1, 8)], "residual": [False, True], "granularity": [ROW, TENSOR], "keep": [False, True]})
+def test_everything_an_rms_norm_writes_and_its_gradients(outputs, way, shape, residual, granularity, keep):
+    x, weight = random(*shape, mean=0.5, deviation=2.0), random(shape[1], seed=1)
+    found = rms_norm(outputs, x, weight, random(*shape, seed=3) if residual else None, granularity, keep)
+    grad = random(*shape, seed=9)
+    check_rms_gradients(outputs, grad, found["s"].float(), None, found["rstd"], weight, found["xhat"])
+    xhat = found["x_q"].double() * scales_of(found["x_q"], found["x_scale"])
+    check_rms_gradients(outputs, grad, found["x_q"], found["x_scale"], found["rstd"], weight, xhat)
+
+
+def test_an_rms_norm_in_16_bit_without_weight_and_gradients_one_by_one(outputs, way):
+    x = random(6, 40, dtype=torch.float16)
+    found = rms_norm(outputs, x, None, None, ROW, False)
+    grad = random(6, 40, seed=9, dtype=torch.float16)
+    check_rms_gradients(outputs, grad, x, None, found["rstd"], None, found["xhat"])
+    kernel, both = build_rms_norm_grad_input(SMALL), (outputs.empty((6, 40), torch.float16), outputs.empty((40,)))
+    kernel(grad, x, None, found["rstd"], None, *both)
+    for place, expected in enumerate(both):
+        alone = [outputs.empty(e.shape, e.dtype) if i == place else None for i, e in enumerate(both)]
+        kernel(grad, x, None, found["rstd"], None, *alone)
+        assert torch.equal(alone[place], expected)
+
+
+def test_an_rms_norm_subtracts_no_mean(outputs, way):
+    """Of equal numbers nothing is left by a layer norm; here they are 1 each."""
+    found = rms_norm(outputs, torch.full((3, 136), -4.0), None, None, ROW, False)
+    assert (found["out"] + 1).abs().max() < 1e-5
+
+
 class Act:
     """One activation: its operand and what the kernel wrote."""
 
@@ -249,6 +320,103 @@ def test_everything_an_activation_writes_and_its_gradient(outputs, way, activati
         case.check(granularity)
         case.check_gradient(outputs, case.x, None)
         case.check_gradient(outputs, case.x_q, case.x_scale)
+
+
+class Glu:
+    """One gated unit: its operands and what the kernel wrote."""
+
+    def __init__(self, shape, activation, dtype=torch.float32):
+        self.activation, self.shape = activation, shape
+        self.x, self.factor = random(*shape, dtype=dtype, deviation=3.0), random(*shape, dtype=dtype, seed=1, deviation=2.0)
+        self.r = FUNCTIONS[activation](self.x.double()) * self.factor.double()
+
+    def run(self, outputs, granularity=ROW, config=SMALL, offset=OFFSET, copies=True):
+        rows, shape = self.shape[0], self.shape
+        self.out, self.q = outputs.empty(shape), outputs.empty(shape, torch.int8)
+        self.scale, self.stream = outputs.empty((1 if granularity is TENSOR else rows,)), outputs.empty((1,), torch.int64)
+        self.x_q, self.factor_q = (outputs.empty(shape, torch.int8) if copies else None for _ in range(2))
+        self.x_scale, self.factor_scale = (outputs.empty((rows,)) if copies else None for _ in range(2))
+        build_glu_output(self.activation, granularity, Rounding.STOCHASTIC, config)(
+            self.x, self.factor, self.out, self.q, self.scale, self.stream, self.x_q, self.x_scale, self.factor_q,
+            self.factor_scale, SEED, X_SEED, FACTOR_SEED, offset,
+        )  # fmt: skip
+        return self
+
+    def check(self, granularity=ROW):
+        assert_close(self.out, self.r, (self.x.double().abs() + 1) * (self.factor.double().abs() + 1), "result")
+        check_copy(self.q, self.scale, self.out, granularity, self.x)
+        check_stream(self.stream, self.x)
+        streams = checking.streams(self.x, OFFSET, len(self.x))
+        for q, scale, value, seed in (
+            (self.x_q, self.x_scale, self.x, X_SEED),
+            (self.factor_q, self.factor_scale, self.factor, FACTOR_SEED),
+        ):
+            checking.assert_is_quantized(q, scale, value.float(), seed=seed, streams=streams)
+
+    def check_gradients(self, outputs, kept, wanted=(True, True)):
+        x, x_scale, factor, factor_scale = kept
+        grad = random(*self.shape, seed=8, dtype=self.x.dtype)
+        found = [outputs.empty(self.shape, self.x.dtype) if want else None for want in wanted]
+        build_glu_grad_input(self.activation, ROW, Rounding.NEAREST, SMALL)(grad, x, x_scale, factor, factor_scale, *found)
+        x = x.double() if x_scale is None else x.double() * scales_of(x, x_scale)
+        factor = factor.double() if factor_scale is None else factor.double() * scales_of(factor, factor_scale)
+        leaves = x.requires_grad_(), factor.requires_grad_()
+        expected = torch.autograd.grad(FUNCTIONS[self.activation](x) * factor, leaves, grad.double())
+        size = 8 * grad.double().abs() * (1 + x.detach().abs())
+        for one, right, terms in zip(found, expected, (size * (1 + factor.detach().abs()), size), strict=True):
+            if one is not None:
+                assert_close(one, right, terms, "gradient")
+        return found
+
+
+@each_once({"activation": list(FUNCTIONS), "granularity": [ROW, TENSOR]})
+def test_everything_a_gated_unit_writes_and_its_gradients(outputs, way, activation, granularity):
+    for shape in ((5, 37), (2, 136)):
+        case = Glu(shape, activation).run(outputs, granularity)
+        case.check(granularity)
+        case.check_gradients(outputs, (case.x, None, case.factor, None))
+        case.check_gradients(outputs, (case.x_q, case.x_scale, case.factor_q, case.factor_scale))
+
+
+def test_a_gated_unit_of_16_bit_that_keeps_its_operands_and_gradients_one_by_one(outputs):
+    case = Glu((6, 40), Activation.SILU, torch.float16).run(outputs, copies=False)
+    kept = case.x, None, case.factor, None
+    both = case.check_gradients(outputs, kept)
+    for place in range(2):
+        assert torch.equal(case.check_gradients(outputs, kept, (place == 0, place == 1))[place], both[place])
+
+
+@each_once({"granularity": [ROW, TENSOR], "rounding": [Rounding.NEAREST, Rounding.STOCHASTIC], "shape": [(5, 37), (6, 136)]})
+def test_the_copy_that_a_gated_unit_writes_again(outputs, granularity, rounding, shape):
+    """Of the same operands it is the forward's copy; of those in 8 bit their product's, and where that is larger, the largest."""
+    case = Glu(shape, Activation.SILU).run(outputs, granularity)
+    kernel, grad = build_glu_grad_input(Activation.SILU, granularity, rounding, SMALL), random(*shape, seed=8)
+    seed, scale = 3, scales_of(case.q, case.scale)
+    for kept in ((case.x, None, case.factor, None), (case.x_q, case.x_scale, case.factor_q, case.factor_scale)):
+        gradients, q = [outputs.empty(shape), outputs.empty(shape)], outputs.empty(shape, torch.int8)
+        kernel(grad, *kept, *gradients, case.scale, q, seed, case.stream)
+        x, x_scale, factor, factor_scale = kept
+        x = x.double() if x_scale is None else x.double() * scales_of(x, x_scale)
+        factor = factor.double() if factor_scale is None else factor.double() * scales_of(factor, factor_scale)
+        y = (FUNCTIONS[Activation.SILU](x) * factor / scale).clamp(-127, 127)
+        if rounding is Rounding.STOCHASTIC:
+            assert (q.double() - y).abs().max() < 1.001
+            assert (q.double() - y).mean().abs() < 4 * 0.41 / q.numel() ** 0.5
+        else:
+            assert (q.double() - y).abs().max() < 0.501
+        without = [outputs.empty(shape), outputs.empty(shape)]
+        kernel(grad, *kept, *without)
+        assert all(map(torch.equal, gradients, without))
+
+
+def test_operands_of_a_gated_unit_that_do_not_fit_are_refused_by_name(outputs):
+    case = Glu((6, 40), Activation.SILU)
+    case.factor = case.factor[:, :39]
+    with pytest.raises(BackendError, match=r"glu.output: factor must be .* of shape \(6, 40\), got torch.float32 \(6, 39\)"):
+        case.run(outputs)
+    grad, scale, kernel = random(6, 40), torch.ones(6), build_glu_grad_input(Activation.SILU, ROW, Rounding.NEAREST, SMALL)
+    with pytest.raises(BackendError, match=r"glu.grad_input: x and factor are kept alike"):
+        kernel(grad, grad.to(torch.int8), scale, grad, None, grad, None)
 
 
 SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]

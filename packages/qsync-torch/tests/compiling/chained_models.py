@@ -90,7 +90,7 @@ class Bert(nn.Module):
 
 
 class Llama(nn.Module):
-    """Normalizes without a mean, and multiplies the activation with another tensor: neither is a chain."""
+    """Normalizes without a mean, and multiplies the activation with another tensor."""
 
     def __init__(self, width=16):
         super().__init__()

@@ -21,6 +21,14 @@ NAMES = {
     Op.LAYER_NORM_OUTPUT: (
         "x weight bias eps residual sum_out mean_out rstd_out out q_out scale_out stream_out x_q_out x_scale_out seed x_seed offset"
     ),
+    Op.RMS_NORM_OUTPUT: (
+        "x weight eps residual sum_out rstd_out out q_out scale_out stream_out x_q_out x_scale_out seed x_seed offset"
+    ),
+    Op.RMS_NORM_GRAD_INPUT: "grad x x_scale rstd weight grad_input_out grad_weight_out",
+    Op.GLU_OUTPUT: (
+        "x factor out q_out scale_out stream_out x_q_out x_scale_out factor_q_out factor_scale_out seed x_seed factor_seed offset"
+    ),
+    Op.GLU_GRAD_INPUT: "grad x x_scale factor factor_scale grad_input_out grad_factor_out scale q_out seed offset",
     Op.LAYER_NORM_GRAD_INPUT: "grad x x_scale mean rstd weight grad_input_out grad_weight_out grad_bias_out",
 }
 
@@ -232,6 +240,49 @@ class GuessesTheScaleOfAGradient(ProducerMutant):
             guess = a["grad"].abs().amax().float() / 127 / a["grad_scale_out"]
             a["grad_q_out"].copy_((a["grad_q_out"].float() / guess).round().clamp(-127, 127))
             a["grad_scale_out"].mul_(guess)
+
+
+class LeavesEpsOutOfAnRmsNorm(ProducerMutant):
+    op = Op.RMS_NORM_OUTPUT
+
+    def before(self, a):
+        return {"eps": 0.0}
+
+
+class SubtractsAMeanInTheGradientOfAnRmsNorm(ProducerMutant):
+    """As a layer norm does."""
+
+    op = Op.RMS_NORM_GRAD_INPUT
+
+    def after(self, a, request):
+        if a["grad_input_out"] is not None:
+            a["grad_input_out"].sub_(a["grad_input_out"].float().mean(1, keepdim=True))
+
+
+class RoundsBothOperandsOfAGatedUnitAlike(ProducerMutant):
+    """With one seed: their errors then have something to do with each other."""
+
+    op = Op.GLU_OUTPUT
+
+    def before(self, a):
+        return {"factor_seed": a["x_seed"]}
+
+
+class ChangesTheGradientsOfAGatedUnit(ProducerMutant):
+    op = Op.GLU_GRAD_INPUT
+
+    def after(self, a, request):
+        if a["grad_input_out"] is not None and a["grad_factor_out"] is not None:
+            x = a["grad_input_out"].clone()
+            a["grad_input_out"].copy_(a["grad_factor_out"])
+            a["grad_factor_out"].copy_(x)
+
+
+class WritesTheCopyAgainUnderTheScaleOfTheFirstRow(ProducerMutant):
+    op = Op.GLU_GRAD_INPUT
+
+    def before(self, a):
+        return {} if a.get("scale") is None or not a["scale"].numel() else {"scale": a["scale"][:1].expand_as(a["scale"])}
 
 
 _CLASSES = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant)]

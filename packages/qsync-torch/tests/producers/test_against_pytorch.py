@@ -13,7 +13,17 @@ from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.quantize import build_copy
 from qsync_torch.conformance.operands import Outputs, floats
-from qsync_torch.conformance.producers import ACTIVATION, BATCH_NORM, EPS, FORMS, LAYER_NORM, Producer, variant_of
+from qsync_torch.conformance.producers import (
+    ACTIVATION,
+    BATCH_NORM,
+    EPS,
+    FORMS,
+    GLU,
+    LAYER_NORM,
+    ROW_NORMS,
+    Producer,
+    variant_of,
+)
 from qsync_torch.conformance.quantization import LARGEST
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -43,15 +53,20 @@ def in_pytorch(problem, grad, dtype):
         z = functional.batch_norm(problem.argument(x), None, None, *parameters, training=True, eps=EPS)
         z = z.permute(0, 2, 3, 1).reshape(problem.x.shape)
         z = z if residual is None else z + residual
-    elif problem.name == LAYER_NORM:
+    elif problem.name in ROW_NORMS:
         s = x if residual is None else x + residual
         if residual is not None:  # rounded to the format of both in float64 as well: all three normalize the same numbers
             s = s + ((problem.x + problem.residual).to(dtype) - s).detach()
-        z = functional.layer_norm(s, s.shape[1:], weight.to(dtype), bias.to(dtype), EPS)
+        if problem.name == LAYER_NORM:
+            z = functional.layer_norm(s, s.shape[1:], weight.to(dtype), bias.to(dtype), EPS)
+        else:
+            z = functional.rms_norm(s, s.shape[1:], weight.to(dtype), EPS)
     else:
         z = x
     y = FUNCTIONS[problem.chain.activation](z)
-    leaves = [leaf for leaf in (x, residual, weight, bias) if leaf is not None]
+    factor = None if problem.factor is None else problem.factor.detach().clone().to(dtype).requires_grad_()
+    y = y if factor is None else y * factor
+    leaves = [leaf for leaf in (x, residual, factor, weight, bias) if leaf is not None]
     return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
 
 
@@ -64,8 +79,8 @@ def fused(problem, grad):
         kernel_of(problem, "grad_input"), outputs, grad, kept, written.x_scale, written.mean, written.spread, written.bits
     )
     outputs.check()
-    residual = found.x if problem.name == LAYER_NORM and problem.residual is not None else found.residual
-    return [written.out, *(t for t in (found.x, residual, found.weight, found.bias) if t is not None)]
+    residual = found.x if problem.name in ROW_NORMS and problem.residual is not None else found.residual
+    return [written.out, *(t for t in (found.x, residual, found.factor, found.weight, found.bias) if t is not None)]
 
 
 @tries(80)
@@ -103,6 +118,9 @@ def floors(problem):
     """What float32 may be off by in a normalized number, which few numbers escape by luck; and the slope of normalization."""
     if problem.name == ACTIVATION:
         return 2.0**-22, 1.0
+    if problem.name == GLU:
+        largest = 1 + problem.factor.abs().double().max()
+        return 2.0**-22 * (1 + problem.x.abs().double().max()) * largest, largest
     expected = problem.expected()
     slope = (expected.var + EPS).rsqrt() * problem.weight.double().abs()
     return 2.0**-23 * (2 + (expected.s.abs() * slope).max()), slope.max()

@@ -21,8 +21,17 @@ class Producer(enum.StrEnum):
     """A batch norm; behind it perhaps the addition of a residual, perhaps a ReLU."""
     LAYER_NORM = "layer_norm"
     """A layer norm; before it perhaps the addition of a residual."""
+    RMS_NORM = "rms_norm"
+    """A layer norm without a mean and a bias; before it perhaps the addition of a residual."""
     ACTIVATION = "activation"
     """An activation alone."""
+    GLU = "glu"
+    """An activation times a second tensor: a gated linear unit, such as SwiGLU."""
+
+    @property
+    def normalizes_rows(self) -> bool:
+        """Whether it normalizes each row by itself."""
+        return self in (Producer.LAYER_NORM, Producer.RMS_NORM)
 
 
 class Activation(enum.StrEnum):
@@ -48,6 +57,7 @@ class ChainForm:
         float_result: the result is also written as a float tensor, for readers that are not 8-bit products.
         grad_copy: a batch norm's backward also writes its input's gradient in int8, for the product that reads it so.
         grad_sum: a batch norm's backward takes the gradient of its result in two parts, which it adds.
+        copy_again: a gated unit's backward writes the copy of its result again, which then nothing keeps for backward.
     """
 
     activation: Activation = Activation.NONE
@@ -55,6 +65,7 @@ class ChainForm:
     float_result: bool = True
     grad_copy: bool = False
     grad_sum: bool = False
+    copy_again: bool = False
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -66,6 +77,8 @@ class ChainForm:
             flags["grad_copy"] = "true"
         if self.grad_sum:
             flags["grad_sum"] = "true"
+        if self.copy_again:
+            flags["copy_again"] = "true"
         return flags if self.float_result else flags | {"float_result": "false"}
 
 

@@ -38,6 +38,10 @@ class Op:
     LAYER_NORM_GRAD_INPUT = "layer_norm.grad_input"
     ACTIVATION_OUTPUT = "activation.output"
     ACTIVATION_GRAD_INPUT = "activation.grad_input"
+    RMS_NORM_OUTPUT = "rms_norm.output"
+    RMS_NORM_GRAD_INPUT = "rms_norm.grad_input"
+    GLU_OUTPUT = "glu.output"
+    GLU_GRAD_INPUT = "glu.grad_input"
 
     UNFUSED = (QUANTIZE, *(op for kind in KINDS.values() if kind.as_run is kind for op in kind.products))
     """Quantization, and the products of adjustable operators."""
@@ -48,6 +52,10 @@ class Op:
         LAYER_NORM_GRAD_INPUT,
         ACTIVATION_OUTPUT,
         ACTIVATION_GRAD_INPUT,
+        RMS_NORM_OUTPUT,
+        RMS_NORM_GRAD_INPUT,
+        GLU_OUTPUT,
+        GLU_GRAD_INPUT,
     )
     """What produces the activation of a product, fused with its quantization (docs/design/fused-chains.md)."""
     ALL = (*UNFUSED, *PRODUCERS)

@@ -18,11 +18,13 @@ LINEAR = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
 CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT)
 BATCH_NORMS = (Op.BATCH_NORM_OUTPUT, Op.BATCH_NORM_GRAD_INPUT)
 LAYER_NORMS = (Op.LAYER_NORM_OUTPUT, Op.LAYER_NORM_GRAD_INPUT)
+RMS_NORMS = (Op.RMS_NORM_OUTPUT, Op.RMS_NORM_GRAD_INPUT)
 ACTIVATIONS = (Op.ACTIVATION_OUTPUT, Op.ACTIVATION_GRAD_INPUT)
+GLUS = (Op.GLU_OUTPUT, Op.GLU_GRAD_INPUT)
 FUSED_ACTIVATIONS = (
     dict.fromkeys(BATCH_NORMS, (Activation.NONE, Activation.RELU))
-    | dict.fromkeys(LAYER_NORMS, (Activation.NONE,))
-    | dict.fromkeys(ACTIVATIONS, (Activation.RELU, Activation.GELU, Activation.GELU_TANH, Activation.SILU))
+    | dict.fromkeys((*LAYER_NORMS, *RMS_NORMS), (Activation.NONE,))
+    | dict.fromkeys((*ACTIVATIONS, *GLUS), (Activation.RELU, Activation.GELU, Activation.GELU_TANH, Activation.SILU))
 )
 """The functions that each producer ends with: behind a batch norm only one that is monotone, so that the scale is known ahead."""
 FLOATS = (Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32)
@@ -164,12 +166,15 @@ def quantization_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 
 
-def chain_reasons(request: KernelRequest, *, grad_copies: bool = False, grad_sums: bool = False) -> Iterator[str]:
+def chain_reasons(
+    request: KernelRequest, *, grad_copies: bool = False, grad_sums: bool = False, copies_again: bool = False
+) -> Iterator[str]:
     """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads.
 
     Args:
         grad_copies: the backend's batch norms write 8-bit copies of their gradients.
         grad_sums: they take the gradient of their result in two parts.
+        copies_again: its gated units write the copy of their result in backward again.
     """
     if request.op not in Op.PRODUCERS:
         return
@@ -177,7 +182,7 @@ def chain_reasons(request: KernelRequest, *, grad_copies: bool = False, grad_sum
     fused = FUSED_ACTIVATIONS[request.op]
     if chain.activation not in fused:
         yield f"{producer} is fused with the activations {', '.join(fused)}, not with {chain.activation}; run the two apart"
-    if chain.residual and request.op in ACTIVATIONS:
+    if chain.residual and request.op in (*ACTIVATIONS, *GLUS):
         yield "an activation has no residual; add it with the normalization before, or by itself"
     if not chain.float_result and not request.variant.compute.needs_scale:
         yield f"without an 8-bit copy ({request.variant.compute}) and without a float result nothing is left to write"
@@ -185,6 +190,8 @@ def chain_reasons(request: KernelRequest, *, grad_copies: bool = False, grad_sum
         yield f"it writes no 8-bit copy of the gradient in {request.op}; quantize the gradient by itself"
     if chain.grad_sum and not (grad_sums and request.op == Op.BATCH_NORM_GRAD_INPUT):
         yield f"it takes no gradient in two parts in {request.op}; add them before"
+    if chain.copy_again and not (copies_again and request.op == Op.GLU_GRAD_INPUT):
+        yield f"it writes no copy of the result in {request.op}; keep that of the forward pass"
 
 
 def producer_format_reasons(
@@ -198,7 +205,7 @@ def producer_format_reasons(
         yield f"it writes copies in {', '.join(copies)}, not in {variant.compute}; choose one of those as compute"
     if variant.saved not in (*saved, *FLOATS):
         yield f"it keeps x for backward in {', '.join((*saved, *FLOATS))}, not in {variant.saved}"
-    if variant.saved.needs_scale and request.op in ACTIVATIONS and request.chain.activation is Activation.RELU:
+    if variant.saved.needs_scale and request.op in (*ACTIVATIONS, *GLUS) and request.chain.activation is Activation.RELU:
         yield "the sign of ReLU's input does not survive rounding to 8 bit; save it in a float format"
     if variant.grad_input.needs_scale:
         yield f"a producer's gradients are in a float format, not in {variant.grad_input}; choose one as grad_input"

@@ -1,4 +1,6 @@
-"""Layer normalization of x (+ residual) that writes its 8-bit copies: rows in the registers of one program, one launch, one read.
+"""Layer and RMS normalization of x (+ residual) that writes its 8-bit copies.
+
+Rows are in the registers of one program: one launch, one read.
 
 Rows longer than a program holds are walked through chunk by chunk, three times, from the cache after the first.  One scale for the
 whole tensor takes a second launch, ``round_normalized``, which reads the rows once more.
@@ -66,38 +68,47 @@ def _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT: tl.
 
 
 @triton.jit
-def _held_row_statistics(tiles, row, rows, length, HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _held_row_statistics(
+    tiles, row, rows, length, HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr
+):  # fmt: skip
     """Mean and variance of rows: sums about a first estimate of the mean, which rounding may have moved where the mean is large.
 
-    Outside of the matrix tiles are 0.
+    Outside of the matrix tiles are 0.  Not CENTERED: 0 and the mean square.
     """
     n, columns = length.to(tl.float32), tl.arange(0, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for part in tl.static_range(HELD):
-        total += tiles[part]
-    estimate = tl.sum(total, 1) / n
     total, squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for part in tl.static_range(HELD):
-        inside = (row < rows)[:, None] & (part * BLOCK + columns < length)[None, :]
-        apart = tl.where(inside, tiles[part] - estimate[:, None], 0.0)
-        total += apart
-        squares = tl.fma(apart, apart, squares)
-    moved = tl.sum(total, 1) / n
-    var = tl.sum(squares, 1) / n - moved * moved
-    return estimate + moved, tl.where(var < 0, 0.0, var)
+    if CENTERED:
+        for part in tl.static_range(HELD):
+            total += tiles[part]
+        estimate = tl.sum(total, 1) / n
+        total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for part in tl.static_range(HELD):
+            inside = (row < rows)[:, None] & (part * BLOCK + columns < length)[None, :]
+            apart = tl.where(inside, tiles[part] - estimate[:, None], 0.0)
+            total += apart
+            squares = tl.fma(apart, apart, squares)
+        moved = tl.sum(total, 1) / n
+        var = tl.sum(squares, 1) / n - moved * moved
+        return estimate + moved, tl.where(var < 0, 0.0, var)
+    else:
+        for part in tl.static_range(HELD):
+            squares = tl.fma(tiles[part], tiles[part], squares)
+        return tl.zeros((ROWS,), dtype=tl.float32), tl.sum(squares, 1) / n
 
 
 @triton.jit
 def _long_row_statistics(
     x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows of several chunks, sums about the mean of the first chunk; and their checksums."""
+    """The same for rows of several chunks, sums about the mean of the first chunk (not CENTERED: about 0); and their checksums."""
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < length)[None, :]
     s, read = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
     bits = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
-    shift = tl.sum(s, 1) / tl.minimum(length, BLOCK).to(tl.float32)
+    shift = tl.zeros((ROWS,), dtype=tl.float32)
+    if CENTERED:
+        shift = tl.sum(s, 1) / tl.minimum(length, BLOCK).to(tl.float32)
     total, squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for begin in range(0, length, BLOCK):
         inside = (row < rows)[:, None] & (begin + column < length)[None, :]
@@ -107,9 +118,12 @@ def _long_row_statistics(
         total += apart
         squares = tl.fma(apart, apart, squares)
     n = length.to(tl.float32)
-    moved = tl.sum(total, 1) / n
-    var = tl.sum(squares, 1) / n - moved * moved
-    return shift + moved, tl.where(var < 0, 0.0, var), row_checksums(bits, ROWS, BLOCK)
+    if CENTERED:
+        moved = tl.sum(total, 1) / n
+        var = tl.sum(squares, 1) / n - moved * moved
+        return shift + moved, tl.where(var < 0, 0.0, var), row_checksums(bits, ROWS, BLOCK)
+    else:
+        return shift, tl.sum(squares, 1) / n, row_checksums(bits, ROWS, BLOCK)
 
 
 @triton.jit
@@ -148,9 +162,11 @@ def normalize_rows(
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr,
     FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
-    STREAM: tl.constexpr,
+    STREAM: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): each takes every programs-th group of ROWS rows; HELD tiles of BLOCK columns hold a row, 0: it is walked.
+
+    CENTERED: a layer norm; else an RMS norm, whose rows have no mean to subtract, and none is written.
 
     SCALES: 0 where no copy is wanted, PER_ROW, or ONE_SCALE: then ``scale_ptr`` receives a partial maximum of each program, and
     behind these the partial checksums.  What has a scale a row takes the stream of the row's checksum.
@@ -172,16 +188,17 @@ def normalize_rows(
                 tiles = tiles + (s,)  # noqa: RUF005
                 bits += read
             checksum = row_checksums(bits, ROWS, BLOCK)
-            mean, var = _held_row_statistics(tiles, row, rows, length, HELD, ROWS, BLOCK)
+            mean, var = _held_row_statistics(tiles, row, rows, length, HELD, ROWS, BLOCK, CENTERED)
         else:
             mean, var, checksum = _long_row_statistics(
-                x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK
+                x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK, CENTERED
             )  # fmt: skip
         total += checksum
         low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
         stream_low, stream_high = low[:, None], high[:, None]
         rstd = inverse_deviation(var, eps)
-        tl.store(mean_ptr + row, mean, mask=row < rows)
+        if CENTERED:
+            tl.store(mean_ptr + row, mean, mask=row < rows)
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
         largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -246,7 +263,7 @@ def round_normalized(
     seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, PARTIALS: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr,
-    LIVE: tl.constexpr, STREAM: tl.constexpr,
+    LIVE: tl.constexpr, STREAM: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """z again, under one scale; grid (programs,): each takes every programs-th tile, the last ones first.
 
@@ -268,7 +285,9 @@ def round_normalized(
         first = row.to(tl.int64) * length
         inside = (row < rows)[:, None] & (column < length)[None, :]
         s, _bits = summed(x_ptr, residual_ptr, x_ptr, first[:, None] + column[None, :], inside, RESIDUAL, False)
-        mean, rstd = tl.load(mean_ptr + row, mask=row < rows, other=0.0), tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        mean, rstd = tl.zeros((ROWS,), dtype=tl.float32), tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        if CENTERED:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         _, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
         # What two kernels work out is the same number; if a compiler thought otherwise, int8 would wrap around.
         z = tl.minimum(tl.maximum(z, -absmax), absmax)

@@ -1,6 +1,7 @@
-"""Gradients of a layer normalization in one pass over rows, and a tiny kernel that finishes the sums of γ's and β's.
+"""Gradients of a layer or RMS normalization in one pass over rows, and a tiny kernel that finishes the sums of γ's and β's.
 
-With w = γ·g: ∂s = σ⁻¹·(w − mean(w) − x̂·mean(w·x̂)), ∂γ = Σ g·x̂, ∂β = Σ g.  Each program adds up ∂γ and ∂β of its rows in registers
+With w = γ·g: ∂s = σ⁻¹·(w − mean(w) − x̂·mean(w·x̂)), ∂γ = Σ g·x̂, ∂β = Σ g.  Of an
+RMS norm mean(w) is left out, and there is no β.  Each program adds up ∂γ and ∂β of its rows in registers
 and leaves one partial sum a column: no atomics, so that the same operands give the same bits.  What limits is the way through one
 group of rows, load, sums over rows, store; memory would take a third of the time (4 bytes read, 3 with x̂ in 8 bit, and 2 written).
 """
@@ -42,9 +43,11 @@ def layer_norm_gradient(
     grad_ptr, x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, weight_ptr, grad_input_ptr, partial_ptr,
     rows: tl.int32, units: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHT: tl.constexpr,
-    EIGHT_BIT: tl.constexpr, WRITE_INPUT: tl.constexpr, WRITE_SUMS: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, WRITE_INPUT: tl.constexpr, WRITE_SUMS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """∂s, and partial sums (2, programs, length) of g·x̂ and g; grid (programs,): each takes every programs-th group of ROWS rows.
+    """∂s, and partial sums (2, programs, length) of g·x̂ and (CENTERED: of a layer norm) g.
+
+    Grid (programs,): each takes every programs-th group of ROWS rows.
 
     HELD tiles of BLOCK columns hold a row.  0: a row is walked, and a program's sums are in memory, which starts as zeros.
     """
@@ -61,7 +64,9 @@ def layer_norm_gradient(
         row = block * ROWS + tl.arange(0, ROWS)
         present = row < rows
         first = row.to(tl.int64) * length
-        mean, rstd = tl.load(mean_ptr + row, mask=present, other=0.0), tl.load(rstd_ptr + row, mask=present, other=0.0)
+        mean, rstd = tl.zeros((ROWS,), dtype=tl.float32), tl.load(rstd_ptr + row, mask=present, other=0.0)
+        if CENTERED:
+            mean = tl.load(mean_ptr + row, mask=present, other=0.0)
         factor = tl.load(x_scale_ptr + row, mask=present, other=0.0) if EIGHT_BIT else rstd
         sum_w, sum_product = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         if HELD:
@@ -84,10 +89,13 @@ def layer_norm_gradient(
                 if WRITE_SUMS:
                     wanted = column < length
                     product = tl.load(at + column, mask=wanted, other=0.0) + tl.sum(g * x, 0)
-                    total = tl.load(at + kind + column, mask=wanted, other=0.0) + tl.sum(g, 0)
                     tl.store(at + column, product, mask=wanted)
-                    tl.store(at + kind + column, total, mask=wanted)
-        mean_w, mean_product = tl.sum(sum_w, 1) / n, tl.sum(sum_product, 1) / n
+                    if CENTERED:
+                        total = tl.load(at + kind + column, mask=wanted, other=0.0) + tl.sum(g, 0)
+                        tl.store(at + kind + column, total, mask=wanted)
+        mean_w, mean_product = tl.zeros((ROWS,), dtype=tl.float32), tl.sum(sum_product, 1) / n
+        if CENTERED:
+            mean_w = tl.sum(sum_w, 1) / n
         if HELD:
             if WRITE_INPUT:
                 for part in tl.static_range(HELD):
@@ -107,4 +115,5 @@ def layer_norm_gradient(
         for part in tl.static_range(HELD):
             column = part * BLOCK + columns
             tl.store(at + column, tl.sum(products[part], 0), mask=column < length)
-            tl.store(at + kind + column, tl.sum(totals[part], 0), mask=column < length)
+            if CENTERED:
+                tl.store(at + kind + column, tl.sum(totals[part], 0), mask=column < length)

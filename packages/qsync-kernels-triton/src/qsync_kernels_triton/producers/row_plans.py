@@ -1,4 +1,4 @@
-"""The kernels of layer normalizations and activations: operands checked and launches worked out once for each layout."""
+"""The kernels of norms of rows and activations: operands checked and launches worked out once for each layout."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from qsync_kernels_triton.quantize.single import FORMAT_CODE, begin_stream, stre
 
 ONE_READ = 8192
 """Rows up to this many elements stay in the registers of one program; a backward has γ·g and x̂ of a row, and two sums, there."""
-_WIDEST = 1024
-_DENSE = torch.contiguous_format
+WIDEST = 1024
+DENSE = torch.contiguous_format
 
 
 def build_layer_norm_output(granularity: Granularity, rounding: Rounding, config: ProducerConfig) -> Callable[..., None]:
@@ -45,39 +45,7 @@ def build_layer_norm_output(granularity: Granularity, rounding: Rounding, config
     Inputs are (M, K) with any strides, outputs contiguous.  It runs on the current stream, and raises ``BackendError`` for operands
     of another type, size or layout.
     """
-
-    def plan(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
-        mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None,
-        x_q: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, *_: int,
-    ) -> Callable[..., None]:  # fmt: skip
-        refuse("layer_norm.output", _output_problems(granularity, x, residual, sum_, out, q, scale, x_q, x_scale))
-        refuse("layer_norm.output", vector_problems("weight bias", (weight, bias), x.shape[1]))
-        refuse("layer_norm.output", vector_problems("mean_out rstd_out", (mean, rstd), x.shape[0]))
-        refuse("layer_norm.output", stream_problems(offset, stream, x.device))
-        if x.numel() == 0:
-            return lambda *operands: _fill(operands[10], operands[11], operands[13], operands[14], operands[-2:])
-        given = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RESIDUAL": residual is not None}
-        # The second launch reads the sum that the first has kept, where it has.
-        again = {name: value and (name != "RESIDUAL" or sum_ is None) for name, value in given.items()}
-        first = normalize_rows, given | {"WRITE_SUM": sum_ is not None}
-        launches = _Rows(x, out, q, x_q, offset, stream, granularity, rounding, config, first, (round_normalized, again))
-
-        def run(
-            x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
-            mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None,
-            x_q: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, *words: int,
-        ) -> None:  # fmt: skip
-            x = x.contiguous()
-            vectors = [mean if vector is None else vector.contiguous() for vector in (weight, bias)]
-            tensors = (x, *vectors, x if residual is None else residual.contiguous())
-            kept = x if sum_ is None else sum_
-            again = (kept, *vectors, tensors[3], mean, rstd)
-            launches((*tensors, kept, mean, rstd), again, (out, q, scale, x_q, x_scale, offset, stream), (eps,), words)
-
-        return run
-
-    planned = Planned(plan)
+    planned = _norm_output("layer_norm.output", granularity, rounding, config)
 
     def layer_norm_output(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_out: Tensor | None,
@@ -88,6 +56,60 @@ def build_layer_norm_output(granularity: Granularity, rounding: Rounding, config
                 x_scale_out, *random_streams(seed, x_seed, offset))  # fmt: skip
 
     return layer_norm_output
+
+
+def build_rms_norm_output(granularity: Granularity, rounding: Rounding, config: ProducerConfig) -> Callable[..., None]:
+    """The kernel ``rms_norm.output`` of docs/design/fused-chains.md; otherwise as :func:`build_layer_norm_output`."""
+    planned = _norm_output("rms_norm.output", granularity, rounding, config)
+
+    def rms_norm_output(
+        x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, sum_out: Tensor | None, rstd_out: Tensor,
+        out: Tensor | None, q_out: Tensor | None, scale_out: Tensor | None, stream_out: Tensor | None, x_q_out: Tensor | None,
+        x_scale_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
+    ) -> None:  # fmt: skip
+        planned(x, weight, None, eps, residual, sum_out, None, rstd_out, out, q_out, scale_out, stream_out, x_q_out, x_scale_out,
+                *random_streams(seed, x_seed, offset))  # fmt: skip
+
+    return rms_norm_output
+
+
+def _norm_output(op: str, granularity: Granularity, rounding: Rounding, config: ProducerConfig) -> Planned:
+    """Layer norm and RMS norm, which has neither a bias nor means."""
+    centered = op == "layer_norm.output"
+
+    def plan(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
+        mean: Tensor | None, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None,
+        x_q: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, *_: int,
+    ) -> Callable[..., None]:  # fmt: skip
+        refuse(op, output_problems(granularity, x, residual, sum_, out, q, scale, x_q, x_scale))
+        refuse(op, vector_problems("weight bias", (weight, bias), x.shape[1]))
+        refuse(op, vector_problems("mean_out rstd_out", (mean, rstd), x.shape[0]))
+        refuse(op, stream_problems(offset, stream, x.device))
+        if x.numel() == 0:
+            return lambda *operands: fill(operands[10], operands[11], operands[13], operands[14], operands[-2:])
+        given = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RESIDUAL": residual is not None, "CENTERED": centered}
+        # The second launch reads the sum that the first has kept, where it has.
+        again = {name: value and (name != "RESIDUAL" or sum_ is None) for name, value in given.items()}
+        first = normalize_rows, given | {"WRITE_SUM": sum_ is not None}
+        launches = RowLaunches(x, out, q, x_q, offset, stream, granularity, rounding, config, first, (round_normalized, again))
+
+        def run(
+            x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
+            mean: Tensor | None, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None,
+            x_q: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, *words: int,
+        ) -> None:  # fmt: skip
+            x = x.contiguous()
+            means = rstd if mean is None else mean
+            vectors = [rstd if vector is None else vector.contiguous() for vector in (weight, bias)]
+            tensors = (x, *vectors, x if residual is None else residual.contiguous())
+            kept = x if sum_ is None else sum_
+            again = (kept, *vectors, tensors[3], means, rstd)
+            launches((*tensors, kept, means, rstd), again, (out, q, scale, x_q, x_scale, offset, stream), (eps,), words)
+
+        return run
+
+    return Planned(plan)
 
 
 def build_activation_output(
@@ -106,12 +128,12 @@ def build_activation_output(
         offset: Tensor | None,
         *_: int,
     ) -> Callable[..., None]:
-        refuse("activation.output", _output_problems(granularity, x, None, None, out, q, scale, x_q, x_scale))
+        refuse("activation.output", output_problems(granularity, x, None, None, out, q, scale, x_q, x_scale))
         refuse("activation.output", stream_problems(offset, stream, x.device))
         if x.numel() == 0:
-            return lambda *operands: _fill(operands[3], operands[4], operands[6], operands[7], operands[-2:])
+            return lambda *operands: fill(operands[3], operands[4], operands[6], operands[7], operands[-2:])
         given = {"ACTIVATION": ACTIVATION_CODE[activation]}
-        launches = _Rows(
+        launches = RowLaunches(
             x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
         )
 
@@ -136,10 +158,11 @@ def build_activation_output(
     return activation_output
 
 
-def _output_problems(
+def output_problems(
     granularity: Granularity, x: Tensor, residual: Tensor | None, sum_: Tensor | None, out: Tensor | None, q: Tensor | None,
     scale: Tensor | None, x_q: Tensor | None, x_scale: Tensor | None,
 ) -> Iterator[str]:  # fmt: skip
+    """What is wrong with the operands of a forward kernel, each a sentence."""
     if x.ndim != 2:
         yield f"x must be a matrix, got shape {tuple(x.shape)}"
         return
@@ -150,10 +173,10 @@ def _output_problems(
     yield from copy_problems("q_out", q, scale, shape, "scale_out")
     yield from copy_problems("x_q_out", x_q, x_scale, shape, "x_scale_out")
     outputs = (sum_, out, q, scale, x_q, x_scale)
-    yield from layout_problems("sum_out out q_out scale_out x_q_out x_scale_out", outputs, _DENSE)
+    yield from layout_problems("sum_out out q_out scale_out x_q_out x_scale_out", outputs, DENSE)
 
 
-def _fill(
+def fill(
     scale: Tensor | None, stream: Tensor | None, x_scale: Tensor | None, offset: Tensor | None, words: tuple[int, ...]
 ) -> None:
     """Scales and stream of a tensor without elements."""
@@ -163,7 +186,7 @@ def _fill(
     begin_stream(stream, offset, words)
 
 
-class _Rows:
+class RowLaunches:
     """One launch over rows that writes everything, and one more for the copy where the whole tensor has one scale.
 
     Both kernels take their own tensors, then results, sizes, numbers and words of seeds and offset.
@@ -193,7 +216,7 @@ class _Rows:
         constants = cut.constants | first[1] | written | x_form | form | cut.aligned | early
         self._first = Launch(first[0], constants, num_warps=cut.warps)
         if self._one_scale:
-            free = cut_freely(rows, length, _WIDEST, config)
+            free = cut_freely(rows, length, WIDEST, config)
             merged = {"PARTIALS": max(16, triton.next_power_of_2(self._programs))}
             merged |= {"STREAM": int(stream is not None)}
             self._second = Launch(second[0], free.constants | second[1] | merged | form | free.aligned, num_warps=free.warps)
@@ -228,16 +251,35 @@ def build_layer_norm_grad_input(config: ProducerConfig) -> Callable[..., None]:
     Inputs are (M, K) with any strides, outputs contiguous, or None where they are not wanted.  It runs on the current stream, and
     raises ``BackendError`` for operands of another type, size or layout.
     """
+    return _norm_grad_input("layer_norm.grad_input", config)
+
+
+def build_rms_norm_grad_input(config: ProducerConfig) -> Callable[..., None]:
+    """The kernel ``rms_norm.grad_input`` of docs/design/fused-chains.md; otherwise as :func:`build_layer_norm_grad_input`."""
+    planned = _norm_grad_input("rms_norm.grad_input", config)
+
+    def rms_norm_grad_input(
+        grad: Tensor, x: Tensor, x_scale: Tensor | None, rstd: Tensor, weight: Tensor | None, grad_input_out: Tensor | None,
+        grad_weight_out: Tensor | None,
+    ) -> None:  # fmt: skip
+        planned(grad, x, x_scale, None, rstd, weight, grad_input_out, grad_weight_out, None)
+
+    return rms_norm_grad_input
+
+
+def _norm_grad_input(op: str, config: ProducerConfig) -> Planned:
+    """Layer norm and RMS norm, which has neither means nor a bias."""
+    centered = op == "layer_norm.grad_input"
 
     def plan(
-        grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+        grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor | None, rstd: Tensor, weight: Tensor | None,
         grad_input: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
     ) -> Callable[..., None]:  # fmt: skip
-        refuse("layer_norm.grad_input", _gradient_problems(grad, x, x_scale, grad_input))
-        refuse("layer_norm.grad_input", vector_problems("mean rstd", (mean, rstd), x.shape[0]))
+        refuse(op, gradient_problems(grad, x, x_scale, grad_input))
+        refuse(op, vector_problems("mean rstd", (mean, rstd), x.shape[0]))
         vectors = (weight, grad_weight, grad_bias)
-        refuse("layer_norm.grad_input", vector_problems("weight grad_weight_out grad_bias_out", vectors, x.shape[1]))
-        refuse("layer_norm.grad_input", layout_problems("grad_weight_out grad_bias_out", (grad_weight, grad_bias), _DENSE))
+        refuse(op, vector_problems("weight grad_weight_out grad_bias_out", vectors, x.shape[1]))
+        refuse(op, layout_problems("grad_weight_out grad_bias_out", (grad_weight, grad_bias), DENSE))
         if x.numel() == 0:
             return lambda *operands: _zero(*operands[7:])
         rows, length = x.shape
@@ -249,6 +291,7 @@ def build_layer_norm_grad_input(config: ProducerConfig) -> Callable[..., None]:
             "EIGHT_BIT": x_scale is not None,
             "WRITE_INPUT": grad_input is not None,
             "WRITE_SUMS": sums,
+            "CENTERED": centered,
         }
         launch = Launch(layer_norm_gradient, cut.constants | constants, num_warps=cut.warps)
         finish = Launch(finish_sums, {"ROWS": 128, "BLOCK": 16}, num_warps=4)
@@ -256,19 +299,20 @@ def build_layer_norm_grad_input(config: ProducerConfig) -> Callable[..., None]:
         sizes, unit = (rows, length // cut.unit), torch.empty if cut.held else torch.zeros
 
         def run(
-            grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+            grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor | None, rstd: Tensor, weight: Tensor | None,
             grad_input: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
         ) -> None:  # fmt: skip
             grad, x = grad.contiguous(), x.contiguous()
-            mean, rstd = mean.contiguous(), rstd.contiguous()
+            rstd = rstd.contiguous()
+            mean = rstd if mean is None else mean.contiguous()
             partial = unit(2 * (programs + 1) * length if sums else 1, dtype=torch.float32, device=x.device)
-            vectors = [mean if v is None else v.contiguous() for v in (x_scale, weight)]
+            vectors = [rstd if v is None else v.contiguous() for v in (x_scale, weight)]
             tensors = (grad, x, vectors[0], mean, rstd, vectors[1], grad if grad_input is None else grad_input, partial)
             launch((programs, 1, 1), None, tensors, sizes)
             if sums:
                 _, spare, other = partial.split([2 * programs * length, length, length])
                 totals = (spare if grad_weight is None else grad_weight, other if grad_bias is None else grad_bias)
-                finish((triton.cdiv(length, 16), 2, 1), None, (partial, *totals), (programs, length))
+                finish((triton.cdiv(length, 16), 2 if centered else 1, 1), None, (partial, *totals), (programs, length))
 
         return run
 
@@ -279,11 +323,11 @@ def build_activation_grad_input(activation: Activation, config: ProducerConfig) 
     """The kernel ``activation.grad_input`` of docs/design/fused-chains.md; otherwise as :func:`build_layer_norm_grad_input`."""
 
     def plan(grad: Tensor, x: Tensor, x_scale: Tensor | None, grad_input: Tensor) -> Callable[..., None]:
-        refuse("activation.grad_input", _gradient_problems(grad, x, x_scale, grad_input))
+        refuse("activation.grad_input", gradient_problems(grad, x, x_scale, grad_input))
         if x.numel() == 0:
             return lambda *_: None
         rows, length = x.shape
-        cut = cut_freely(rows, length, _WIDEST, config)
+        cut = cut_freely(rows, length, WIDEST, config)
         constants = {"ACTIVATION": ACTIVATION_CODE[activation], "EIGHT_BIT": x_scale is not None}
         launch = Launch(activation_gradient, cut.constants | constants, num_warps=cut.warps)
         tiles = cut.tiles * cut.strips
@@ -300,13 +344,14 @@ def build_activation_grad_input(activation: Activation, config: ProducerConfig) 
     return Planned(plan)
 
 
-def _gradient_problems(grad: Tensor, x: Tensor, x_scale: Tensor | None, grad_input: Tensor | None) -> Iterator[str]:
+def gradient_problems(grad: Tensor, x: Tensor, x_scale: Tensor | None, grad_input: Tensor | None) -> Iterator[str]:
+    """What is wrong with the operands of a backward kernel, each a sentence."""
     if x.ndim != 2:
         yield f"x must be a matrix, got shape {tuple(x.shape)}"
         return
     yield from matrix_problems("grad grad_input_out", (grad, grad_input), tuple(x.shape))
     yield from saved_problems(x, x_scale, x.shape[0])
-    yield from layout_problems("grad_input_out", (grad_input,), _DENSE)
+    yield from layout_problems("grad_input_out", (grad_input,), DENSE)
 
 
 def _zero(*gradients: Tensor | None) -> None:

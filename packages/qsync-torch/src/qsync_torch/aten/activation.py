@@ -1,4 +1,7 @@
-"""ReLU, GELU and SiLU with the quantization of their result, in the backend ``aten`` (docs/design/fused-chains.md); in float32."""
+"""ReLU, GELU and SiLU, alone or times a second tensor, with the quantization of their result, in the backend ``aten``.
+
+All of it is computed in float32 (docs/design/fused-chains.md).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import quantization_variant
-from qsync_torch.aten.quantize import build_copy
+from qsync_torch.aten.quantize import LARGEST, build_copy, write_rounded
 from qsync_torch.aten.random_bits import Offset, stream_of, write_stream
 
 _GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
@@ -58,6 +61,78 @@ def build_activation_grad_input(variant: Variant, chain: ChainForm) -> Callable[
         if x_scale is not None:
             x_MK = x_MK * x_scale[:, None]
         grad_input_out.copy_(_gradient(grad.to(torch.float32), x_MK, chain.activation))
+
+    return kernel
+
+
+def build_glu_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
+    """The function of every element times a second tensor, and the copies that are wanted."""
+    write_copy = build_copy(variant)
+    write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+
+    def kernel(
+        x: torch.Tensor,
+        factor: torch.Tensor,
+        out: torch.Tensor | None,
+        q_out: torch.Tensor | None,
+        scale_out: torch.Tensor | None,
+        stream_out: torch.Tensor | None,
+        x_q_out: torch.Tensor | None,
+        x_scale_out: torch.Tensor | None,
+        factor_q_out: torch.Tensor | None,
+        factor_scale_out: torch.Tensor | None,
+        seed: int,
+        x_seed: int,
+        factor_seed: int,
+        offset: Offset,
+    ) -> None:
+        x_MK, factor_MK = (tensor.to(torch.float32).contiguous() for tensor in (x, factor))
+        r_MK = _function(x_MK, chain.activation) * factor_MK
+        if out is not None:
+            out.copy_(r_MK)
+        stream = stream_of(offset, x)
+        if q_out is not None and scale_out is not None:
+            write_copy(r_MK, q_out, scale_out, seed, stream)
+        if stream_out is not None:
+            write_stream(stream, stream_out)
+        if x_q_out is not None and x_scale_out is not None:
+            write_saved(x_MK, x_q_out, x_scale_out, x_seed, stream)
+        if factor_q_out is not None and factor_scale_out is not None:
+            write_saved(factor_MK, factor_q_out, factor_scale_out, factor_seed, stream)
+
+    return kernel
+
+
+def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
+    """The gradients of the function's argument and of the second tensor, and the copy of the result again."""
+
+    def kernel(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        factor: torch.Tensor,
+        factor_scale: torch.Tensor | None,
+        grad_input_out: torch.Tensor | None,
+        grad_factor_out: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+        q_out: torch.Tensor | None = None,
+        seed: int = 0,
+        offset: Offset = 0,
+    ) -> None:
+        g_MK = grad.to(torch.float32)
+        x_MK, factor_MK = (
+            tensor.to(torch.float32) if scale is None else tensor.to(torch.float32) * scale[:, None]
+            for tensor, scale in ((x, x_scale), (factor, factor_scale))
+        )
+        if grad_input_out is not None:
+            grad_input_out.copy_(_gradient(g_MK * factor_MK, x_MK, chain.activation))
+        if grad_factor_out is not None:
+            grad_factor_out.copy_(g_MK * _function(x_MK, chain.activation))
+        if scale is not None and q_out is not None:
+            r_MK = _function(x_MK, chain.activation) * factor_MK
+            most = scale.view(-1, 1) * LARGEST[variant.compute]  # of the operands in 8 bit the product may be larger than it was
+            clipped = r_MK.clamp(-most, most)
+            write_rounded(clipped, scale, variant.compute, variant.x_granularity, variant.rounding, seed, offset, q_out)
 
     return kernel
 

@@ -54,9 +54,13 @@ class AtenBackend:
             raise BackendError(
                 f"backend aten cannot run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
-        from qsync_torch.aten import activation, batch_norm, convolution, layer_norm, linear, quantize
+        from qsync_torch.aten import activation, batch_norm, convolution, layer_norm, linear, quantize, rms_norm
 
         if request.op in Op.PRODUCERS:
+            if request.op == Op.RMS_NORM_OUTPUT:
+                return rms_norm.build_rms_norm_output(request.variant)
+            if request.op == Op.RMS_NORM_GRAD_INPUT:
+                return rms_norm.rms_norm_grad_input
             if request.op == Op.LAYER_NORM_OUTPUT:
                 return layer_norm.build_layer_norm_output(request.variant)
             if request.op == Op.LAYER_NORM_GRAD_INPUT:
@@ -66,6 +70,8 @@ class AtenBackend:
                 Op.BATCH_NORM_GRAD_INPUT: batch_norm.build_batch_norm_grad_input,
                 Op.ACTIVATION_OUTPUT: activation.build_activation_output,
                 Op.ACTIVATION_GRAD_INPUT: activation.build_activation_grad_input,
+                Op.GLU_OUTPUT: activation.build_glu_output,
+                Op.GLU_GRAD_INPUT: activation.build_glu_grad_input,
             }
             return of_chain[request.op](request.variant, request.chain)
         if request.op in Op.CONVOLUTIONS:

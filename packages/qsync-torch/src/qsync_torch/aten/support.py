@@ -24,7 +24,7 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     elif request.op in Op.UNFUSED:
         yield from _product_reasons(request)
     elif request.op in Op.PRODUCERS:
-        yield from support.chain_reasons(request, grad_copies=True, grad_sums=True)
+        yield from support.chain_reasons(request, grad_copies=True, grad_sums=True, copies_again=True)
         yield from support.producer_format_reasons(request, EIGHT_BIT, EIGHT_BIT)
         yield from support.producer_scale_reasons(request)
         yield from support.producer_shape_reasons(request)

@@ -21,7 +21,8 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
-from qsync_torch.compiling import gradient_copies, gradient_sums, graph_nodes, shape_arguments
+from qsync_torch.compiling import copies_again, gradient_copies, gradient_sums, graph_nodes, shape_arguments
+from qsync_torch.compiling.copies_again import write_copies_again
 from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.gradient_sums import fuse_gradient_sums
@@ -133,7 +134,9 @@ def _compiler(
 
 
 def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def rewritten(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _rewrite(graph.graph)
@@ -143,12 +146,18 @@ def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph.recompile()
         return boxed_nop(graph, list(inputs))
 
-    return aot_eager(graph, list(inputs), fw_compiler=rewritten, bw_compiler=rewritten)
+    def parted(joint: GraphModule, *arguments: Any, **options: Any) -> Any:
+        write_copies_again(joint.graph)
+        return min_cut_rematerialization_partition(joint, *arguments, **options)
+
+    compilers: dict[str, Any] = {"fw_compiler": rewritten, "bw_compiler": rewritten, "partition_fn": parted}
+    return aot_autograd(**compilers, keep_inference_input_mutations=True)(graph, list(inputs))
 
 
 def _rewrite_joint(graph: Graph) -> None:
     """What is done to forward and backward before autograd parts them."""
     keep_no_shapes(graph)
+    write_copies_again(graph)
 
 
 def _rewrite(graph: Graph) -> None:
@@ -167,7 +176,7 @@ def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
             rewrite(graph)
 
         def uuid(self) -> Any:
-            parts = (gradient_copies, gradient_sums, graph_nodes, shape_arguments, producers)
+            parts = (copies_again, gradient_copies, gradient_sums, graph_nodes, shape_arguments, producers)
             sources = b"".join(Path(str(part.__file__)).read_bytes() for part in parts)
             return hashlib.sha256(sources + rewrite.__name__.encode()).digest()
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from qsync_core.ir.chain import Activation, ChainForm, Producer
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import readable_copy
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
@@ -29,7 +30,7 @@ class FoundChain:
     Attributes:
         producer: what it is built around; ``norm``: the node of that, None for an activation.
         members: in the order of the graph.
-        x, residual: what it reads.
+        x, residual, factor: what it reads; ``factor``: what a gated unit multiplies with.
         activation: applied last.
         copy: how the copy is quantized that operators of a plan read; None where none does.
         consumers: the operators that read the copy, in the order of the graph.
@@ -45,6 +46,7 @@ class FoundChain:
     copy: Quantization | None
     consumers: tuple[Node, ...]
     float_result: bool
+    factor: Node | None = None
 
     @property
     def last(self) -> Node:
@@ -59,6 +61,10 @@ class FoundChain:
     @property
     def call(self) -> dict[str, Any]:
         """The arguments of the norm, by their names."""
+        if self.producer is Producer.RMS_NORM:
+            found = nodes.rms_norm_of(self.norm)
+            assert found is not None
+            return {"weight": found.weight, "bias": None, "eps": eps_of(found)}
         call = (nodes.batch_norm_of if self.producer is Producer.BATCH_NORM else nodes.layer_norm_of)(self.norm)
         assert call is not None
         return call
@@ -72,6 +78,14 @@ class FoundChain:
         """Such as ``batch_norm + residual + relu (relu_3), 2 readers, float``."""
         what = described(self.producer, self.form)
         return f"{what} ({self.last.name}), {len(self.consumers)} readers" + (", float" if self.float_result else "")
+
+
+def eps_of(norm: nodes.RmsNorm) -> float | None:
+    """What is added to the mean square; None where versions of PyTorch differ in what they take by themselves (of 16 bits)."""
+    if norm.eps is None:
+        value = nodes.value_of(norm.x)
+        return torch.finfo(torch.float32).eps if value is not None and value.dtype is torch.float32 else None
+    return float(norm.eps) if isinstance(norm.eps, (int, float)) else None
 
 
 def described(producer: Producer, form: ChainForm) -> str:
@@ -92,6 +106,7 @@ class Parts:
     x: Node
     residual: Node | None = None
     activation: Activation = Activation.NONE
+    factor: Node | None = None
 
 
 def find_chains(graph: Graph) -> list[FoundChain]:
@@ -103,8 +118,8 @@ def find_chains(graph: Graph) -> list[FoundChain]:
         if not any(_reads(reader, last) for reader in last.users):
             continue
         for shape in _shapes_ending_in(last, order):
-            chain = _with_readers(shape, order)
-            if chain.copy is not None and taken.isdisjoint(chain.members) and _runs_as_one(chain, order):
+            chain = with_readers(shape, order)
+            if chain.copy is not None and taken.isdisjoint(chain.members) and runs_as_one(chain, order):
                 taken.update(chain.members)
                 found.append(chain)
                 break
@@ -128,8 +143,8 @@ def planned_chains(graph: Graph, heads: Collection[Node]) -> tuple[list[FoundCha
             if head not in heads or head in decided:
                 continue
             decided.add(head)
-            chain = _with_readers(shape, order)
-            fits = taken.isdisjoint(chain.members) and _runs_as_one(chain, order)
+            chain = with_readers(shape, order)
+            fits = taken.isdisjoint(chain.members) and runs_as_one(chain, order)
             (found if fits else refused).append(chain)
             taken.update(chain.members)
             break
@@ -184,6 +199,8 @@ def _shapes_ending_in(last: Node, order: dict[Node, int]) -> Iterator[Parts]:
             yield shape
     if activation is Activation.NONE:
         yield from _layer_norms(last, order)
+        yield from _rms_norms(last, order)
+        yield from _gated_units(last)
     elif nodes.float_of(behind) is not None and (not nodes.is_in_place(last) or _is_its_own(behind, order[last], order)):
         yield Parts(Producer.ACTIVATION, None, (last,), behind, None, activation)
 
@@ -235,6 +252,33 @@ def _layer_norms(node: Node, order: dict[Node, int]) -> Iterator[Parts]:
         yield Parts(Producer.LAYER_NORM, node, (node,), x)
 
 
+def _rms_norms(node: Node, order: dict[Node, int]) -> Iterator[Parts]:
+    """An RMS norm; where it alone reads a sum, with that: the summand that was there first is the residual."""
+    norm = nodes.rms_norm_of(node)
+    value = None if norm is None else nodes.float_of(norm.x)
+    if norm is None or value is None or eps_of(norm) is None or not _same(node, norm.x):
+        return
+    weight = nodes.value_of(norm.weight)
+    if norm.weight is not None and (weight is None or not _are_vectors(norm.weight) or weight.shape[0] != value.shape[-1]):
+        return
+    members, summands = tuple(sorted(norm.members, key=order.__getitem__)), nodes.summands_of(norm.x)
+    if summands is not None and set(norm.x.users) <= set(members) and not nodes.is_in_place(norm.x) and _same(norm.x, *summands):
+        residual, added = sorted(summands, key=order.__getitem__)
+        yield Parts(Producer.RMS_NORM, node, (norm.x, *members), added, residual)
+    yield Parts(Producer.RMS_NORM, node, members, norm.x)
+
+
+def _gated_units(node: Node) -> Iterator[Parts]:
+    """A function that one product alone reads, times another tensor."""
+    for function, factor in (pair for factors in [nodes.factors_of(node)] if factors for pair in (factors, factors[::-1])):
+        found = nodes.activation_of(function)
+        if found is None or nodes.is_in_place(function) or not _only_reader(function) or function is factor:
+            continue
+        activation, x = found
+        if _same(node, x, function, factor):
+            yield Parts(Producer.GLU, None, (function, node), x, None, activation, factor)
+
+
 def _is_image_norm(node: Node) -> bool:
     """Whether it is a batch norm of (B, C, H, W) whose parameters and statistics are float32 vectors."""
     call = nodes.batch_norm_of(node)
@@ -260,7 +304,7 @@ def _same(node: Node, *summands: Node) -> bool:
     return whole is not None and all(part is not None and nodes.same_shape(part, whole) for part in parts)
 
 
-def _with_readers(shape: Parts, order: dict[Node, int]) -> FoundChain:
+def with_readers(shape: Parts, order: dict[Node, int]) -> FoundChain:
     """The chain with the operators that take its copy: all that want the one that the first of them wants."""
     last = shape.members[-1]
     readers = sorted(last.users, key=order.__getitem__)
@@ -270,25 +314,39 @@ def _with_readers(shape: Parts, order: dict[Node, int]) -> FoundChain:
     consumers = tuple(reader for reader in readers if (found := wanted.get(reader)) is not None and found.kind == kind)
     return FoundChain(
         shape.producer, shape.norm, shape.members, shape.x, shape.residual, shape.activation, copy, consumers,
-        float_result=copy is None or len(consumers) < len(readers),
+        float_result=copy is None or len(consumers) < len(readers), factor=shape.factor,
     )  # fmt: skip
 
 
 def _wanted(consumer: Node, producer: Producer) -> Quantization | None:
     """The copy that an operator reads, if a producer can write it."""
+    if reason_against_copy(consumer, producer):
+        return None
+    binding = BOUND[str(consumer.args[3])]
+    assert isinstance(binding, OperatorBinding)
+    return binding.x
+
+
+def reason_against_copy(consumer: Node, producer: Producer) -> str:
+    """Why a producer cannot write the copy that an operator of a plan reads; empty where it can."""
     binding = BOUND[str(consumer.args[3])]
     assert isinstance(binding, OperatorBinding)
     value, seeds = nodes.value_of(consumer.args[0]), consumer.args[4:7]
     if value is None or not all(isinstance(seed, int) for seed in seeds):
-        return None
-    if not binding.of_rows and value.ndim != 4:
-        return None
+        return "its graph does not say which random numbers the reader takes"
+    if not binding.of_rows and (value.ndim != 4 or producer is Producer.GLU):
+        return "the reader convolves what no such producer writes"
     if binding.of_rows and producer is Producer.BATCH_NORM:
-        return None  # rows of a matrix that lies in memory as an image does
-    return binding.x if readable_copy(producer, binding.variant) is not None else None
+        return "a batch norm writes images, and the reader takes rows"
+    if binding.by_column:
+        return "its weight's gradient reads a copy with scales of its own, by column"
+    # An 8-bit product for the weight's gradient reads the copy transposed, which its operator makes of the copy.
+    if readable_copy(producer, attrs.evolve(binding.variant, grad_weight=Precision.FLOAT32)) is None:
+        return f"no producer writes the copy that {binding.variant.label} reads"
+    return ""
 
 
-def _runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
+def runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
     """Whether nothing notices that all members run where the last one stands, and consumers read what is written then."""
     last, value = chain.last, nodes.value_of(chain.last)
     # Writing to a tensor raises its version, also through views and inside operators that say nothing of it.
@@ -299,7 +357,7 @@ def _runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
     span = _between(chain.members[0], max((last, *chain.consumers), key=order.__getitem__))
     if any(nodes.is_switch(node) for node in span):
         return False
-    read = {nodes.storage_of(node) for node in (chain.x, chain.residual) if node is not None}
+    read = {nodes.storage_of(node) for node in (chain.x, chain.residual, chain.factor) if node is not None}
     statistics: set[int | None] = set()
     if chain.norm is not None:
         read |= {nodes.storage_of(chain.call[name]) for name in ("weight", "bias")}

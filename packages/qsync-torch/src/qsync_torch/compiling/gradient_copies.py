@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from qsync_core.ir.precision import Granularity, Precision
-from qsync_torch.compiling.graph_nodes import stand_for
+from qsync_torch.compiling.graph_nodes import move_before, needs, stand_for
 from qsync_torch.kernels.binding import BOUND, Quantization
 from qsync_torch.kernels.producers import ProducerBinding
 
@@ -57,7 +57,7 @@ def _first_quantization(node: Node) -> Node | None:
             and target.granularity is Granularity.PER_TENSOR
             and target.rounding is binding.variant.rounding
             and isinstance(quantize.args[2], int)
-            and node not in _needs(quantize, {gradient})
+            and node not in needs(quantize, {gradient})
             and not binding.with_grad_copy.reasons_backward(value.device, tuple(value.shape))
         ):
             return quantize
@@ -66,18 +66,6 @@ def _first_quantization(node: Node) -> Node | None:
 
 def _arguments(node: Node) -> tuple[Any, ...]:
     return node.args
-
-
-def _needs(node: Node, beside: set[Node]) -> set[Node]:
-    """All that a node is computed from, but for what it reads directly of ``beside``."""
-    found: set[Node] = set()
-    waiting = [source for source in node.all_input_nodes if source not in beside]
-    while waiting:
-        source = waiting.pop()
-        if source not in found:
-            found.add(source)
-            waiting += source.all_input_nodes
-    return found
 
 
 def _replace(graph: Graph, node: Node, quantize: Node) -> None:
@@ -91,7 +79,7 @@ def _replace(graph: Graph, node: Node, quantize: Node) -> None:
     arguments = both(_arguments(node), _arguments(quantize))
     for source in arguments[-3:]:
         if isinstance(source, Node):
-            _move_before(source, node)
+            move_before(source, node)
     with graph.inserting_before(node):
         made = graph.call_function(_WITH_COPY, arguments)
     stand_for(made, (node, quantize), both, [*node.meta["val"], *quantize.meta["val"][:2]])
@@ -100,12 +88,3 @@ def _replace(graph: Graph, node: Node, quantize: Node) -> None:
     graph.erase_node(quantize)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
-
-
-def _move_before(node: Node, anchor: Node) -> None:
-    """Move a node, and first all that it needs, in front of another that it does not need."""
-    if node < anchor:
-        return
-    for source in node.all_input_nodes:
-        _move_before(source, anchor)
-    anchor.prepend(node)

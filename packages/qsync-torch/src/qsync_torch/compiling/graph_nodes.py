@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
@@ -23,12 +24,23 @@ _LAYER_NORMS: dict[Any, tuple[str, ...]] = {
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
 }
+_RMS_NORMS: dict[Any, tuple[str, ...]] = {
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    torch.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+}
 _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_PRODUCTS = (operator.mul, torch.mul, "mul")
+_ROOTS = (torch.rsqrt, "rsqrt")
+_MEANS = (torch.mean, "mean")
+_POWERS = (operator.pow, torch.pow, "pow")
+_SQUARES = (torch.square, "square")
+_CASTS = ("to", "float", "type_as", "type")
 _RELUS = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
 _NAMED: dict[str, Collection[Any]] = {
     "batch_norm": _BATCH_NORMS,
     "layer_norm": _LAYER_NORMS,
+    "rms_norm": _RMS_NORMS,
     "relu": _RELUS,
     "gelu": (F.gelu,),
     "silu": (F.silu,),
@@ -74,6 +86,131 @@ def layer_norm_of(node: object) -> dict[str, Any] | None:
     return call if len(call["normalized_shape"]) == 1 else None
 
 
+@attrs.frozen
+class RmsNorm:
+    """An RMS norm over the last dimension, be it one node or several.
+
+    Attributes:
+        x: what it normalizes; weight: what it is multiplied with, a node or None.
+        eps: None: what PyTorch takes by itself.
+        members: its nodes, but for the last one in no order.
+    """
+
+    x: Node
+    weight: object
+    eps: object
+    members: tuple[Node, ...]
+
+
+def rms_norm_of(node: object) -> RmsNorm | None:
+    """The RMS norm whose result a node is: PyTorch's function, or x·rsqrt(mean(x²) + eps) written out; None for anything else.
+
+    Casts to float32 before it, and to another format before its weight, are a part of it, as models write them that normalize in
+    float32 (transformers, torchtitan).  Their members but the last are read by each other alone.
+    """
+    if not isinstance(node, Node):
+        return None
+    if node.op == "call_function" and node.target in _RMS_NORMS:
+        call: dict[str, Any] = {"weight": None, "eps": None}
+        call |= dict(zip(_RMS_NORMS[node.target], node.args, strict=False)) | node.kwargs
+        return RmsNorm(call["input"], call["weight"], call["eps"], (node,)) if len(call["normalized_shape"]) == 1 else None
+    factors = _two_of(node, _PRODUCTS)
+    for normalized, weight in (*_orders(factors), (node, None)):
+        found = _written_out(normalized, node, weight)
+        if found is not None:
+            return found
+    return None
+
+
+def _written_out(result: Node, last: Node, weight: Node | None) -> RmsNorm | None:
+    """The norm whose normalized numbers, perhaps cast, are ``result``, which ``weight`` makes ``last`` of."""
+    if weight is not None and (value := value_of(weight)) is not None and value.ndim != 1:
+        return None
+    members = [last] if weight is not None else []
+    while (source := _cast_of(result)) is not None:
+        members.append(result)
+        result = source
+    members.append(result)
+    for wide, root in _orders(_two_of(result, _PRODUCTS)):
+        if (inside := _argument_of(root, _ROOTS)) is None or (total := _plus_number(inside)) is None:
+            continue
+        squares = _mean_of(total[0])
+        if squares is None or _square_of(squares) is not wide:
+            continue
+        members += [root, inside, total[0], squares]
+        x = wide
+        while (source := _cast_of(x)) is not None and set(x.users) <= set(members):
+            members.append(x)
+            x = source
+        own = set(members)
+        if all(set(member.users) <= own for member in members if member is not last):
+            return RmsNorm(x, weight, total[1], (*(member for member in members if member is not last), last))
+    return None
+
+
+def _orders(pair: tuple[Node, Node] | None) -> tuple[tuple[Node, Node], ...]:
+    return () if pair is None else (pair, pair[::-1])
+
+
+def _two_of(node: Node, targets: Collection[Any]) -> tuple[Node, Node] | None:
+    """The two tensors that a node of these targets takes, and nothing else."""
+    if node.op not in ("call_function", "call_method") or node.target not in targets or node.kwargs or len(node.args) != 2:
+        return None
+    first, second = node.args
+    return (first, second) if isinstance(first, Node) and isinstance(second, Node) else None
+
+
+def _argument_of(node: Node, targets: Collection[Any]) -> Node | None:
+    """The one tensor that a node of these targets takes, and nothing else."""
+    if node.op not in ("call_function", "call_method") or node.target not in targets or node.kwargs or len(node.args) != 1:
+        return None
+    return node.args[0] if isinstance(node.args[0], Node) else None
+
+
+def _cast_of(node: Node) -> Node | None:
+    """What a node is a cast of that keeps device and layout."""
+    if node.op != "call_method" or node.target not in _CASTS or not isinstance(source := node.args[0], Node):
+        return None
+    before, after = float_of(source), float_of(node)
+    if before is None or after is None or before.device != after.device or before.stride() != after.stride():
+        return None
+    return source
+
+
+def _plus_number(node: Node) -> tuple[Node, float] | None:
+    """The tensor and the number that a node adds."""
+    if node.op not in ("call_function", "call_method") or node.target not in (operator.add, torch.add, "add"):
+        return None
+    if node.kwargs or len(node.args) != 2:
+        return None
+    tensor, number = node.args if isinstance(node.args[0], Node) else node.args[::-1]
+    return (tensor, float(number)) if isinstance(tensor, Node) and isinstance(number, (int, float)) else None
+
+
+def _mean_of(node: Node) -> Node | None:
+    """What a node is the mean of over the last dimension, which is kept."""
+    if node.op not in ("call_function", "call_method") or node.target not in _MEANS:
+        return None
+    call = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
+    source, dim = call.pop("input"), call.pop("dim", None)
+    dims = tuple(dim) if isinstance(dim, (list, tuple)) else (dim,)
+    value = value_of(source)
+    if value is None or dims not in ((-1,), (value.ndim - 1,)) or call.pop("keepdim", False) is not True or call:
+        return None
+    return source if isinstance(source, Node) else None
+
+
+def _square_of(node: Node) -> Node | None:
+    """What a node is the square of."""
+    if node.op not in ("call_function", "call_method") or node.kwargs or not node.args:
+        return None
+    source, *others = node.args
+    is_square = node.target in _SQUARES and not others
+    is_power = node.target in _POWERS and others == [2]
+    is_product = node.target in _PRODUCTS and len(others) == 1 and others[0] is source
+    return source if isinstance(source, Node) and (is_square or is_power or is_product) else None
+
+
 def summands_of(node: object) -> tuple[Node, Node] | None:
     """The two tensors that a node adds, the one that is written to first where it is in place."""
     if not isinstance(node, Node) or node.target not in _ADDITIONS or len(node.args) > 2:
@@ -101,6 +238,11 @@ def activation_of(node: object) -> tuple[Activation, Node] | None:
         known = {"none": Activation.GELU, "tanh": Activation.GELU_TANH}
         return (known[str(approximate)], source) if str(approximate) in known else None
     return None
+
+
+def factors_of(node: object) -> tuple[Node, Node] | None:
+    """The two tensors that a node multiplies, into a third one."""
+    return _two_of(node, _PRODUCTS) if isinstance(node, Node) else None
 
 
 def function_of(node: Node) -> str:
@@ -200,3 +342,24 @@ def stand_for(made: Node, members: Sequence[Node], arguments: Callable[..., tupl
         made.meta[layouts] = arguments(*(member.meta[layouts][0] for member in members)), {}
     else:
         made.meta.pop(layouts, None)
+
+
+def needs(node: Node, beside: Collection[Node] = ()) -> set[Node]:
+    """All that a node is computed from, but for what it reads directly of ``beside``."""
+    found: set[Node] = set()
+    waiting = [source for source in node.all_input_nodes if source not in beside]
+    while waiting:
+        source = waiting.pop()
+        if source not in found:
+            found.add(source)
+            waiting += source.all_input_nodes
+    return found
+
+
+def move_before(node: Node, anchor: Node) -> None:
+    """Move a node, and first all that it needs, in front of another that it does not need."""
+    if node < anchor:
+        return
+    for source in node.all_input_nodes:
+        move_before(source, anchor)
+    anchor.prepend(node)

@@ -19,6 +19,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import FLOAT_BACKEND, KernelChoice
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.compiling.finding import FoundChain, described, find_chains, norms_behind_products, planned_chains
+from qsync_torch.compiling.unfused import tell, unfused
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, OperatorBinding
 from qsync_torch.kernels.library_ops import is_channels_last
@@ -42,6 +43,14 @@ def fuse_chains(module: GraphModule, saved: Precision | None = None) -> list[Fou
     Returns:
         What was fused, in the order of the graph; its members are no longer there.
     """
+    reasons: dict[Node, str] = {}
+    fused = _fuse_found(module, saved, reasons)
+    tell(fused, list(unfused(module, lambda node: reasons.get(node, ""))))
+    return fused
+
+
+def _fuse_found(module: GraphModule, saved: Precision | None, reasons: dict[Node, str]) -> list[FoundChain]:
+    """The same; ``reasons`` receives why a chain that was found was not fused, by its last member."""
 
     def way_of(chain: FoundChain) -> _Way:
         choice, rounding = producer_choice(_neighbour(chain).choice), _neighbour(chain).variant.rounding
@@ -51,9 +60,11 @@ def fuse_chains(module: GraphModule, saved: Precision | None = None) -> list[Fou
     found = find_chains(module.graph)
     found += [chain for chain in norms_behind_products(module.graph, found) if _is_faster(chain, way_of(chain))]
     found.sort(key=lambda chain: chain.last)
-    fused = [chain for chain, why in _fuse(module, found, way_of) if not why]
+    said = _fuse(module, found, way_of)
+    reasons |= {chain.last: why for chain, why in said if why}
+    fused = [chain for chain, why in said if not why]
     for part in nodes.checkpointed_parts(module):
-        fused += fuse_chains(part, saved)
+        fused += _fuse_found(part, saved, reasons)
     return fused
 
 
@@ -189,8 +200,8 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
     x, out = nodes.value_of(chain.x), nodes.value_of(chain.last)
     assert x is not None
     assert out is not None
-    residual = nodes.value_of(chain.residual)
-    kept = PRECISION[x.dtype] if residual is None else promote(PRECISION[x.dtype], PRECISION[residual.dtype])
+    other = nodes.value_of(chain.residual if chain.factor is None else chain.factor)
+    kept = PRECISION[x.dtype] if other is None else promote(PRECISION[x.dtype], PRECISION[other.dtype])
     copy = None if chain.copy is None else chain.copy.target
     of_itself = rounding if saved is None else Rounding.STOCHASTIC
     sizes = nodes.sizes(x)
@@ -211,6 +222,8 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
     if chain.producer is Producer.BATCH_NORM:
         # Known by their keys to backward graphs that inductor has in its cache.
         _ = binding.with_grad_sum, binding.with_grad_copy.with_grad_sum
+    if chain.producer is Producer.GLU:
+        _ = binding.with_copy_again
     return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 
@@ -295,11 +308,15 @@ def _arguments(chain: FoundChain, results: Mapping[Node, _Result], streams: tupl
     before = results.get(chain.residual) if chain.residual is not None else None
     x = results[chain.x].out if chain.x in results else chain.x
     residual = chain.residual if before is None else before.out
+    if chain.factor is not None:
+        return x, results[chain.factor].out if chain.factor in results else chain.factor, *streams
     if chain.norm is None:
         return x, _is_of_images(chain), *streams
     call = chain.call
     if chain.producer is Producer.LAYER_NORM:
         return x, call["weight"], call["bias"], call["eps"], residual, *streams
+    if chain.producer is Producer.RMS_NORM:
+        return x, call["weight"], call["eps"], residual, *streams
     statistics = (call[name] for name in ("weight", "bias", "running_mean", "running_var", "momentum", "eps"))
     return x, *statistics, residual, None if before is None else before.absmax, *streams
 

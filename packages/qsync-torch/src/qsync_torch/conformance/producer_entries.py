@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator
 import attrs
 import torch
 
+from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.conformance.calls import Call, Case, Entry
 from qsync_torch.conformance.operands import floats
 from qsync_torch.conformance.producers import (
-    ACTIVATION,
     BATCH_NORM,
     FORMS,
+    GLU,
     LAYER_NORM,
+    NORMS,
+    RMS_NORM,
     SIGNATURES,
     Backward,
     Producer,
@@ -60,7 +63,8 @@ def large_means(problem: Producer) -> Producer:
 
 def large_numbers(problem: Producer) -> Producer:
     """float16 ends at 65,504, and so do squares of 256; arithmetic between reading and writing is wider."""
-    return problem.changed(x=(problem.x.float() * 8000).clamp(-6e4, 6e4).half())
+    factor = None if problem.factor is None else problem.factor.clamp(-1, 1)
+    return problem.changed(x=(problem.x.float() * 8000).clamp(-6e4, 6e4).half(), factor=factor)
 
 
 def equal_numbers(every: int, problem: Producer) -> Producer:
@@ -81,7 +85,8 @@ def of_one_sign(sign: float, problem: Producer) -> Producer:
 
 def positive_weights(problem: Producer) -> Producer:
     """No channel is nearly closed."""
-    return problem.changed(weight=None if problem.weight is None else problem.weight.abs() + 0.1)
+    changes = {name: value.abs() + 0.1 for name in ("weight", "factor") if (value := getattr(problem, name)) is not None}
+    return problem.changed(**changes)
 
 
 def largest_on_the_diagonal(problem: Producer) -> Producer:
@@ -128,7 +133,7 @@ def random_call(op: str, number: int, device: torch.device) -> Call:
     form, output = choose.choice([form for form in FORMS if FORMS[form][0] == name]), choose.choice(FLOATS)
     shape = (choose.choice((1, 2, 5, 12, 60, 210)), choose.choice((1, 3, 8, 17, 64, 100)))
     granularity = ROW if name != BATCH_NORM and part == "output" and choose.random() < 0.5 else TENSOR
-    saved = INT8 if choose.random() < 0.5 and form != "relu" else output
+    saved = INT8 if choose.random() < 0.5 and INT8 in _kept(form) else output
     variant = variant_of(saved=saved, output=output, granularity=granularity, rounding=choose.choice(list(Rounding)))
     mean, deviation = choose.choice((0.0, 4.0)), choose.choice((1.0, 1e-3 if part == "output" else 0.1, 30.0))
     problem = Producer.of(form, variant, shape, device, number, mean=mean, deviation=deviation)
@@ -156,11 +161,14 @@ def entry_of(op: str) -> Entry:
         _add_copies(found, case, forms)
     elif name == BATCH_NORM:
         _add_copies_of_gradients(found, case, forms)
+    elif name == GLU:
+        _add_copies_again(found, forms)
     return found
 
 
 def _kept(form: str) -> tuple[Precision, ...]:
-    return KEPT if form != "relu" else (FLOAT32,)
+    name, chain = FORMS[form]
+    return (FLOAT32,) if name not in NORMS and chain.activation is Activation.RELU else KEPT
 
 
 def _nearest(form: str, saved: Precision) -> Variant:
@@ -168,7 +176,7 @@ def _nearest(form: str, saved: Precision) -> Variant:
 
 
 def _normalized(form: str) -> bool:
-    return FORMS[form][0] != ACTIVATION
+    return FORMS[form][0] in NORMS
 
 
 def _forward(case: Callable[..., Case], form: str) -> Iterator[Case]:
@@ -223,7 +231,7 @@ def _add_copies(entry: Entry, case: Callable[..., Case], forms: list[str]) -> No
         edge = case("edges", form, variant_of(saved=_kept(form)[-1], rounding=NEAREST), (21, 65), positive_weights)
         entry.edges.append((edge, "x", 300.0))
         by = TENSOR if FORMS[form][0] == BATCH_NORM else ROW
-        if FORMS[form][1].residual or form in (BATCH_NORM, LAYER_NORM, "gelu"):
+        if FORMS[form][1].residual or form in (BATCH_NORM, LAYER_NORM, RMS_NORM, "gelu", "glu silu"):
             entry.drawn.append(case("draws", form, variant_of(saved=INT8, granularity=by), (56, 40)))
 
 
@@ -239,6 +247,23 @@ def _add_copies_of_gradients(entry: Entry, case: Callable[..., Case], forms: lis
         entry.edges.append((case("edges", form, variant_of(), (42, 40), open_everywhere), "grad", 300.0))
         draw = functools.partial(copying_call, form, variant_of(), (56, 40), False, 1, 30)
         entry.drawn.append(Case(f"batch_norm.grad_input, {form}, draws", draw))
+
+
+def again_call(form: str, variant: Variant, shape: tuple[int, int], seed: int, device: torch.device) -> Backward:
+    """A backward call of a gated unit that writes the copy of its result again."""
+    problem = Producer.of(form, variant, shape, device, seed)
+    return problem.changed(chain=attrs.evolve(problem.chain, copy_again=True)).backward()
+
+
+def _add_copies_again(entry: Entry, forms: list[str]) -> None:
+    for form, by in itertools.product(forms, (TENSOR, ROW)):
+        for saved, rounding in itertools.product(_kept(form), (NEAREST, STOCHASTIC)):
+            for shape in ((30, 13), (56, 40), (0, 16)):
+                variant = variant_of(saved=saved, granularity=by, rounding=rounding)
+                name = f"glu.grad_input, {form}, copy again by {by}, {shape}, kept in {saved}, {rounding}"
+                entry.values.append(Case(name, functools.partial(again_call, form, variant, shape, 3)))
+        draw = functools.partial(again_call, form, variant_of(granularity=by), (56, 40), 3)
+        entry.drawn.append(Case(f"glu.grad_input, {form}, copy again by {by}, draws", draw))
 
 
 ENTRIES = {op: entry_of(op) for op in SIGNATURES}

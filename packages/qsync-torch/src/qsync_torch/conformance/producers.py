@@ -18,12 +18,14 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.conformance.calls import Asked, Call, Written
 from qsync_torch.conformance.operands import Outputs, floats
 from qsync_torch.conformance.producer_checks import FINE, check_bits, check_close, check_copy, packed, unpacked
-from qsync_torch.conformance.quantization import check_stream
+from qsync_torch.conformance.quantization import LARGEST, check_stream
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.dtypes import TORCH_DTYPE
 
 EPS = 1e-5
-BATCH_NORM, LAYER_NORM, ACTIVATION = "batch_norm", "layer_norm", "activation"
+BATCH_NORM, LAYER_NORM, RMS_NORM, ACTIVATION, GLU = "batch_norm", "layer_norm", "rms_norm", "activation", "glu"
+NORMS = (BATCH_NORM, LAYER_NORM, RMS_NORM)
+ROW_NORMS = (LAYER_NORM, RMS_NORM)
 FORMS = {
     "batch_norm": (BATCH_NORM, ChainForm()),
     "batch_norm+relu": (BATCH_NORM, ChainForm(Activation.RELU)),
@@ -31,7 +33,10 @@ FORMS = {
     "batch_norm+add+relu": (BATCH_NORM, ChainForm(Activation.RELU, residual=True)),
     "layer_norm": (LAYER_NORM, ChainForm()),
     "add+layer_norm": (LAYER_NORM, ChainForm(residual=True)),
+    "rms_norm": (RMS_NORM, ChainForm()),
+    "add+rms_norm": (RMS_NORM, ChainForm(residual=True)),
     **{str(function): (ACTIVATION, ChainForm(function)) for function in Activation if function is not Activation.NONE},
+    **{f"glu {function}": (GLU, ChainForm(function)) for function in Activation if function is not Activation.NONE},
 }
 """Every producer with every chain that there is, by a name for people."""
 _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -46,9 +51,13 @@ SIGNATURES = {
     "batch_norm.output": f"x weight bias eps residual residual_absmax mean> spread> out> absmax> {_COPY} x_q> x_scale> bits> "
     "seed x_seed offset",
     "layer_norm.output": f"x weight bias eps residual sum> mean> spread> out> {_COPY} x_q> x_scale> seed x_seed offset",
+    "rms_norm.output": f"x weight eps residual sum> spread> out> {_COPY} x_q> x_scale> seed x_seed offset",
+    "glu.output": f"x factor out> {_COPY} x_q> x_scale> factor_q> factor_scale> seed x_seed factor_seed offset",
     "activation.output": f"x out> {_COPY} x_q> x_scale> seed x_seed offset",
     "batch_norm.grad_input": "kept kept_scale mean spread weight bias eps bits x> residual> weight> bias>",
     "layer_norm.grad_input": "kept kept_scale mean spread weight x> weight> bias>",
+    "rms_norm.grad_input": "kept kept_scale spread weight x> weight>",
+    "glu.grad_input": "kept kept_scale factor factor_scale x> factor>",
     "activation.grad_input": "kept kept_scale x>",
 }
 """Arguments by the names that they have here; a backward kernel's come behind its gradient."""
@@ -133,12 +142,15 @@ class Producer(_OfProducer):
 
     Attributes:
         x: float matrix; residual: of the same shape.
-        x_seed: names the random numbers of what is kept.
+        factor: what a gated unit multiplies with.
+        x_seed, factor_seed: name the random numbers of what is kept.
     """
 
     x: torch.Tensor
     residual: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
     x_seed: int = 12
+    factor_seed: int = 14
     offset: Any = 13
 
     @classmethod
@@ -157,8 +169,9 @@ class Producer(_OfProducer):
             x=(floats(shape, torch.float32, device, seed) * deviation + mean).to(dtype),
             images=images_of(shape[0]),
             residual=floats(shape, dtype, device, seed + 1) if chain.residual else None,
-            weight=weight if name != ACTIVATION else None,
-            bias=bias if name != ACTIVATION else None,
+            factor=floats(shape, dtype, device, seed + 4) if name == GLU else None,
+            weight=weight if name in NORMS else None,
+            bias=bias if name in (BATCH_NORM, LAYER_NORM) else None,
         )
 
     @property
@@ -170,13 +183,15 @@ class Producer(_OfProducer):
     def asked(self) -> Asked:
         """The request's operands: copies have a seed each, and both the offset; matrices and parameters have any strides."""
         copies = {"seed": ("q",), "x_seed": ("x_q",)} if self.variant.saved.needs_scale else {"seed": ("q",)}
+        if self.name == GLU and self.variant.saved.needs_scale:
+            copies["factor_seed"] = ("factor_q",)
         return Asked(
             op := f"{self.name}.output",
             SIGNATURES[op],
             (self.shape,),
             {"chain": self.chain},
-            copies | {"offset": ("q", "x_q")[: len(copies)]},
-            ("weight", "bias") if self.name == BATCH_NORM else ("x", "residual", "weight", "bias"),
+            copies | {"offset": ("q", "x_q", "factor_q")[: len(copies)]},
+            ("weight", "bias") if self.name == BATCH_NORM else ("x", "residual", "factor", "weight", "bias"),
         )
 
     @property
@@ -195,9 +210,9 @@ class Producer(_OfProducer):
         of_batch, copied, saved = self.name == BATCH_NORM, variant.compute.needs_scale, variant.saved.needs_scale
         groups, float32 = rows if variant.x_granularity is Granularity.PER_ROW else 1, torch.float32
         per_group, result = columns if of_batch else rows, self.chain.float_result
-        normalized, summed = self.name != ACTIVATION, self.name == LAYER_NORM and self.chain.residual and not saved
+        normalized, summed = self.name in NORMS, self.name in ROW_NORMS and self.chain.residual and not saved
         wanted: dict[str, tuple[bool, torch.dtype, tuple[int, ...]]] = {
-            "mean": (normalized, float32, (per_group,)),
+            "mean": (normalized and self.name != RMS_NORM, float32, (per_group,)),
             "spread": (normalized, float32, (per_group,)),
             "out": (result, TORCH_DTYPE[variant.output], (rows, columns)),
             "absmax": (of_batch and result, float32, (1,)),
@@ -206,6 +221,8 @@ class Producer(_OfProducer):
             "stream": (copied, torch.int64, (1,)),
             "x_q": (saved, TORCH_DTYPE[variant.saved], (rows, columns)),
             "x_scale": (saved, float32, (per_group,)),
+            "factor_q": (saved and self.name == GLU, TORCH_DTYPE[variant.saved], (rows, columns)),
+            "factor_scale": (saved and self.name == GLU, float32, (per_group,)),
             "bits": (self.wants_bits, torch.uint8, (rows, -(-columns // 8))),
             "sum": (summed, self.x.dtype, (rows, columns)),
         }
@@ -215,20 +232,24 @@ class Producer(_OfProducer):
         """Compute the result in float64, of the sum that was written, where one was."""
         dim = 0 if self.name == BATCH_NORM else 1
         s, added = self.x.double(), 0.0 if self.residual is None else self.residual.double()
-        if self.name == LAYER_NORM:
+        if self.name in ROW_NORMS:
             s = written["sum"].double() if written is not None and "sum" in written else s + added
-        if self.name == ACTIVATION:
+        if self.name not in NORMS:
             nothing = torch.zeros((), dtype=torch.float64, device=s.device)
             xhat, mean, var, xhat_error = s, nothing, nothing, torch.zeros_like(s)
         else:
-            mean = s.sum(dim, keepdim=True) / max(s.shape[dim], 1)
+            mean = s.sum(dim, keepdim=True) / max(s.shape[dim], 1) * (self.name != RMS_NORM)
             var = (s - mean).square().sum(dim, keepdim=True) / max(s.shape[dim], 1)
             rstd = (var + EPS).rsqrt()
             xhat = (s - mean) * rstd
             size = s.abs() + s.abs().sum(dim, keepdim=True) / max(s.shape[dim], 1)
             xhat_error = FINE * (size * rstd + xhat.abs())
         affine, z, error = with_parameters(self, xhat, xhat_error, added if self.name == BATCH_NORM else 0.0)
-        return Expected(s, mean, var, xhat, affine, z, _FUNCTIONS[self.chain.activation](z), xhat_error, error)
+        r = _FUNCTIONS[self.chain.activation](z)
+        if self.factor is not None:
+            factor = self.factor.double()
+            r, error = r * factor, error * factor.abs() + FINE * (r * factor).abs()
+        return Expected(s, mean, var, xhat, affine, z, r, xhat_error, error)
 
     def check(self, written: Written) -> None:
         """Statistics, the sum, the result, both copies, bits and the stream."""
@@ -247,10 +268,12 @@ class Producer(_OfProducer):
             check_close(written["mean"], expected.mean[0], FINE * size, "the mean of a channel")
             what = "the variance of a channel (biased: divided by the number of positions)"
             check_close(written["spread"], expected.var[0], slack, what)
-        if self.name == LAYER_NORM:
+        if self.name in ROW_NORMS:
             rstd, size = (expected.var + EPS).rsqrt()[:, 0], s.abs().mean(1)
-            check_close(written["mean"], expected.mean[:, 0], FINE * size, "the mean of a row")
-            check_close(written["spread"], rstd, rstd * (8 * FINE + FINE * size * rstd), "1 / sqrt(variance + eps) of a row")
+            if "mean" in written:
+                check_close(written["mean"], expected.mean[:, 0], FINE * size, "the mean of a row")
+            what = "1 / sqrt(variance + eps) of a row" if self.name == LAYER_NORM else "1 / sqrt(mean square + eps) of a row"
+            check_close(written["spread"], rstd, rstd * (8 * FINE + FINE * size * rstd), what)
         if "sum" in written and self.residual is not None:
             exact = (x.float() + self.residual.float()).to(written["sum"].dtype)
             assert torch.equal(written["sum"], exact), "the sum is not that of x and residual, rounded once"
@@ -272,6 +295,10 @@ class Producer(_OfProducer):
             scale = written["x_scale"][None] if of_batch else written["x_scale"][:, None]
             most, error = expected.xhat.abs().amax(0 if of_batch else 1), expected.xhat_error
             check_copy(written["x_q"], scale, expected.xhat, error, most, variant.rounding, "the copy of what is kept")
+        if "factor_q" in written:
+            factor, scale = given(self.factor).double(), written["factor_scale"][:, None]
+            what, exact = "the copy of what is multiplied with", torch.zeros_like(factor)
+            check_copy(written["factor_q"], scale, factor, exact, factor.abs().amax(1), variant.rounding, what)
 
     def backward(self, seed: int = 50) -> Backward:
         """A backward call from what a forward kernel would have kept, made here: x or its 8-bit copy, statistics, random bits.
@@ -279,33 +306,40 @@ class Producer(_OfProducer):
         Its gradient has a mean: one that has none hides what is not subtracted.
         """
         x, of_batch = self.x, self.name == BATCH_NORM
-        if self.name == LAYER_NORM and self.residual is not None:
+        if self.name in ROW_NORMS and self.residual is not None:
             x = x + self.residual
         dim = 0 if of_batch else 1
         var, mean = torch.var_mean(x.double(), dim, correction=0) if x.numel() else (x.double().sum(dim), x.double().sum(dim))
+        if self.name == RMS_NORM:
+            var, mean = var + mean.square(), mean * 0
         spread, mean = (var if of_batch else (var + EPS).rsqrt()).float(), mean.float()
         grad = (floats(tuple(x.shape), torch.float32, x.device, seed) + 0.5).to(TORCH_DTYPE[self.variant.grad_input])
         bits = packed(floats(tuple(x.shape), torch.float32, x.device, 77) > 0) if self.wants_bits else None
         call = Backward(
             name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
-            grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits,
+            grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits, factor=self.factor,
         )  # fmt: skip
+        if self.chain.copy_again:
+            r = self.expected().r
+            most = r.abs().amax(1) if self.variant.x_granularity is Granularity.PER_ROW else magnitude(r).view(1)
+            call = call.changed(r_scale=torch.where(most == 0, 1.0, most / LARGEST[self.variant.compute]).float())
         if not self.variant.saved.needs_scale:
             return call
-        xhat = call.normalized()[0]
-        most = xhat.abs().amax(dim) if x.numel() else mean.double()
-        scale = torch.where(most == 0, 1.0, most / 127).float()
-        q = (xhat / scale.double().unsqueeze(dim)).round().clamp(-127, 127).to(TORCH_DTYPE[self.variant.saved])
-        return call.changed(kept=q, kept_scale=scale)
+        q, scale = _kept(call.normalized()[0], dim, TORCH_DTYPE[self.variant.saved])
+        call = call.changed(kept=q, kept_scale=scale)
+        if self.factor is None:
+            return call
+        q, scale = _kept(self.factor.double(), dim, TORCH_DTYPE[self.variant.saved])
+        return call.changed(factor=q, factor_scale=scale)
 
     def run_backward(
         self, kernel: Kernel, outputs: Outputs, grad: torch.Tensor, kept: torch.Tensor, kept_scale: torch.Tensor | None,
-        mean: torch.Tensor, spread: torch.Tensor, bits: torch.Tensor | None,
+        mean: torch.Tensor | None, spread: torch.Tensor | None, bits: torch.Tensor | None,
     ) -> Written:  # fmt: skip
         """Call a backward kernel on what a forward kernel wrote."""
         call = Backward(
             name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
-            grad=grad, kept=kept, kept_scale=kept_scale, mean=mean, spread=spread, bits=bits,
+            grad=grad, kept=kept, kept_scale=kept_scale, mean=mean, spread=spread, bits=bits, factor=self.factor,
         )  # fmt: skip
         return call.run(kernel, outputs)
 
@@ -317,7 +351,9 @@ class Backward(_OfProducer):
     Attributes:
         grad: of the result; other: its second part, of a chain that takes two.
         kept: x or its 8-bit copy; kept_scale: of that; bits: where ReLU was open, where they are wanted.
-        mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows.
+        mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows (1 / root mean square, without a mean).
+        factor, factor_scale: what a gated unit multiplies with, and the scales of its 8-bit copy.
+        r_scale: of the result's copy, which is written again.
         multiplier: of the gradient's copy, for each column.
         wanted: names of the gradients that are.
     """
@@ -328,24 +364,28 @@ class Backward(_OfProducer):
     mean: torch.Tensor | None
     spread: torch.Tensor | None
     bits: torch.Tensor | None
+    factor: torch.Tensor | None = None
+    factor_scale: torch.Tensor | None = None
+    r_scale: torch.Tensor | None = None
     other: torch.Tensor | None = None
     multiplier: torch.Tensor | None = None
     seed: int = 21
     offset: Any = 22
-    wanted: tuple[str, ...] = ("x", "residual", "weight", "bias")
+    wanted: tuple[str, ...] = ("x", "residual", "factor", "weight", "bias")
 
     @property
     def asked(self) -> Asked:
         """The producer's, with a second part of the gradient or a copy where the chain has them."""
         copied, op = self.chain.grad_copy, f"{self.name}.grad_input"
-        copy = " multiplier q> scale> seed offset" if copied else ""
+        again = self.chain.copy_again
+        copy = " multiplier q> scale> seed offset" if copied else " r_scale q> seed offset" if again else ""
         return Asked(
             op,
             f"grad {'other ' if self.chain.grad_sum else ''}{SIGNATURES[op]}{copy}",
             (self.shape_of(self.grad),),
             {"chain": self.chain},
-            {"seed": ("q",), "offset": ("q",)} if copied else {},
-            () if self.name == BATCH_NORM else ("grad", "kept"),
+            {"seed": ("q",), "offset": ("q",)} if copied or again else {},
+            () if self.name == BATCH_NORM else ("grad", "kept", "factor"),
         )
 
     def allocate(self, outputs: Outputs) -> Written:
@@ -354,16 +394,19 @@ class Backward(_OfProducer):
         exist = {
             "x": True,
             "residual": self.name == BATCH_NORM and self.chain.residual,
+            "factor": self.name == GLU,
             "weight": self.weight is not None,
             "bias": self.bias is not None,
         }
         written = Written()
         for name in self.wanted:
             if exist[name]:
-                is_matrix = name in ("x", "residual")
+                is_matrix = name in ("x", "residual", "factor")
                 written[name] = outputs.empty(shape if is_matrix else (columns,), self.grad.dtype if is_matrix else torch.float32)
         if self.chain.grad_copy:
             written |= {"q": outputs.empty(shape, torch.int8), "scale": outputs.empty((1,), torch.float32)}
+        if self.chain.copy_again:
+            written["q"] = outputs.empty(shape, TORCH_DTYPE[self.variant.compute])
         return written
 
     def normalized(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,7 +415,7 @@ class Backward(_OfProducer):
         if self.kept_scale is not None:
             xhat = kept * self.kept_scale.double().unsqueeze(0 if of_batch else 1)
             return xhat, FINE * xhat.abs()
-        if self.name == ACTIVATION:
+        if self.name not in NORMS:
             return kept, torch.zeros_like(kept)
         mean, rstd = given(self.mean).double().unsqueeze(0 if of_batch else 1), self.rstd
         xhat = (kept - mean) * rstd
@@ -388,11 +431,24 @@ class Backward(_OfProducer):
         """All gradients, by the formulas of docs/design/fused-chains.md in float64."""
         g = (self.grad if self.other is None else self.grad + self.other).double()
         (xhat, xhat_error), of_batch = self.normalized(), self.name == BATCH_NORM
-        if self.name == ACTIVATION:
+        if self.name not in NORMS:
             x = xhat.clone().requires_grad_()
             with torch.enable_grad():
-                (derivative,) = torch.autograd.grad(_FUNCTIONS[self.chain.activation](x).sum(), x)
-            check_close(written["x"], derivative * g, 8 * FINE * (1 + xhat.abs()) * g.abs(), "the gradient of x")
+                r = _FUNCTIONS[self.chain.activation](x)
+                (derivative,) = torch.autograd.grad(r.sum(), x)
+            factor = torch.ones_like(g) if self.factor is None else self.factor.double()
+            factor = factor if self.factor_scale is None else factor * self.factor_scale.double()[:, None]
+            slack = 8 * FINE * (1 + xhat.abs()) * g.abs()
+            if "x" in written:
+                check_close(written["x"], derivative * factor * g, slack * factor.abs(), "the gradient of x")
+            if "q" in written and self.r_scale is not None and g.numel():
+                largest = self.r_scale.double().view(-1, 1) * LARGEST[self.variant.compute]
+                value, error = r.detach() * factor, FINE * (1 + xhat.abs()) * factor.abs()
+                clipped, what = torch.minimum(torch.maximum(value, -largest), largest), "the copy that is written again"
+                scale, most = self.r_scale.view(-1, 1), largest.view(-1)
+                check_copy(written["q"], scale, clipped, error, most, self.variant.rounding, what)
+            if "factor" in written:
+                check_close(written["factor"], r.detach() * g, slack, "the gradient of what is multiplied with")
             return
         is_open, unsure = torch.ones_like(g, dtype=torch.bool), torch.zeros_like(g)
         if self.bits is not None:
@@ -407,7 +463,9 @@ class Backward(_OfProducer):
         sizes, count = terms if of_batch else terms * weight.abs(), max(h.shape[dim], 1)
 
         def formula(inner: torch.Tensor, factor: torch.Tensor, xhat: torch.Tensor, sign: float) -> torch.Tensor:
-            means = inner.sum(dim, keepdim=True) + xhat * (inner * xhat).sum(dim, keepdim=True)
+            means = xhat * (inner * xhat).sum(dim, keepdim=True)
+            if self.name != RMS_NORM:
+                means = means + inner.sum(dim, keepdim=True)
             return (inner + sign * means / count) * factor
 
         expected = {
@@ -440,6 +498,13 @@ def with_parameters(
     affine = xhat * weight + bias
     z = affine + added
     return affine, z, xhat_error * weight.abs() + FINE * (affine.abs() + bias.abs() + z.abs())
+
+
+def _kept(x: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An 8-bit copy of numbers in float64, with a scale for each row (dim 1) or column."""
+    most = x.abs().amax(dim) if x.numel() else x.sum(dim)
+    scale = torch.where(most == 0, 1.0, most / 127).float()
+    return (x / scale.double().unsqueeze(dim)).round().clamp(-127, 127).to(dtype), scale
 
 
 def given(x: torch.Tensor | None) -> torch.Tensor:

@@ -33,10 +33,12 @@ class Produced(NamedTuple):
         out: the result, in a float format.
         absmax: its largest magnitude (batch norm).
         q, scale: its 8-bit copy; stream: one int64, the offset for those who quantize because of it.
-        mean, spread: the statistics; ``spread`` is a batch norm's biased variance, a layer norm's 1 / deviation.
-        kept, kept_scale: what backward reads in the place of the argument: the sum that a layer norm normalizes, or the
+        mean, spread: the statistics; ``spread`` is a batch norm's biased variance, another norm's 1 / deviation, or 1 / root mean
+            square.
+        kept, kept_scale: what backward reads in the place of the argument: the sum that a norm of rows normalizes, or the
             normalized input (of an activation: the input) in 8 bit.
         open: one bit per element, whether ReLU let it pass.
+        factor, factor_scale: of a gated unit, the second tensor in 8 bit.
     """
 
     out: torch.Tensor | None = None
@@ -49,6 +51,8 @@ class Produced(NamedTuple):
     kept: torch.Tensor | None = None
     kept_scale: torch.Tensor | None = None
     open: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    factor_scale: torch.Tensor | None = None
 
 
 class ProducerBinding(Bound):
@@ -100,9 +104,14 @@ class ProducerBinding(Bound):
         """The binding of the same batch norm with a backward kernel that takes the gradient of its result in two parts."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_sum=True))
 
+    @functools.cached_property
+    def with_copy_again(self) -> ProducerBinding:
+        """The binding of the same gated unit with a backward kernel that also writes the copy of its result again."""
+        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, copy_again=True))
+
     def names(self, keep: bool) -> tuple[str, ...]:
         """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""
-        chain, normalizes = self.chain, self.producer is not Producer.ACTIVATION
+        chain, normalizes = self.chain, self.producer not in (Producer.ACTIVATION, Producer.GLU)
         is_image = self.producer is Producer.BATCH_NORM
         wanted = {
             "out": chain.float_result,
@@ -110,11 +119,13 @@ class ProducerBinding(Bound):
             "q": self.writes_copy,
             "scale": self.writes_copy,
             "stream": self.writes_copy,
-            "mean": normalizes,
+            "mean": normalizes and self.producer is not Producer.RMS_NORM,
             "spread": normalizes,
-            "kept": keep and (self.saves_copy or (self.producer is Producer.LAYER_NORM and chain.residual)),
+            "kept": keep and (self.saves_copy or (self.producer.normalizes_rows and chain.residual)),
             "kept_scale": keep and self.saves_copy,
             "open": keep and is_image and chain.activation is Activation.RELU and (chain.residual or self.saves_copy),
+            "factor": keep and self.saves_copy and self.producer is Producer.GLU,
+            "factor_scale": keep and self.saves_copy and self.producer is Producer.GLU,
         }
         return tuple(name for name in Produced._fields if wanted[name])
 
@@ -139,6 +150,8 @@ class ProducerBinding(Bound):
             "kept": lambda: torch.empty_like(x, dtype=kept_dtype),
             "kept_scale": lambda: x.new_empty(groups, dtype=torch.float32),
             "open": lambda: x.new_empty(x.shape[0], x.shape[2], x.shape[3], (x.shape[1] + 7) // 8, dtype=torch.uint8),
+            "factor": lambda: torch.empty_like(x, dtype=kept_dtype),
+            "factor_scale": lambda: x.new_empty(groups, dtype=torch.float32),
         }
         return Produced(**{name: make[name]() for name in self.names(keep)})
 
@@ -220,11 +233,44 @@ def _layer_norm_output(
     return _written(p)
 
 
+def _rms_norm_output(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    key: str,
+    keep: bool,
+    seed: int,
+    x_seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    p = binding.allocate(x, keep)
+    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    summed = p.kept if residual is not None and not binding.saves_copy else None
+    kernel(
+        x, weight, eps, residual, summed, p.spread, p.out, p.q, p.scale, p.stream,
+        *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset),
+    )  # fmt: skip
+    return _written(p)
+
+
 def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
     binding = _binding(key)
     p = binding.allocate(x, keep)
     kernel = binding.kernel(binding.output_op, x.device, x.shape)
     kernel(x, p.out, p.q, p.scale, p.stream, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
+    return _written(p)
+
+
+def _glu_output(
+    x: torch.Tensor, factor: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, factor_seed: int, offset: torch.Tensor
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    p = binding.allocate(x, keep)
+    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    copies = *_kept_args(binding, p), p.factor, p.factor_scale
+    kernel(x, factor, p.out, p.q, p.scale, p.stream, *copies, seed, x_seed, factor_seed, as_kernels_take(offset))
     return _written(p)
 
 
@@ -319,11 +365,65 @@ def _layer_norm_grad_input(
     return out
 
 
+def _rms_norm_grad_input(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    key: str,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    (grad_input, _, grad_weight, _), out = _gradients(x, binding, wanted)
+    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, rstd, weight, grad_input, grad_weight)
+    return out
+
+
 def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor | None, key: str) -> torch.Tensor:
     binding = _binding(key)
     out = torch.empty_like(x, dtype=binding.grad_input)
     binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, out)
     return out
+
+
+def _glu_grad_input(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    factor: torch.Tensor,
+    factor_scale: torch.Tensor | None,
+    key: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    binding = _binding(key)
+    both = torch.empty_like(x, dtype=binding.grad_input), torch.empty_like(x, dtype=binding.grad_input)
+    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, factor, factor_scale, *both)
+    return both
+
+
+def _glu_grad_copy(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    factor: torch.Tensor,
+    factor_scale: torch.Tensor | None,
+    key: str,
+    scale: torch.Tensor,
+    seed: int,
+    offset: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    binding = _binding(key)
+    written = _glu_gradients_and_copy(x, key)
+    kernel = binding.kernel(binding.grad_op, x.device, x.shape)
+    kernel(grad, x, x_scale, factor, factor_scale, *written[:2], scale, written[2], seed, as_kernels_take(offset))
+    return written
+
+
+def _glu_gradients_and_copy(x: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make the tensors that a gated unit's backward writes, its result's copy among them."""
+    binding = _binding(key)
+    grad_input, grad_factor = (torch.empty_like(x, dtype=binding.grad_input) for _ in range(2))
+    return grad_input, grad_factor, torch.empty_like(x, dtype=binding.dtype)
 
 
 _AFFINE = "Tensor? weight, Tensor? bias, float eps"
@@ -341,6 +441,11 @@ define(
     f"layer_norm_output(Tensor x, {_AFFINE}, Tensor? residual, {_STREAMS}) -> Tensor[]",
     _layer_norm_output,
     lambda x, weight, bias, eps, residual, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
+)
+define(
+    f"rms_norm_output(Tensor x, Tensor? weight, float eps, Tensor? residual, {_STREAMS}) -> Tensor[]",
+    _rms_norm_output,
+    lambda x, weight, eps, residual, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
 )
 define(
     f"activation_output(Tensor x, {_STREAMS}) -> Tensor[]",
@@ -365,7 +470,31 @@ define(
     lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
 )
 define(
+    f"rms_norm_grad_input({_SAVED}, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",
+    _rms_norm_grad_input,
+    lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
+)
+define(
     f"activation_grad_input({_SAVED}, str binding) -> Tensor",
     _activation_grad_input,
     lambda grad, x, x_scale, key: torch.empty_like(x, dtype=_binding(key).grad_input),
+)
+define(
+    "glu_output(Tensor x, Tensor factor, str binding, bool keep, SymInt seed, SymInt x_seed, SymInt factor_seed, Tensor offset) "
+    "-> Tensor[]",
+    _glu_output,
+    lambda x, factor, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
+)
+define(
+    f"glu_grad_input({_SAVED}, Tensor factor, Tensor? factor_scale, str binding) -> (Tensor, Tensor)",
+    _glu_grad_input,
+    lambda grad, x, x_scale, factor, factor_scale, key: tuple(
+        torch.empty_like(x, dtype=_binding(key).grad_input) for _ in range(2)
+    ),
+)
+define(
+    f"glu_grad_copy({_SAVED}, Tensor factor, Tensor? factor_scale, str binding, Tensor scale, SymInt seed, Tensor offset) "
+    "-> (Tensor, Tensor, Tensor)",
+    _glu_grad_copy,
+    lambda grad, x, x_scale, factor, factor_scale, key, *rest: _glu_gradients_and_copy(x, key),
 )

@@ -157,7 +157,9 @@ _OFFSET = {
     Op.QUANTIZE: 5,
     Op.BATCH_NORM_OUTPUT: -1,
     Op.LAYER_NORM_OUTPUT: -1,
+    Op.RMS_NORM_OUTPUT: -1,
     Op.ACTIVATION_OUTPUT: -1,
+    Op.GLU_OUTPUT: -1,
 }
 """Where the kernels of an operator take the offset of their random numbers."""
 

@@ -160,8 +160,9 @@ def by_row_and_column(scale: torch.Tensor, columns: int) -> tuple[torch.Tensor, 
     return of_rows, scale.narrow(0, scale.numel() - columns, columns)
 
 
-X, W, GRAD, KEPT = range(1, 5)
-"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, and what a producer keeps for backward."""
+X, W, GRAD, KEPT, KEPT_FACTOR, AGAIN = range(1, 7)
+"""Roles of what is quantized, as seeds: activation, weight, incoming gradient, what a producer keeps for backward: its input, and
+what a gated unit multiplies with; and the copy of a result that backward writes again."""
 
 
 class Seeds(NamedTuple):
@@ -208,8 +209,7 @@ def cast_input(
     """
     if x.dtype not in _QUANTIZED:
         raise _refused(x, binding)
-    # The copy that a backward product reads; on a CPU products read operands in any layout.
-    transposed = binding.wants_transposed and grad_enabled and (binding.by_column or x.device.type == "cuda")
+    transposed = grad_enabled and wants_transposed(x, binding)
     if cache is None or inverse is not None or not cache.applies_to(x):
         return _cast(x, binding, seeds, transposed, straight, inverse)
     entry = cache.find(x, (binding.x_transposed if transposed else binding.x).kind, _mark(seeds))
@@ -236,6 +236,11 @@ def _cast(
         return found
     of_rows, of_columns = by_row_and_column(found.scale, x.shape[-1])
     return found._replace(scale=of_rows, column_scale=of_columns)
+
+
+def wants_transposed(x: torch.Tensor, binding: OperatorBinding) -> bool:
+    """Whether a backward product reads the transposed copy; on a CPU products read operands in any layout."""
+    return binding.wants_transposed and (binding.by_column or x.device.type == "cuda")
 
 
 def _mark(seeds: Seeds) -> Hashable:
@@ -367,7 +372,7 @@ def cast_gradient(
         return Gradient(grad, wide)
     multiplied = for_input and binding.steps.multiplied and w_scale is not None and w_scale.numel() > 1
     multiplier = w_scale if multiplied else None
-    transpose = for_weight and binding.wants_transposed and (binding.by_column or grad.device.type == "cuda")
+    transpose = for_weight and wants_transposed(grad, binding)
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of images.
     source, offset = rows(grad) if binding.of_rows else as_images(grad, binding), _offset(stream, straight)

@@ -20,7 +20,7 @@ from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.library_ops import is_channels_last, rows
 from qsync_torch.kernels.producers import Produced, ProducerBinding
-from qsync_torch.operators.casts import KEPT, apply_of, first_derivative
+from qsync_torch.operators.casts import KEPT, KEPT_FACTOR, apply_of, first_derivative
 
 _OPS = torch.ops.qsync
 Streams = tuple[int, torch.Tensor]
@@ -131,6 +131,39 @@ class LayerNormChain(torch.autograd.Function):
         return grad_x, grad_w, grad_b, grad_r, None, None, None
 
 
+class RmsNormChain(torch.autograd.Function):
+    """An RMS norm of matrices: the float result, the copy with its scales, and 1 / root mean square of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        eps: float,
+        binding: ProducerBinding,
+        streams: Streams,
+    ) -> tuple[torch.Tensor, ...]:
+        """Add, normalize, round."""
+        keep = any(ctx.needs_input_grad)
+        p = binding.named(_OPS.rms_norm_output(x, weight, eps, residual, *_arguments(binding, streams, keep)), keep)
+        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale, p.spread, weight)
+        ctx.binding, ctx.dtypes = binding, (x.dtype, None if residual is None else residual.dtype)
+        return _results(ctx, p, x, binding)
+
+    @staticmethod
+    @_of_float_result
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of input, weight and residual; input and residual share theirs."""
+        x, x_scale, rstd, weight = ctx.saved_tensors
+        need_x, need_w, need_r = ctx.needs_input_grad[:3]
+        wanted = [need_x or need_r, False, need_w, False]
+        found = iter(_OPS.rms_norm_grad_input(grad.contiguous(), x, x_scale, rstd, weight, ctx.binding.key, wanted))
+        grad_s, grad_w = (next(found) if is_wanted else None for is_wanted in (wanted[0], need_w))
+        grad_x, grad_r = (_as(grad_s, dtype) if need else None for need, dtype in zip((need_x, need_r), ctx.dtypes, strict=True))
+        return grad_x, grad_w, grad_r, None, None, None
+
+
 class ActivationChain(torch.autograd.Function):
     """An activation of matrices: the float result, and the copy with its scales."""
 
@@ -149,6 +182,32 @@ class ActivationChain(torch.autograd.Function):
         """The gradient of the input."""
         x, x_scale = ctx.saved_tensors
         return _as(_OPS.activation_grad_input(grad.contiguous(), x, x_scale, ctx.binding.key), ctx.dtype), None, None
+
+
+class GluChain(torch.autograd.Function):
+    """An activation of matrices times a second one: the float result, and the copy with its scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, factor: torch.Tensor, binding: ProducerBinding, streams: Streams
+    ) -> tuple[torch.Tensor, ...]:
+        """The product of every element, rounded."""
+        keep, (seed, offset) = any(ctx.needs_input_grad), streams
+        seeds = seed, stream_key(seed, KEPT), stream_key(seed, KEPT_FACTOR)
+        p = binding.named(_OPS.glu_output(x, factor, binding.key, keep, *seeds, offset), keep)
+        kept = (x, None, factor, None) if p.kept is None else (p.kept, p.kept_scale, p.factor, p.factor_scale)
+        ctx.save_for_backward(*kept)
+        ctx.binding, ctx.dtypes = binding, (x.dtype, factor.dtype)
+        return _results(ctx, p, x, binding)
+
+    @staticmethod
+    @_of_float_result
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of input and factor."""
+        both = _OPS.glu_grad_input(grad.contiguous(), *ctx.saved_tensors, ctx.binding.key)
+        needs = ctx.needs_input_grad[:2]
+        grad_x, grad_factor = (_as(g, dtype) if need else None for g, dtype, need in zip(both, ctx.dtypes, needs, strict=True))
+        return grad_x, grad_factor, None, None
 
 
 def _as(grad: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -218,6 +277,20 @@ def _layer_norm_chain(
     return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
 
 
+def _rms_norm_chain(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    key: str,
+    seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    matrix, added = (None if t is None else rows(t).contiguous() for t in (x, residual))
+    *results, _ = apply_of(RmsNormChain)(matrix, weight, added, eps, _binding(key), (seed, offset))
+    return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
+
+
 def _activation_chain(x: torch.Tensor, images: bool, key: str, seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
     binding = _binding(key)
     if not images:
@@ -227,6 +300,11 @@ def _activation_chain(x: torch.Tensor, images: bool, key: str, seed: int, offset
     results = apply_of(ActivationChain)(rows(by_position), binding, (seed, offset))
     back = [tensor.view(by_position.shape).permute(0, 3, 1, 2) for tensor in results[:2]]
     return _as_images([*back, *results[2:]], x, binding)
+
+
+def _glu_chain(x: torch.Tensor, factor: torch.Tensor, key: str, seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
+    results = apply_of(GluChain)(rows(x).contiguous(), rows(factor).contiguous(), _binding(key), (seed, offset))
+    return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
 
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
@@ -242,7 +320,13 @@ for _schema, _run in (
         "Tensor offset) -> Tensor[]",
         _layer_norm_chain,
     ),
+    (
+        "rms_norm_chain(Tensor x, Tensor? weight, float eps, Tensor? residual, str binding, SymInt seed, Tensor offset) "
+        "-> Tensor[]",
+        _rms_norm_chain,
+    ),
     ("activation_chain(Tensor x, bool images, str binding, SymInt seed, Tensor offset) -> Tensor[]", _activation_chain),
+    ("glu_chain(Tensor x, Tensor factor, str binding, SymInt seed, Tensor offset) -> Tensor[]", _glu_chain),
 ):
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeImplicitAutograd")
@@ -250,6 +334,8 @@ for _schema, _run in (
 CHAINS: dict[Producer, Any] = {
     Producer.BATCH_NORM: _OPS.batch_norm_chain.default,
     Producer.LAYER_NORM: _OPS.layer_norm_chain.default,
+    Producer.RMS_NORM: _OPS.rms_norm_chain.default,
     Producer.ACTIVATION: _OPS.activation_chain.default,
+    Producer.GLU: _OPS.glu_chain.default,
 }
 """What stands in a graph for a chain."""

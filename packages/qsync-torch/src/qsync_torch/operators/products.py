@@ -17,7 +17,7 @@ from qsync_torch.aten import float_products
 from qsync_torch.aten.quantize import LARGEST
 from qsync_torch.aten.random_bits import Offset, as_kernels_take
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, operator_binding
-from qsync_torch.kernels.library_ops import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, is_plain
+from qsync_torch.kernels.library_ops import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, is_plain, rows
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.products import bias_gradient, operand_of
@@ -38,6 +38,7 @@ from qsync_torch.operators.casts import (
     no_forward_mode,
     run_backward,
     seeds_of,
+    wants_transposed,
 )
 from qsync_torch.operators.channel_factors import Factor
 
@@ -71,6 +72,9 @@ class QuantizedProduct(torch.autograd.Function):
             x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
         if weight_copy is None:
             weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight)
+        if x_copy.transposed is None and need_w and grad_enabled and wants_transposed(x_copy.values, binding):
+            # A producer wrote the copy; readers of one share the transposed one too.
+            x_copy = x_copy._replace(transposed=rows(x_copy.values).t().contiguous())
         q_x, x_scale, stream, *_ = x_copy
         q_w, w_scale, *_ = weight_copy
         kept_x, kept_x_scale = x_copy.kept

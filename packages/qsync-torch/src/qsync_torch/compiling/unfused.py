@@ -1,0 +1,124 @@
+"""Why the activation of an 8-bit operator is quantized by itself: no chain before it, in one line a model."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+from torch.fx import Graph, GraphModule, Node
+
+from qsync_torch.compiling import graph_nodes as nodes
+from qsync_torch.compiling.finding import FoundChain, described, last_parts, reason_against_copy, runs_as_one, with_readers
+from qsync_torch.operators.products import LOWERED
+
+_LOG = logging.getLogger(__name__)
+_VIEWS = frozenset(
+    {"contiguous", "expand", "flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view", "view_as"}
+)
+"""Methods that move or repeat numbers and compute none."""
+AN_INPUT = "an input"
+"""What a graph gets from outside."""
+
+
+@attrs.frozen
+class Unfused:
+    """An activation that operators quantize by themselves.
+
+    Attributes:
+        what: made it; ``readers``: names of the modules that read it, without the modules that these are in.
+        why: no producer writes its copy.
+    """
+
+    what: str
+    readers: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        """Such as ``scaled_dot_product_attention before o_proj: no producer computes it``."""
+        return f"{self.what} before {', '.join(self.readers)}: {self.why}"
+
+
+def unfused(module: GraphModule, reasons: Callable[[Node], str]) -> Iterator[Unfused]:
+    """Every activation that 8-bit operators of a graph, and of its checkpointed parts, quantize by themselves.
+
+    Args:
+        module: from ``torch.compile``, with producers in the place of its chains.
+        reasons: why a chain that ends in a node was found and not fused; empty where it was not found.
+    """
+    for part in (module, *nodes.checkpointed_parts(module)):
+        order = {node: place for place, node in enumerate(part.graph.nodes)}
+        sources = (node.args[0] for node in part.graph.nodes if node.target is LOWERED and len(node.args) == 8)
+        for source in dict.fromkeys(source for source in sources if isinstance(source, Node)):
+            readers = [user for user in source.users if user.target is LOWERED and user.args[0] is source]
+            names = tuple(dict.fromkeys(map(_name_of, readers)))
+            yield Unfused(_what(source), names, reasons(source) or _why(source, part.graph, order))
+
+
+def tell(found: Sequence[FoundChain], alone: Sequence[Unfused]) -> None:
+    """Log what was fused and what was not, each kind with how often it is there: a warning where no chain was found at all."""
+    if not found and not alone:
+        return
+    fused = Counter(described(chain.producer, chain.form) for chain in found)
+    shown = ", ".join(f"{count} × {what}" for what, count in fused.items()) or "nothing"
+    rest = "; ".join(f"{count} × {what}" for what, count in Counter(map(str, alone)).items())
+    is_lacking = not found and any(one.what != AN_INPUT for one in alone)
+    text = f"fused with the 8-bit copy that is read: {shown}" + (f"; quantized by itself: {rest}" if rest else "")
+    _LOG.log(logging.WARNING if is_lacking else logging.INFO, "%s", text)
+
+
+def _name_of(reader: Node) -> str:
+    """The last part of the name of the module whose work an operator is."""
+    stack = list((reader.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.rsplit(".", 1)[-1].strip("'[]\"") or "an operator"
+
+
+def _origin(node: Node) -> Node:
+    """What made the numbers that a node views or moves."""
+    while node.op == "call_method" and node.target in _VIEWS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _what(source: Node) -> str:
+    """The function, or the chain, that made an activation."""
+    origin = _origin(source)
+    if (norm := nodes.rms_norm_of(origin)) is not None:
+        return "RMS norm" if len(norm.members) > 1 else "rms_norm"
+    if origin.op in ("placeholder", "get_attr"):
+        return AN_INPUT
+    if origin.target is LOWERED:
+        return f"the result of {_name_of(origin)}"
+    name = origin.target if isinstance(origin.target, str) else getattr(origin.target, "__name__", str(origin.target))
+    return name.strip("_")
+
+
+def _why(source: Node, graph: Graph, order: dict[Node, int]) -> str:
+    origin = _origin(source)
+    if origin.op in ("placeholder", "get_attr"):
+        return "its graph gets it from outside"
+    parts = last_parts(origin, graph)
+    if parts is None:
+        if (norm := nodes.rms_norm_of(origin)) is not None:
+            return _against_norm(norm)
+        if nodes.batch_norm_of(origin) or nodes.layer_norm_of(origin):
+            return "its weight and bias are not float32 vectors, or it runs on a tensor of other than four dimensions"
+        if nodes.activation_of(origin) is not None:
+            return "it is written over a tensor that something else reads"
+        return "no producer computes it"
+    if origin is not source:
+        return "a view of it is read"
+    chain = with_readers(parts, order)
+    if chain.copy is None:
+        return next(filter(None, (reason_against_copy(r, parts.producer) for r in source.users if r.target is LOWERED)), "")
+    if not runs_as_one(chain, order):
+        return "what stands between its operators has to run between them, or something writes to its result"
+    return "another chain has some of its operators"
+
+
+def _against_norm(norm: nodes.RmsNorm) -> str:
+    if norm.eps is None:
+        return "without eps, what is added to 16-bit numbers is up to PyTorch's version: give eps"
+    return "its weight is not a float32 vector of the length of its rows"
