@@ -53,7 +53,7 @@ def test_a_job_runs_right_under_plans(name: str) -> None:
 
 NEAR_ZERO = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="without instructions for bfloat16 one of the encoder's activations is rounded the other way, and a ReLU near zero with it",
+    reason="without instructions for bfloat16 an activation is rounded the other way, and a ReLU near zero with it",
 )
 
 
