@@ -174,7 +174,7 @@ class ElasticJob:
         """Of every step, that of its last run: of the run that counts."""
         return {line["step"]: line["loss"] for line in self.losses(group)}
 
-    def wait(self, until: Callable[[], object], what: str, timeout_s: float = 120) -> None:
+    def wait(self, until: Callable[[], object], what: str, timeout_s: float = 400) -> None:
         """Until something is so; an agent that ends first fails the test with what it printed."""
         deadline = time.monotonic() + timeout_s
         while not until():

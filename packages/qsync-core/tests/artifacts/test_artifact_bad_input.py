@@ -266,7 +266,7 @@ _CASES: list[tuple[type, Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "change", "expected"), _CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("kind", "change", "expected"), _CASES, ids=lambda value: getattr(value, "__name__", str(value)[:40]))
 def test_wrong_values(kind: type, change: Callable[[Any], Any], expected: str) -> None:
     tree = plain(kind)
     change(tree)

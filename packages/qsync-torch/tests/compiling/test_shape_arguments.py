@@ -55,6 +55,7 @@ class Pooled(nn.Module):
         return self.last(self.pool(self.first(x))).mean((2, 3))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_is_pooled_is_not_kept(counted, monkeypatch):
     gone, found = counted("keep_no_shapes"), []

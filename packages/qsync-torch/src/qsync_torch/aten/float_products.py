@@ -7,6 +7,7 @@ exactly, and rounded once, as hardware for the format does.  What backward needs
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -55,7 +56,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ge
     """
     if not _runs_widened(x, weight, bias):
         return products.product(x, weight, bias, geometry)
-    y: torch.Tensor = _Widened.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
+    g = geometry
+    settings = None if g is None else (g.stride, g.padding, g.dilation, g.groups, g.transposed, g.output_padding)
+    y: torch.Tensor = _Widened.apply(x, weight, bias, settings)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -76,14 +79,18 @@ def gradients(
     return products.product_gradients(grad, x, w, geometry, by_x, by_weight)
 
 
+_geometry = functools.cache(Geometry)
+
+
 @torch.compiler.allow_in_graph  # traced, it would save its operands past the hooks of a checkpoint that runs it again
 class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry | None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: tuple[Any, ...] | None
     ) -> torch.Tensor:
+        """The geometry comes as constants, which a compiler can write into a graph."""
         ctx.save_for_backward(x, weight)
-        ctx.geometry = geometry
+        ctx.geometry = geometry = None if settings is None else _geometry(*settings)
         return products.product(x.float(), weight.float(), None if bias is None else bias.float(), geometry).to(x.dtype)
 
     @staticmethod
