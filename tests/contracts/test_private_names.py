@@ -28,7 +28,7 @@ WITHOUT = {
     "torch._C._are_functorch_transforms_active": "apply_of calls function.apply, which asks this itself.",
     "torch._C._autograd._top_saved_tensors_default_hooks": "Collectors refuse an operator that runs in a backward pass.",
     "torch._C._cuda_getCurrentRawStream": "Take torch.cuda.current_stream(device).cuda_stream, which takes ten times as long.",
-    "torch._C._current_graph_task_id": "Take what torch.utils.checkpoint asks to know its backward pass.",
+    "torch._C._current_autograd_node": "Ask _current_graph_task_id, and count steps when any backward pass ends, an inner one too.",
     "torch._C._len_torch_dispatch_stack": "is_plain is False, so that all kernels go through the dispatcher (8 µs a call).",
     "torch._dynamo.backends.debugging.aot_eager": "Take aot_autograd of torch._dynamo.backends.common with the same arguments.",
     "torch._dynamo.backends.debugging.boxed_nop": "Take functorch.compile.make_boxed_func, which frees activations later.",

@@ -56,6 +56,11 @@ def saves_through_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def running_node() -> torch.autograd.graph.Node | None:
+    """Return the node of autograd's graph that runs now in this thread; None outside of every backward pass."""
+    return torch._C._current_autograd_node()
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call something after all gradients of the backward pass that runs, and after what was to be called there before.
 

@@ -26,7 +26,7 @@ from qsync_core.errors import PlanError
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
 from qsync_torch.kinds.table import SPELLED
-from qsync_torch.torch_internals import DisableTorchFunction
+from qsync_torch.torch_internals import DisableTorchFunction, running_node
 
 
 class OperatorCall(Protocol):
@@ -187,7 +187,7 @@ def _multiplied(w: Handle, kind: OperatorKind, spelling: Spelling, args: tuple[A
 
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
-    return not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None
+    return not torch.compiler.is_compiling() and running_node() is not None
 
 
 _Prepared = Callable[[Handle, Any, tuple[Any, ...], dict[str, Any]], Any]

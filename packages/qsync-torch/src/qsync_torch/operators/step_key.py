@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from qsync_core.errors import PlanError
 from qsync_torch.aten.random_bits import Offset
 from qsync_torch.operators.channel_factors import ChannelFactors
-from qsync_torch.torch_internals import at_end_of_backward, version_of
+from qsync_torch.torch_internals import at_end_of_backward, running_node, version_of
 
 STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
@@ -201,7 +201,7 @@ def _count_pending() -> None:
     """Many optimizers may step in one pass, and it counts once; a pass inside another one (a reentrant checkpoint's), when that
     ends.
     """
-    outer = torch._C._current_autograd_node()
+    outer = running_node()
     following = [] if outer is None else [node for node, _ in outer.next_functions if node is not None]
     if following:
         _count_at_end_of(following)
