@@ -2,7 +2,8 @@
 
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
-P1 to P3 need a CUDA device, P1 and P1b torchao too.  ``--tiny`` tries them on a CPU, with small models; such rows are printed only.
+A1 to A3 (plans; with OMP_NUM_THREADS=1) need no GPU.  P1 to P3 need a CUDA device, P1 and P1b torchao too.  ``--tiny`` tries them
+on a CPU, with small models; such rows are printed only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from allocator import rows_today
 from eight_bit import steps
 from kernels.bench import Bench, Row
 from results import write_rows
@@ -25,7 +27,8 @@ COMMAND = "python bench/today.py"
 
 def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """What measures rows, by the name that ``--only`` takes."""
-    return {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
+    steps_of = {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
+    return steps_of | {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
 
 
 def main() -> None:
@@ -42,7 +45,7 @@ def main() -> None:
     wanted = [name for name in options.only.split(",") if name] or list(known)
     if unknown := [name for name in wanted if name not in known]:
         raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
-    if not cuda and not options.tiny:
+    if not cuda and not options.tiny and not rows_today.PARTS.keys() >= set(wanted):
         raise SystemExit("these rows need a CUDA device, and torch sees none; --tiny tries them on a CPU")
     where = {"directory": options.directory} if options.directory else {}
     for name in wanted:
