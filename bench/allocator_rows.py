@@ -1,5 +1,4 @@
-"""Rows A1 to A7 and T-plan of ``docs/results/allocator.json``, and A1 to A3 of ``today.json``: how good plans are proven to be, and
-what that costs, on one core.
+"""Rows A1 to A7 and T-plan of ``docs/results/allocator.json``: how good plans are proven to be, and what that costs, on one core.
 
     python bench/allocator_rows.py [--only A1,A2] [--seeds 20]
 
@@ -20,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from allocator import rows_today
 from allocator.bench import Bench
 from allocator.rows_agreement import agreement_rows
 from allocator.rows_greedy import greedy_rows
@@ -41,13 +39,8 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "A6": agreement_rows,
     "A7": rank_rows,
     "T-plan": size_rows,
-    "today-A1": rows_today.paper_scale_rows,
-    "today-A2": rows_today.deep_rows,
-    "today-A3": rows_today.large_rows,
 }
 """What measures rows, by the name that ``--only`` takes."""
-TODAY = "today"
-"""Groups of rows of this name are kept in a results file of their own."""
 
 
 def main() -> None:
@@ -75,8 +68,7 @@ def main() -> None:
             for row in GROUPS[name](bench):
                 print(f"{row['id']}: {row['value']} {row['unit']} ({row['spread']}); target {row['target']}", flush=True)
                 if write:
-                    topic = TODAY if name.startswith(TODAY) else "allocator"
-                    write_rows(topic, [row], f"python bench/allocator_rows.py --only {name}{seeds}", **where)
+                    write_rows("allocator", [row], f"python bench/allocator_rows.py --only {name}{seeds}", **where)
         except Exception:
             print(f"{name}: not measured", file=sys.stderr)
             traceback.print_exc()

@@ -2,8 +2,8 @@
 
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
-P1 to P3 need a CUDA device, P1 and P1b torchao too; P4 (and P4b) takes minutes of a CPU.  ``--tiny`` tries all on a CPU, with small
-models; such rows are printed only.
+A1 to A3 (plans; with OMP_NUM_THREADS=1) and P4 (and P4b, minutes of a CPU) need no GPU.  P1 to P3 need a CUDA device, P1 and P1b
+torchao too.  ``--tiny`` tries all on a CPU, with small models; such rows are printed only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from allocator import rows_today
 from eight_bit import scales, steps
 from kernels.bench import Bench, Row
 from results import write_rows
@@ -26,12 +27,12 @@ COMMAND = "python bench/today.py"
 
 def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """What measures rows, by the name that ``--only`` takes."""
-    return {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES} | {
-        "P4": partial(scales.rows, bench)
-    }
+    steps_of = {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
+    plans_of = {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
+    return {**steps_of, "P4": partial(scales.rows, bench), **plans_of}
 
 
-ON_A_CPU = {"P4"}
+ON_A_CPU = {"P4", *rows_today.PARTS}
 """Rows that need no device."""
 
 

@@ -1,9 +1,9 @@
-"""Rows A1 to A3 of the topic ``today``: what ``auto`` proves, and how long that takes."""
+"""Rows A1 to A3 of ``docs/results/today.json``: what ``auto`` proves, and how long that takes (``bench/today.py``)."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from allocator.bench import PROVEN, Bench, by_seed, quartiles, rotating, row
 from allocator.instances import REGIMES, instance, large_instance, many_groups_instance
@@ -60,3 +60,14 @@ def _longest(name: str, what: str, solved: Sequence[Solved], target: str) -> Row
         what += f" ({len(missed)} of {len(solved)} plans are not within 1e-4)"
     told = f"{quartiles([e.seconds for e in solved], 2)}; {worst.instance}; widest gap {widest.gap:.1e}, {widest.instance}"
     return row(name, f"{what}: longest processor time, start to a plan within 1e-4", round(worst.seconds, 2), "s", target, told)
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {"A1": paper_scale_rows, "A2": deep_rows, "A3": large_rows}
+"""What measures rows, by the name of the first."""
+
+
+def rows(part: str, *, quick: bool) -> Iterator[Row]:
+    """Measure one of :data:`PARTS`; ``quick``: two seeds of small models, to try the script."""
+    for found in PARTS[part](Bench(seeds=2 if quick else 20, quick=quick)):
+        print(f"{found['id']}: {found['value']} {found['unit']} ({found['spread']}); target {found['target']}", flush=True)
+        yield found

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 
 import attrs
+import numpy as np
 import pytest
 from brute_force_instances import accumulating, handing_on, random_instance
 from chained_models import chained_dags, chained_profiles
@@ -27,8 +28,10 @@ from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import Inputs, Request, allocate
-from qsync_planner.allocator.exact import stages
+from qsync_planner.allocator.exact import labels, staged, stages
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
+from qsync_planner.allocator.exact.labels import best_path
+from qsync_planner.allocator.exact.network import Network, Row
 from qsync_planner.allocator.exact.programs import least
 from qsync_planner.allocator.exact.staged import Endurance, StagedSearch, least_omega
 from qsync_planner.allocator.problem import GroupProblem, build_problem
@@ -122,6 +125,42 @@ def test_plans_are_the_best_of_all_and_bounds_are_met(change: object) -> None:
 def test_any_small_model_is_planned_as_by_enumeration(seed: int, ladder: tuple[Variant, ...], shared: bool) -> None:
     for drawn in groups_of(random_case(seed, blocks=1 if shared else 2, ladder=ladder, shared=shared)):
         assert_best(drawn, random.Random(seed))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_of_few_labels_none_of_the_best_plan_is_missed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every label is compared with the best, and the first look is at little more than the shortest path."""
+    for module, name, value in ((labels, "_FEW", 0), (labels, "_STRONG", 2), (staged, "_ARCS", 1), (staged, "_FEW", 3)):
+        monkeypatch.setattr(module, name, value)
+    for drawn in groups_of(random_case(number, blocks=2, ladder=LADDERS[0])):
+        assert_best(drawn, random.Random(number))
+
+
+def drawn_network(rng: random.Random, stages_: int, arcs: int, rows: int) -> tuple[Network, list[Row]]:
+    """Stages without states, whose arcs cost and take what is drawn; rows are kept by a part of all paths."""
+    table = stages.Table(np.arange(arcs)[:, None], np.eye(arcs), np.zeros((arcs, 0)), np.ones(arcs, dtype=bool))
+    path = [
+        stages.Stage(np.array([i]), np.arange(i * arcs, (i + 1) * arcs), table, np.zeros(arcs, dtype=np.int64), 1)
+        for i in range(stages_)
+    ]
+    costs = np.array([rng.random() for _ in range(stages_ * arcs)])
+    network = Network(path, costs, 0.0, math.inf)
+    taken = [np.array([float(rng.randrange(10**6)) for _ in costs]) for _ in range(rows)]
+    return network, [network.row(amounts, 0.0, 0.5 * stages_ * 10**6) for amounts in taken]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_that_take_more_of_every_row_and_cost_more_are_dropped(seed: int) -> None:
+    """Of ten stages with three arcs, whose amounts are all different, within two rows."""
+    network, rows = drawn_network(random.Random(seed), 10, 3, 2)
+    priced = network.priced(rows, np.array([1e-7, 1e-7]))
+    found = best_path(network, rows, priced, math.inf, math.inf, 10**6)
+    paths = np.array([*itertools.product(range(3), repeat=10)]) + network.first[:-1]
+    keeps = np.all([row.amounts[paths].sum(axis=1) <= row.most for row in rows], axis=0)
+    assert found.complete
+    assert found.path is not None
+    assert network.cost[found.path].sum() == pytest.approx(network.cost[paths[keeps]].sum(axis=1).min(), rel=1e-12)
+    assert found.most <= 100  # of up to 976 that differ in some row
 
 
 @tries(6, phases=(Phase.explicit, Phase.generate))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import Any, TypeVar
 
 import attrs
 
@@ -19,6 +20,8 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS, Kind
+
+T = TypeVar("T")
 
 
 class OpClass(enum.StrEnum):
@@ -260,6 +263,17 @@ class PrecisionDag:
             raise ValueError(f"a gradient bucket holds {stray[0]}, which is no parameter of the model")
 
     @cached_property
+    def _facts(self) -> dict[object, Any]:
+        return {}
+
+    def once(self, work_out: Callable[[PrecisionDag], T]) -> T:
+        """What a function makes of this graph, which does not change: worked out when it is first asked for, and the same again."""
+        if work_out not in self._facts:
+            self._facts[work_out] = work_out(self)
+        fact: T = self._facts[work_out]
+        return fact
+
+    @cached_property
     def index(self) -> dict[OpId, int]:
         """Position of every operator in ``operators``."""
         return {operator.op_id: i for i, operator in enumerate(self.operators)}
@@ -281,7 +295,7 @@ class PrecisionDag:
         """
         return self.operators[self.index[op_id]]
 
-    @property
+    @cached_property
     def adjustable(self) -> tuple[Operator, ...]:
         """Operators whose variant a plan may pick, in order of execution."""
         return tuple(operator for operator in self.operators if operator.is_adjustable)

@@ -19,7 +19,6 @@ from qsync_core.ir.functions import Takes, function_of
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.remembering import remembers
 
 
 @attrs.frozen
@@ -38,7 +37,7 @@ class OutputFormats:
     @classmethod
     def of(cls, dag: PrecisionDag) -> OutputFormats:
         """Read a graph."""
-        return _formats_of(dag)
+        return dag.once(_formats_of)
 
     def delivered(self, name: str, outputs: Mapping[str, Precision]) -> Precision:
         """The format in which an operator delivers.
@@ -95,7 +94,6 @@ class _Value:
     perhaps: frozenset[str] = frozenset()
 
 
-@remembers(4)
 def _formats_of(dag: PrecisionDag) -> OutputFormats:
     if dag.base is not Precision.FLOAT32:
         return OutputFormats(decides=False)

@@ -20,7 +20,6 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost, Profile
 from qsync_core.ir.semantics import ChainResult, ChainRun, chain_result, chain_run, keeps_input, possible_results
 from qsync_core.ir.variant import Variant
-from qsync_core.remembering import remembers
 
 Chosen = Variant | ChainVariant
 """What a plan says of an operator, or of a chain by its name."""
@@ -65,7 +64,7 @@ class Chains:
     @classmethod
     def of(cls, dag: PrecisionDag) -> Chains:
         """The chains of a model."""
-        return _chains_of(dag)
+        return dag.once(_chains_of)
 
     @cached_property
     def by_name(self) -> dict[OpId, int]:
@@ -164,6 +163,5 @@ class Chains:
         return tuple(sorted(filter(is_whole, chosen), key=lambda candidate: candidate.saved or ""))
 
 
-@remembers(4)
 def _chains_of(dag: PrecisionDag) -> Chains:
     return Chains(dag, chains_of(dag))

@@ -20,7 +20,6 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
 from qsync_core.ir.variant import Variant
-from qsync_core.remembering import remembers
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.chains import Absorbed, ChainEnd, Chains
 from qsync_planner.replayer.max_plus import Work, kernel
@@ -182,10 +181,9 @@ class Wiring:
     @classmethod
     def of(cls, dag: PrecisionDag) -> Wiring:
         """The wiring of a model."""
-        return _wiring(dag)
+        return dag.once(_wiring)
 
 
-@remembers(4)
 def _wiring(dag: PrecisionDag) -> Wiring:
     inputs = tuple(tuple(dag.index[producer] for producer in operator.inputs) for operator in dag.operators)
     readers = tuple(tuple(dict.fromkeys(consumers)) for consumers in dag.consumers)

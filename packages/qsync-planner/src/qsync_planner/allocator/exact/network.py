@@ -100,6 +100,9 @@ class Network:
         self._groups = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.zeros(0, dtype=np.int64)
         self._group_of = np.cumsum(np.concatenate([[0], (key[1:] != key[:-1]).astype(np.int64)])) if len(key) else self._groups
         self._ends = list(zip(self.source[self._groups].tolist(), self.target[self._groups].tolist(), strict=True))
+        self._leaving: dict[int, list[int]] = {}
+        for group, (state, _) in enumerate(self._ends):
+            self._leaving.setdefault(state, []).append(group)
 
     def row(self, amounts: Numbers, constant: float, most: float) -> Row:
         """The row of an expression: ``amounts`` by the program's columns, and a constant, together at most ``most``."""
@@ -140,16 +143,16 @@ class Network:
         if not math.isfinite(rest[0]):
             return math.inf, np.zeros(0, dtype=np.int64)
         state, groups = 0, []
-        by_state: dict[int, list[int]] = {}
-        for group, (source, _) in enumerate(self._ends):
-            by_state.setdefault(source, []).append(group)
         while state != self.states - 1:
-            group = min(by_state[state], key=lambda number: least[number] + rest[self._ends[number][1]])
+            leaving = self._leaving[state]
+            group = leaving[0]
+            if len(leaving) > 1:
+                group = min(leaving, key=lambda number: least[number] + rest[self._ends[number][1]])
             groups.append(group)
             state = self._ends[group][1]
-        begins = self._groups[groups]
-        ends = np.append(self._groups, len(costs))[np.asarray(groups) + 1]
-        return rest[0], np.asarray([b + int(np.argmin(costs[b:e])) for b, e in zip(begins, ends, strict=True)])
+        # The first arc of each of these groups that costs as much as its cheapest one.
+        cheapest = np.flatnonzero(costs == np.asarray(least)[self._group_of])
+        return rest[0], cheapest[np.searchsorted(self._group_of[cheapest], groups)]
 
     def priced(self, rows: Sequence[Row], prices: Numbers) -> Priced:
         """The bound and every arc's excess at some prices."""
