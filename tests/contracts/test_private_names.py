@@ -30,7 +30,7 @@ WITHOUT = {
     "torch._C._cuda_getCurrentRawStream": "Take torch.cuda.current_stream(device).cuda_stream, which takes ten times as long.",
     "torch._C._current_autograd_node": "Ask _current_graph_task_id, and count steps when any backward pass ends, an inner one too.",
     "torch._C._len_torch_dispatch_stack": "is_plain is False, so that all kernels go through the dispatcher (8 µs a call).",
-    "torch._dynamo.backends.debugging.aot_eager": "Take aot_autograd of torch._dynamo.backends.common with the same arguments.",
+    "torch._dynamo.backends.common.aot_autograd": "Take functorch.compile.aot_module_simplified with the same compilers.",
     "torch._dynamo.backends.debugging.boxed_nop": "Take functorch.compile.make_boxed_func, which frees activations later.",
     "torch._dynamo.utils.counters": "Cuts warns without naming the first graph break, which fullgraph=True shows.",
     "torch._guards.CompileContext": "Take a graph's meta['dynamo_compile_id'], which DistributedDataParallel's buckets have not.",

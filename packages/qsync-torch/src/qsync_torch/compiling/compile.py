@@ -134,9 +134,9 @@ def _compiler(
 
 
 def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def rewritten(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _rewrite(graph.graph)

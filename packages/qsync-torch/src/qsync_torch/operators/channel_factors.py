@@ -94,8 +94,9 @@ class ChannelFactors:
                 factors = list(of_device.values())
                 widths = [factor.values.numel() for factor in factors]
                 flat = [torch.cat([factor[part] for factor in factors]) for part in range(3)]
-                torch._foreach_copy_([factor.values for factor in factors], next_factors(*flat).split(widths))
-                torch._foreach_zero_([part for factor in factors for part in factor[1:]])
+                found = (next_factors(*flat), torch.zeros_like(flat[1]), torch.zeros_like(flat[2]))
+                for part, of_all in enumerate(found):
+                    torch.split_with_sizes_copy(of_all, widths, out=[factor[part] for factor in factors])
 
     def state(self) -> dict[str, str]:
         """The exponents of all factors by operator, two hexadecimal digits each.  Reading them waits for a GPU."""
@@ -108,7 +109,8 @@ class ChannelFactors:
             for op_id, factor in of_device.items():
                 text = state.get(str(op_id), "")
                 factor.values.copy_(_from_text(text) if len(text) == 2 * factor.values.numel() else torch.ones(()))
-                torch._foreach_zero_(list(factor[1:]))
+                factor.x_largest.zero_()
+                factor.w_largest.zero_()
 
 
 def _as_text(values: torch.Tensor) -> str:
