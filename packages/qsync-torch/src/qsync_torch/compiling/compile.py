@@ -134,7 +134,7 @@ def _compiler(
 
 
 def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from functorch.compile import min_cut_rematerialization_partition
+    from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
