@@ -203,7 +203,7 @@ _CASES: list[tuple[type, Callable[[Any], Any], str]] = [
     (PrecisionDag, _set(["operators", 2, "op_id"], _LAYER), f"operator {_LAYER} stands in the graph twice"),
     (PrecisionDag, _set(["operators", 1, "output_shape"], [2**40, 2**40]), "has more than 2**44 elements"),
     (PrecisionDag, _set(["operators"], []), "a graph has at least one operator"),
-    (PrecisionDag, _set(["operators", 1, "kind"], "relu"), "conv_transpose2d operators are adjustable, not 'relu'"),
+    (PrecisionDag, _set(["operators", 1, "kind"], "relu"), "conv3d operators are adjustable, not 'relu'"),
     (PrecisionDag, _set(["batch_size"], 2**31), "PrecisionDag.batch_size must be an integer in 0..2**20, got 2147483648"),
     (Profile, _set(["costs", 0, "forward_compute_ns"], 2**50), "OpCost.forward_compute_ns must be an integer in 0..2**48"),
     (Profile, _set(["casts", 0, "ns_per_element"], 1e300), "CastModel.ns_per_element must be a number of at most 2**48"),
