@@ -19,6 +19,8 @@ MODULE_OF_DISTRIBUTION = {
     "scikit-learn": "sklearn",
     "nvidia-cutlass": "cutlass",
 }
+BROUGHT_ALONG = {"torch": {"functorch"}}
+"""Further modules of a distribution."""
 
 
 def test_the_contracts_cover_every_package():
@@ -43,6 +45,7 @@ def test_a_package_imports_only_what_it_or_the_core_declares(distribution):
         lines = [*project["dependencies"], *(line for extra in project.get("optional-dependencies", {}).values() for line in extra)]
         declared |= {re.match(r"[\w-]+", line)[0].lower() for line in lines}
     allowed = {MODULE_OF_DISTRIBUTION.get(name, name.replace("-", "_")) for name in declared}
+    allowed |= {module for name in declared for module in BROUGHT_ALONG.get(name, ())}
     module = MODULES[distribution]
     graph = grimp.build_graph(module, include_external_packages=True)
     external = {name.split(".")[0] for name in graph.modules if not name.startswith(module)} - sys.stdlib_module_names

@@ -88,10 +88,6 @@ REFUSED = [
     (linear(variant=variant(w_granularity=Granularity.PER_ROW)), "a weight has scales per tensor or per output channel"),
     (conv2d(variant=variant(x_granularity=Granularity.PER_ROW)), "rows of a convolution's patches overlap"),
     (
-        linear(Op.LINEAR_GRAD_WEIGHT, variant=attrs.evolve(INT8_THROUGHOUT, x_granularity=Granularity.PER_ROW)),
-        "an int8 grad_weight sums over the activation's rows; quantize the activation per tensor",
-    ),
-    (
         linear(Op.LINEAR_GRAD_INPUT, variant=attrs.evolve(FLOAT16, grad_input=Precision.INT8)),
         "a gradient in int8 needs operands saved in int8, and they are saved in float16",
     ),

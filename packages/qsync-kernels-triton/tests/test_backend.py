@@ -170,11 +170,6 @@ def test_large_tensors_are_supported():
             r"computes in \(int8\), not in float16",
         ),
         (
-            GRAD_WEIGHT,
-            {"variant": attrs.evolve(INT8_GRADIENTS, x_granularity=Granularity.PER_ROW)},
-            "grad_weight sums over the activation's rows; quantize the activation per tensor",
-        ),
-        (
             GRAD_INPUT,
             {"variant": attrs.evolve(INT8, grad_input=Precision.FLOAT8_E4M3FN)},
             "linear.grad_input of int8 operands in bfloat16, float16, float32, int8, not in float8_e4m3fn; .* as grad_input",

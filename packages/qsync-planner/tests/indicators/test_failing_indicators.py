@@ -101,7 +101,7 @@ class Odd(Flat):
     ("odd", "says"),
     [
         (Odd(None), "AttributeError: 'NoneType' object has no attribute 'items'"),
-        (Odd({A: 1.0}), "TypeError: 'float' object is not iterable"),
+        (Odd({A: 1.0}), "AttributeError: 'float' object has no attribute 'items'"),
         (Odd({A: {I8: "much"}, B: {I8: 1.0}}), "TypeError: must be real number, not str"),
         (Odd({A: {I8: 1.0}, B: {I8: 1.0}}, None), "TypeError: 'NoneType' object is not iterable"),
     ],
