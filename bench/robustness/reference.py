@@ -79,7 +79,7 @@ class Int8(torch.autograd.Function):
         q_x, s_x, q_w, s_w = ctx.saved_tensors
         g, w = to_bfloat16(grad), to_bfloat16(q_w * s_w.view(-1, *(1,) * (q_w.ndim - 1)))
         if ctx.geometry is None:
-            grad_x, grad_w = g @ w, g.flatten(0, -2).t() @ q_x.flatten(0, -2)
+            grad_x, grad_w = g @ w, g.flatten(0, -2).t() @ to_bfloat16(q_x * s_x).flatten(0, -2)
             grad_b = g.flatten(0, -2).sum(0)
         else:
             *three, groups = ctx.geometry
@@ -88,7 +88,7 @@ class Int8(torch.autograd.Function):
         sums = to_bfloat16(grad_w) if Reference.sums == "library" else grad_w
         return (
             to_bfloat16(grad_x).to(ctx.dtype),
-            (sums * s_x).float(),
+            (sums if ctx.geometry is None else sums * s_x).float(),
             grad_b.float() if ctx.has_bias else None,
             None,
             None,

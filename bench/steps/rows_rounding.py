@@ -22,7 +22,7 @@ from qsync_core.kernels.backend import KernelBackend
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.quantize import build_quantize
 from qsync_torch.conformance.operands import Outputs, floats
-from qsync_torch.conformance.producers import BATCH_NORM, EPS, FORMS, LAYER_NORM, Producer, variant_of
+from qsync_torch.conformance.producers import BATCH_NORM, EPS, FORMS, LAYER_NORM, RMS_NORM, Producer, variant_of
 from qsync_torch.conformance.subject import Subject
 
 REPLAYS = 4_000
@@ -156,9 +156,12 @@ def _unfused(problem: Producer, x: torch.Tensor, dtype: torch.dtype) -> torch.Te
         z = z if residual is None else z + residual
     elif problem.name == LAYER_NORM:
         z = F.layer_norm(x if residual is None else x + residual, (x.shape[1],), *parameters, eps=EPS)
+    elif problem.name == RMS_NORM:
+        z = F.rms_norm(x if residual is None else x + residual, (x.shape[1],), parameters[0], eps=EPS)
     else:
         z = x
-    return _FUNCTIONS[problem.chain.activation](z)
+    y = _FUNCTIONS[problem.chain.activation](z)
+    return y if problem.factor is None else y * problem.factor.to(dtype)
 
 
 def _error_ratios(backend: KernelBackend, subject: Subject, problem: Producer) -> Iterator[tuple[float, str]]:
@@ -195,17 +198,16 @@ def _gradient_errors(subject: Subject, problem: Producer, draws: int) -> Iterato
     """Means over draws of the projected gradients, in standard errors from float64's."""
     outputs, grad = Outputs(subject.device), floats(tuple(problem.x.shape), torch.float32, subject.device, 50)
     x = problem.x.clone().double().requires_grad_()
-    parameters = [p for p in (problem.weight, problem.bias) if p is not None]
-    leaves = [p.double().requires_grad_() for p in parameters]
-    replaced = attrs.evolve(problem, weight=leaves[0], bias=leaves[1]) if leaves else problem
-    exact = torch.autograd.grad(_unfused(replaced, x, torch.float64), (x, *leaves), grad.double())
+    parameters = {name: p for name in ("weight", "bias") if (p := getattr(problem, name)) is not None}
+    leaves = {name: p.double().requires_grad_() for name, p in parameters.items()}
+    exact = torch.autograd.grad(_unfused(attrs.evolve(problem, **leaves), x, torch.float64), (x, *leaves.values()), grad.double())
     along = [floats(tuple(g.shape), torch.float32, subject.device, 60 + i).double() for i, g in enumerate(exact)]
     (forward,), (backward,) = (one.kernels(subject) for one in (problem, problem.backward()))
     found: list[list[float]] = []
     for draw in range(draws):
         w = problem.run(forward, outputs, offset=draw)
         kept = (problem.x, None) if w.x_q is None else (w.x_q, w.x_scale)
-        made = problem.run_backward(backward, outputs, grad, *kept, w.mean, w.spread, w.bits)
+        made = problem.run_backward(backward, outputs, grad, *kept, w.mean, w.spread, w.bits, w.factor_q, w.factor_scale)
         gradients = [made.x, *(g for g in (made.weight, made.bias) if g is not None)]
         found.append([(g.double() * a).sum().item() for g, a in zip(gradients, along, strict=True)])
     for name, values, wanted, a in zip(("x", "weight", "bias"), zip(*found, strict=True), exact, along, strict=False):

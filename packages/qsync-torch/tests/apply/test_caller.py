@@ -77,7 +77,7 @@ def test_a_plan_for_a_job_without_autocast(run):
 
 
 def test_calls_before_and_options_are_those_of_the_line(run):
-    assert "call model.float() before qsync.hybrid; " in refusal_of_hybrid(run, model().half())
+    assert "call model.float() before qsync.hybrid, " in refusal_of_hybrid(run, model().half())
     applied = qsync_torch.hybrid(model(), None, None, [], run=run.path)
     with pytest.raises(PlanError, match=r"call qsync\.hybrid\(\.\.\., seed=7\), or"):
         applied.load_state_dict({"step": 1, "seed": 7})

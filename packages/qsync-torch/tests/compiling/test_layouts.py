@@ -104,7 +104,7 @@ def nchw():
     [
         (lambda: Convolutions(F.silu), images, 3),
         (ConvNext, nchw, 3),
-        (lambda: Viewed(lambda x, residual: F.silu(x[..., :8]) * x[..., 8:], 8), tokens, 0),
+        (lambda: Viewed(lambda x, residual: F.silu(x[..., :8]) * x[..., 8:], 8), tokens, 1),
         (lambda: Tokens(lambda x, residual: F.layer_norm(x + residual, (16,))), tokens, 1),
         (lambda: Images(lambda x, residual: F.relu(residual + normal(x))), nchw, 1),
         (LastDimension, images, 1),

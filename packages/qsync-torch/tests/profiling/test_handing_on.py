@@ -66,9 +66,9 @@ def test_what_returns_its_input_in_every_call_is_handed_on() -> None:
     assert handed_on(made.model, dag, forward) == tuple(copying[2:])
 
 
-def test_hooks_go_when_a_forward_fails_and_compiled_models_are_left_alone() -> None:
+def test_hooks_go_when_a_forward_fails_and_compiled_models_run_eagerly() -> None:
     made = job()
-    dag = trace(made)
+    dag, batch = trace(made), made.batch(0, 2)
 
     def fail() -> None:
         made.model(torch.zeros(1))
@@ -80,8 +80,10 @@ def test_hooks_go_when_a_forward_fails_and_compiled_models_are_left_alone() -> N
             continue
         raise AssertionError
     assert not nn.modules.module._global_forward_pre_hooks
-    made.model.compile()
-    assert handed_on(made.model, dag, fail) == ()
+    made.model.second.as_on_gpu = 2
+    expected = handed_on(made.model, dag, lambda: made.model(*batch.args))
+    made.model.compile(backend=lambda graph, inputs: fail)
+    assert handed_on(made.model, dag, lambda: made.model(*batch.args)) == expected != ()
 
 
 def test_tensors_without_memory_are_not_handed_on() -> None:

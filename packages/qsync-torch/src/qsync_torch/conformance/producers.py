@@ -317,7 +317,8 @@ class Producer(_OfProducer):
         bits = packed(floats(tuple(x.shape), torch.float32, x.device, 77) > 0) if self.wants_bits else None
         call = Backward(
             name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
-            grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits, factor=self.factor,
+            grad=grad, kept=x, kept_scale=None, mean=mean, spread=spread, bits=bits,
+            factor=self.factor,
         )  # fmt: skip
         if self.chain.copy_again:
             r = self.expected().r
@@ -335,11 +336,13 @@ class Producer(_OfProducer):
     def run_backward(
         self, kernel: Kernel, outputs: Outputs, grad: torch.Tensor, kept: torch.Tensor, kept_scale: torch.Tensor | None,
         mean: torch.Tensor | None, spread: torch.Tensor | None, bits: torch.Tensor | None,
+        factor_q: torch.Tensor | None = None, factor_scale: torch.Tensor | None = None,
     ) -> Written:  # fmt: skip
         """Call a backward kernel on what a forward kernel wrote."""
         call = Backward(
             name=self.name, chain=self.chain, variant=self.variant, images=self.images, weight=self.weight, bias=self.bias,
-            grad=grad, kept=kept, kept_scale=kept_scale, mean=mean, spread=spread, bits=bits, factor=self.factor,
+            grad=grad, kept=kept, kept_scale=kept_scale, mean=mean, spread=spread, bits=bits,
+            factor=self.factor if factor_q is None else factor_q, factor_scale=factor_scale,
         )  # fmt: skip
         return call.run(kernel, outputs)
 
