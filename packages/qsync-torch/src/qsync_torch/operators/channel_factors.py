@@ -42,7 +42,8 @@ class Factor(NamedTuple):
             x_copy: the activation's, divided by c; its scales by column, where it has some, say the largest magnitudes.
             largest_integer: what a scale maps the largest magnitude to.
         """
-        scale = x_copy.column_scale  # that of a channel of zeros is 1
+        # That of a channel of zeros is 1, and of one whose largest magnitude is 127 · c: both keep their factor.
+        scale = x_copy.column_scale
         known = None if scale is None else torch.where(scale == 1, 0.0, scale * largest_integer * self.values)
         found = largest_by_column(x) if known is None else known
         for largest, now in ((self.x_largest, found), (self.w_largest, largest_by_column(weight))):
