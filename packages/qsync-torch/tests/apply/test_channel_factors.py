@@ -198,8 +198,30 @@ def test_a_job_that_resumes_with_its_state_trains_bit_for_bit():
         optimizer.load_state_dict(kept[2])
         applied.load_state_dict(state)
         assert (train(model, optimizer, range(3, 6)) == expected) == same
-    with pytest.raises(PlanError, match="the factors of a plan in force are a text for each operator, got 3"):
-        applied.load_state_dict({"step": 3, "seed": 5, "factors": 3})
+
+
+@pytest.mark.parametrize("factors", [3, {"up#0": 3}, {"up#0": "zz" * 16}, {"up#0": "8"}, {"up#0": "00" * 16}, {"up#0": "ff" * 16}])
+def test_what_is_no_state_of_factors_is_refused_and_changes_nothing(factors):
+    """Also exponents that no factor has: with a factor of 0 operators would find infinite numbers."""
+    model, applied, optimizer = planned()
+    train(model, optimizer, range(2))
+    before = applied.state_dict()
+    with pytest.raises(PlanError, match="the factors of a plan in force are a text for each operator, got "):
+        applied.load_state_dict({"step": 7, "seed": 5, "factors": factors})
+    assert applied.state_dict() == before
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (3, 0, 40)])
+@pytest.mark.parametrize("variant", [FACTORED, attrs.evolve(ROWS, channel_factors=True)], ids=["by column", "16-bit gradients"])
+def test_a_batch_of_nothing_says_nothing_of_channels(device, variant, shape):
+    """As a branch with no tokens for it has: gradients of 0, and factors stay."""
+    x, weight = (torch.randn(s, device=device, requires_grad=True) for s in (shape, (24, 40)))
+    factor = begun(40, device)
+    linear(x, weight, None, variant, factor=factor).sum().backward()
+    assert x.grad.shape == shape
+    assert not weight.grad.any()
+    assert not factor.x_largest.any()
+    assert torch.equal(advanced(factor).values, factor.values)
 
 
 def test_checkpoints_keep_each_ranks_factors(tmp_path):
@@ -226,6 +248,25 @@ def test_compiled_steps_take_the_factors_of_eager_ones():
     assert found[0] == pytest.approx(eager[0], rel=1e-5)
     assert all(torch.equal(found[1][name], values) for name, values in eager[1].items())
     assert any((values != 1).any() for values in found[1].values())
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def test_a_compiler_that_reads_a_functional_call_first_needs_no_break():
+    """Its factors are there from the start, like those of modules."""
+    torch._dynamo.reset()
+    model = Functional()
+    applied = apply_(model, {"weight": STOCHASTIC}, seed=5)
+    torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0)).sum().backward()
+    applied.advance()
+    assert (factors_of(applied)["weight"] != 1).any()
 
 
 def test_formats_are_those_of_the_variant():

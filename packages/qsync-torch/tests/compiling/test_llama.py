@@ -254,6 +254,39 @@ def test_what_is_not_fused_says_why_in_a_line(caplog, between, what, why):
     assert why in said
 
 
+BY_COLUMN = attrs.evolve(ROWS, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+FACTORED = attrs.evolve(NEAREST, channel_factors=True)
+
+
+OF_ITS_OWN = [
+    (FACTORED, "the reader's channels have factors, so it makes a copy of its own"),
+    (BY_COLUMN, "its weight's gradient reads a copy with scales of its own, by column"),
+]
+
+
+def said_of(caplog, variants):
+    model = Llama()
+    caplog.set_level(logging.INFO, "qsync_torch.compiling.unfused")
+    applied = apply_(model, variants)
+    compiled(model)(tokens())
+    applied.remove()
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "qsync_torch.compiling.unfused")
+    return said.partition("; quantized by itself: ")[::2]
+
+
+@pytest.mark.parametrize("variant, why", OF_ITS_OWN)
+def test_readers_with_copies_of_their_own_say_so(caplog, variant, why):
+    _, alone = said_of(caplog, dict.fromkeys(("gate", "up", "down"), variant))
+    assert alone.endswith(f"1 × rms_norm before gate, up: {why}; 1 × mul before down: {why}")
+
+
+@pytest.mark.parametrize("variant, why", [*OF_ITS_OWN, (ROWS, "its producer writes the copy of another kind, which others read")])
+def test_a_reader_beside_one_of_a_producers_copy_is_named_alone(caplog, variant, why):
+    fused, alone = said_of(caplog, {"gate": NEAREST, "up": variant, "down": NEAREST})
+    assert fused == "fused with the 8-bit copy that is read: 1 × rms_norm, 1 × glu + silu"
+    assert alone == f"1 × rms_norm before up: {why}"
+
+
 def test_an_input_of_the_model_is_no_warning(caplog):
     ((level, said),) = unsaid(caplog, Net(lambda net, x: x))
     assert level == "INFO"

@@ -21,6 +21,7 @@ from qsync_torch.distributed.communication import ddp_options
 from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.elastic.resizing import MicroBatch, Resize
+from qsync_torch.operators.channel_factors import is_text
 from qsync_torch.operators.step_key import LARGEST_STEP
 
 MARK = "_qsync_applied"
@@ -103,7 +104,7 @@ class AppliedPlan:
         numbers, factors = {name: value for name, value in state.items() if name != "factors"}, state.get("factors", {})
         if set(numbers) != {"step", "seed"} or not all(isinstance(value, int) and value >= 0 for value in numbers.values()):
             raise PlanError(f"the state of a plan in force is its step and its seed, got {dict(state)!r}")
-        if not isinstance(factors, Mapping) or not all(isinstance(text, str) for text in factors.values()):
+        if not isinstance(factors, Mapping) or not all(map(is_text, factors.values())):
             raise PlanError(f"the factors of a plan in force are a text for each operator, got {factors!r}")
         if state["seed"] != self._seed:
             exception = self.in_model.planned.caller.with_option(f"seed={state['seed']}")

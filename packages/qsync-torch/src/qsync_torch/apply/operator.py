@@ -220,10 +220,14 @@ class Operator:
     def _factor(self, binding: OperatorBinding, weight: torch.Tensor) -> Factor | None:
         return self._in_force.key.factors.of(self.op_id, weight.shape[1], weight.device) if binding.factored else None
 
-    def prepare(self, device: torch.device) -> None:
-        """Make what a compiler that reads the operator first could not make."""
-        weight = None if self._module is None else self._module._parameters.get("weight")
-        if self._binding.factored and weight is not None:
+    def prepare(self, device: torch.device, weight: torch.Tensor | None) -> None:
+        """Make what a compiler that reads the operator first could not make.
+
+        Args:
+            device: on which it runs.
+            weight: the parameter; None where that is computed.
+        """
+        if self._binding.factored and weight is not None and weight.ndim == 2:
             self._in_force.key.factors.of(self.op_id, weight.shape[1], device)
 
     def run(

@@ -168,8 +168,8 @@ class PlannedModel:
                 self._check_numbers()
             for op_id in addressed.planned:
                 self._operators[op_id] = Operator(op_id, entries[op_id], self._in_force, modules.get(op_id))
-                if self._placed_on is not None:
-                    self._operators[op_id].prepare(self._placed_on)
+            if self._placed_on is not None:
+                self._prepare_operators(self._placed_on)
             calls.update(addressed.places(self._operators, self.model))
             unnamed, weights = ([], []) if plan is None else unplanned(self.model, addressed, plan)
             for fqn, module in unnamed:
@@ -388,9 +388,14 @@ class PlannedModel:
         prebuild(self._addressed, device, self.planned.caller)
         for op_id, operator in self._operators.items():
             operator.assign(self._addressed.entries[op_id])
-            operator.prepare(device)
+        self._prepare_operators(device)
         self._placed_on = device
         self.key.on(device)
+
+    def _prepare_operators(self, device: torch.device) -> None:
+        weights = {op_id: place.weight for op_id, place in self._addressed.weights}
+        for op_id, operator in self._operators.items():
+            operator.prepare(device, weights.get(op_id))
 
     def _step_ended(self) -> None:
         """Say after the first step of this model which lowered operators it did not run."""

@@ -338,11 +338,22 @@ def reason_against_copy(consumer: Node, producer: Producer) -> str:
         return "the reader convolves what no such producer writes"
     if binding.of_rows and producer is Producer.BATCH_NORM:
         return "a batch norm writes images, and the reader takes rows"
-    if binding.by_column:
-        return "its weight's gradient reads a copy with scales of its own, by column"
+    if of_its_own := reason_for_own_copy(consumer):
+        return of_its_own
     # An 8-bit product for the weight's gradient reads the copy transposed, which its operator makes of the copy.
     if readable_copy(producer, attrs.evolve(binding.variant, grad_weight=Precision.FLOAT32)) is None:
         return f"no producer writes the copy that {binding.variant.label} reads"
+    return ""
+
+
+def reason_for_own_copy(consumer: Node) -> str:
+    """Why an operator of a plan reads a copy that no producer writes; empty where that is up to the producer."""
+    binding = BOUND[str(consumer.args[3])]
+    assert isinstance(binding, OperatorBinding)
+    if binding.factored:
+        return "the reader's channels have factors, so it makes a copy of its own"
+    if binding.by_column:
+        return "its weight's gradient reads a copy with scales of its own, by column"
     return ""
 
 

@@ -296,6 +296,11 @@ def is_quantized(node: object) -> bool:
     return isinstance(node, Node) and node.target is LOWERED and all(isinstance(seed, int) for seed in node.args[4:7])
 
 
+def makes_its_copy(node: Node) -> bool:
+    """Whether it is an 8-bit operator of a plan that quantizes its activation by itself, perhaps over factors of its channels."""
+    return node.target is LOWERED and (len(node.args) == 8 or node.args[8] is None)
+
+
 def checkpointed_parts(module: GraphModule) -> Iterator[GraphModule]:
     """Parts that are checkpointed: each is a graph of its own."""
     for node in module.graph.nodes:

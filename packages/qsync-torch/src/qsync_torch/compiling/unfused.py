@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 from torch.fx import Graph, GraphModule, Node
 
+from qsync_core.ir.chain import Producer
 from qsync_torch.compiling import graph_nodes as nodes
-from qsync_torch.compiling.finding import FoundChain, described, last_parts, reason_against_copy, runs_as_one, with_readers
+from qsync_torch.compiling.finding import (
+    FoundChain,
+    described,
+    last_parts,
+    reason_against_copy,
+    reason_for_own_copy,
+    runs_as_one,
+    with_readers,
+)
+from qsync_torch.operators.chains import CHAINS
 from qsync_torch.operators.products import LOWERED
 
 _LOG = logging.getLogger(__name__)
@@ -18,6 +29,7 @@ _VIEWS = frozenset(
     {"contiguous", "expand", "flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view", "view_as"}
 )
 """Methods that move or repeat numbers and compute none."""
+_PRODUCERS = {run: producer for producer, run in CHAINS.items()}
 AN_INPUT = "an input"
 """What a graph gets from outside."""
 
@@ -49,11 +61,11 @@ def unfused(module: GraphModule, reasons: Callable[[Node], str]) -> Iterator[Unf
     """
     for part in (module, *nodes.checkpointed_parts(module)):
         order = {node: place for place, node in enumerate(part.graph.nodes)}
-        sources = (node.args[0] for node in part.graph.nodes if node.target is LOWERED and len(node.args) == 8)
+        sources = (node.args[0] for node in part.graph.nodes if nodes.makes_its_copy(node))
         for source in dict.fromkeys(source for source in sources if isinstance(source, Node)):
-            readers = [user for user in source.users if user.target is LOWERED and user.args[0] is source]
+            readers = [user for user in source.users if nodes.makes_its_copy(user) and user.args[0] is source]
             names = tuple(dict.fromkeys(map(_name_of, readers)))
-            yield Unfused(_what(source), names, reasons(source) or _why(source, part.graph, order))
+            yield Unfused(_what(source), names, reasons(source) or _why(source, readers, part.graph, order))
 
 
 def tell(found: Sequence[FoundChain], alone: Sequence[Unfused]) -> None:
@@ -89,16 +101,23 @@ def _what(source: Node) -> str:
         return "RMS norm" if len(norm.members) > 1 else "rms_norm"
     if origin.op in ("placeholder", "get_attr"):
         return AN_INPUT
+    if (producer := _producer_of(origin)) is not None:
+        return str(producer)
     if origin.target is LOWERED:
         return f"the result of {_name_of(origin)}"
     name = origin.target if isinstance(origin.target, str) else getattr(origin.target, "__name__", str(origin.target))
     return name.strip("_")
 
 
-def _why(source: Node, graph: Graph, order: dict[Node, int]) -> str:
+def _why(source: Node, readers: Sequence[Node], graph: Graph, order: dict[Node, int]) -> str:
     origin = _origin(source)
     if origin.op in ("placeholder", "get_attr"):
         return "its graph gets it from outside"
+    if _producer_of(origin) is not None:
+        if origin is not source:
+            return "a view of it is read"
+        of_its_own = next(filter(None, map(reason_for_own_copy, readers)), "")
+        return of_its_own or "its producer writes the copy of another kind, which others read"
     parts = last_parts(origin, graph)
     if parts is None:
         if (norm := nodes.rms_norm_of(origin)) is not None:
@@ -112,10 +131,16 @@ def _why(source: Node, graph: Graph, order: dict[Node, int]) -> str:
         return "a view of it is read"
     chain = with_readers(parts, order)
     if chain.copy is None:
-        return next(filter(None, (reason_against_copy(r, parts.producer) for r in source.users if r.target is LOWERED)), "")
+        return next(filter(None, (reason_against_copy(reader, parts.producer) for reader in readers)), "")
     if not runs_as_one(chain, order):
         return "what stands between its operators has to run between them, or something writes to its result"
     return "another chain has some of its operators"
+
+
+def _producer_of(node: Node) -> Producer | None:
+    """The producer in the place of a chain whose result a node is."""
+    made = node.args[0] if node.target is operator.getitem else None
+    return _PRODUCERS.get(made.target) if isinstance(made, Node) else None
 
 
 def _against_norm(norm: nodes.RmsNorm) -> str:

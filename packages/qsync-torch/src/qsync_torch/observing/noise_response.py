@@ -28,7 +28,7 @@ from qsync_torch.observing.collector import parameter_of
 from qsync_torch.observing.mask_flips import Masks
 from qsync_torch.observing.rounding_noise import Scales, cast_scale
 from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
-from qsync_torch.operators.channel_factors import next_factors
+from qsync_torch.operators.channel_factors import largest_by_column, next_factors
 from qsync_torch.torch_internals import version_of
 
 
@@ -84,7 +84,7 @@ class Site:
         """The factors of the input channels, were this step's magnitudes the last one's; None of a convolution."""
         if self.weight.dim() > 2:
             return None
-        x, w = (torch.linalg.vector_norm(of.reshape(-1, of.shape[-1]).float(), torch.inf, dim=0) for of in (self.x, self.weight))
+        x, w = largest_by_column(self.x), largest_by_column(self.weight)
         return next_factors(torch.ones_like(w), x, w)
 
     def operand(self, place: Place) -> torch.Tensor:

@@ -42,14 +42,18 @@ class Factor(NamedTuple):
             x_copy: the activation's, divided by c; its scales by column, where it has some, say the largest magnitudes.
             largest_integer: what a scale maps the largest magnitude to.
         """
-        scale = x_copy.column_scale  # that of a channel of zeros is 1
+        # That of a channel of zeros is 1, and of one whose largest magnitude is 127 · c: both keep their factor.
+        scale = x_copy.column_scale
         known = None if scale is None else torch.where(scale == 1, 0.0, scale * largest_integer * self.values)
-        found = _largest_by_column(x) if known is None else known
-        for largest, now in ((self.x_largest, found), (self.w_largest, _largest_by_column(weight))):
+        found = largest_by_column(x) if known is None else known
+        for largest, now in ((self.x_largest, found), (self.w_largest, largest_by_column(weight))):
             largest.copy_(torch.maximum(largest, now))
 
 
-def _largest_by_column(x: torch.Tensor) -> torch.Tensor:
+def largest_by_column(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each channel, the last dimension, in float32; 0 where there are no rows."""
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[-1], dtype=torch.float32)
     found: torch.Tensor = torch.linalg.vector_norm(x.reshape(-1, x.shape[-1]), math.inf, dim=0, dtype=torch.float32)
     return found
 
@@ -103,7 +107,11 @@ class ChannelFactors:
         return {str(op_id): _as_text(factor.values) for of in self._factors.values() for op_id, factor in of.items()}
 
     def load(self, state: Mapping[str, str]) -> None:
-        """Go on with the factors of a checkpoint; operators of which it has none, or of another width, begin with 1."""
+        """Go on with the factors of a checkpoint; operators of which it has none, or of another width, begin with 1.
+
+        Args:
+            state: texts of which :func:`is_text` is true.
+        """
         self._loaded = dict(state)
         for of_device in self._factors.values():
             for op_id, factor in of_device.items():
@@ -111,6 +119,14 @@ class ChannelFactors:
                 factor.values.copy_(_from_text(text) if len(text) == 2 * factor.values.numel() else torch.ones(()))
                 factor.x_largest.zero_()
                 factor.w_largest.zero_()
+
+
+def is_text(value: object) -> bool:
+    """Whether it is what :meth:`ChannelFactors.state` says of an operator."""
+    try:
+        return isinstance(value, str) and all(abs(byte - 128) <= LARGEST_EXPONENT for byte in bytes.fromhex(value))
+    except ValueError:
+        return False
 
 
 def _as_text(values: torch.Tensor) -> str:
