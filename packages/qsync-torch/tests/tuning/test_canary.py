@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import attrs
 import pytest
@@ -27,6 +28,7 @@ from qsync_torch.kernels.selection import reasons_against
 from qsync_torch.prepare.flow import Request, prepare
 from qsync_torch.profiling.items import distinct_items, right_kernels
 from qsync_torch.profiling.profile import profile
+from qsync_torch.sharing import right_shares
 from qsync_torch.sharing.right_shares import nearest_right, probing, under_shares, wrong_base_error
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
@@ -238,6 +240,28 @@ def test_a_process_answers_as_long_as_it_is_asked(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")  # it ends at once
     with probing(calls, [Precision.FLOAT32], CPU) as probe:
         assert [probe([50]), probe([75])] == [{50: None}, {75: None}]
+
+
+HANGING = """#!/bin/sh
+read calls
+read shares
+sleep 30 &
+sleep 30
+"""
+
+
+def test_forks_that_hang_are_ended_with_the_process_that_they_are_of(monkeypatch, tmp_path):
+    """They hold its end of the pipe."""
+    path = tmp_path / "hanging"
+    path.write_text(HANGING)
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setattr(right_shares, "_START_S", 0.1)
+    monkeypatch.setattr(right_shares, "_LIMIT_S", 0.2)
+    begin = time.monotonic()
+    with probing([], [Precision.FLOAT32], CPU) as probe:
+        assert probe([50]) == {50: None}
+    assert time.monotonic() - begin < 15
 
 
 def test_a_wrong_base_is_refused_before_anything_is_measured(wrong_bfloat16, monkeypatch, tmp_path):

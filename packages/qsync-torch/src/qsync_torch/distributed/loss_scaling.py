@@ -86,9 +86,20 @@ def _joins_uneven_inputs(optimizer: torch.optim.Optimizer) -> bool:
     wrappers, count = _WRAPPERS.get(optimizer, (weakref.WeakSet(), -1))
     if len(wrappers) != count:
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = [wrapper for wrapper in gc.get_objects() if issubclass(type(wrapper), DistributedDataParallel)]
+        found = [wrapper for wrapper in _objects() if issubclass(type(wrapper), DistributedDataParallel)]
         wrappers = weakref.WeakSet(
             wrapper for wrapper in found if any(id(parameter) in parameters for parameter in wrapper.parameters())
         )
         _WRAPPERS[optimizer] = wrappers, len(wrappers)
     return any(map(joins_uneven_inputs, wrappers))
+
+
+def _objects() -> list[Any]:
+    """All objects that the collector knows, with those that a script has frozen."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    found = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return found
