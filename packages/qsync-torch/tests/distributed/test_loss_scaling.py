@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from qsync_torch import InStepGradScaler
 from qsync_torch.distributed.loss_scaling import _joins_uneven_inputs
 
 
@@ -27,4 +28,21 @@ def test_a_wrapper_in_join_is_found_by_what_an_optimizer_steps(freezes):
     finally:
         if not was_frozen:
             gc.unfreeze()
+        dist.destroy_process_group()
+
+
+def test_a_wrapper_is_found_that_is_made_after_a_step():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        InStepGradScaler("cpu")
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        assert not _joins_uneven_inputs(optimizer)
+        first = DistributedDataParallel(model)
+        assert not _joins_uneven_inputs(optimizer)
+        second = DistributedDataParallel(model)  # as for another epoch; the first one is still there
+        second.join()
+        assert _joins_uneven_inputs(optimizer)
+        assert first is not second
+    finally:
         dist.destroy_process_group()

@@ -278,6 +278,20 @@ def test_a_wrong_base_is_refused_before_anything_is_measured(wrong_bfloat16, mon
         prepare(Request("job.py:job", tmp_path / "run", CPU, quiet=True))
 
 
+def test_a_check_that_does_not_fit_is_left_to_the_measurements(monkeypatch, tmp_path):
+    def is_too_large(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def measure(*arguments, **options):
+        raise QSyncError("it is measured")
+
+    monkeypatch.setattr("qsync_torch.prepare.measuring.check_base", is_too_large)
+    monkeypatch.setattr("qsync_torch.prepare.measuring.profile", measure)
+    monkeypatch.setattr("qsync_torch.prepare.flow.load_job", lambda name, batch: _job())
+    with pytest.raises(QSyncError, match="it is measured"):
+        prepare(Request("job.py:job", tmp_path / "run", CPU, quiet=True))
+
+
 def test_a_plan_is_refused_where_its_kernels_are_wrong(install):
     install(WrongBackend("bad", _last_rows), NamedBackend("good"))
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16))
