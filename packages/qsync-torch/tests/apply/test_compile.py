@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nightly import each_once, nightly
+from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
@@ -212,3 +213,16 @@ def test_many_models_of_one_process_are_compiled_each():
             apply_(model, named(fc=BFLOAT16))
             torch.compile(model, backend=backend)(images())
             assert len(compiled) == number + 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("variant", [INT8, BFLOAT16], ids=["int8", "bfloat16"])
+def test_a_weight_of_16_bits_is_refused_in_compiled_code_too(variant, late):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    apply_(model, {OpId("0"): variant})
+    run, x = torch.compile(model, backend="aot_eager"), torch.randn(4, 16)
+    if late:
+        run(x)
+    model[0].weight = torch.nn.Parameter(model[0].weight.detach().bfloat16())
+    with pytest.raises(PlanError, match="the weight of 0 is bfloat16, and plans are for float32 parameters"):
+        run(x)

@@ -4,12 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.tensor  # registers operators of its own
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from qsync_torch.distributed.alone import Alone
 
 X = torch.arange(1.0, 9.0).view(4, 2)
+OPS = torch.ops._c10d_functional
+
+
+def world_name():
+    return dist.group.WORLD.group_name
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +67,10 @@ def into(out, call):
         (lambda: functional.all_reduce(X, "sum", dist.group.WORLD) * 1, 3 * X),
         (lambda: functional.all_gather_tensor(X, 0, dist.group.WORLD) * 1, X.repeat(3, 1)),
         (lambda: functional.reduce_scatter_tensor(X[:3], "sum", 0, dist.group.WORLD) * 1, 3 * X[1:2]),
+        (lambda: into(X.clone(), lambda out: OPS.all_reduce_(out, "sum", world_name())), 3 * X),
+        (lambda: into(X.clone(), lambda out: OPS.all_reduce_coalesced_([out], "sum", world_name())), 3 * X),
+        (lambda: into(torch.zeros(12, 2), lambda out: OPS.all_gather_into_tensor_out(X, 3, world_name(), out=out)), X.repeat(3, 1)),
+        (lambda: torch.ops._dtensor.shard_dim_alltoall(X.view(1, 8)[:, :6], 0, 1, world_name()), X.view(1, 8)[:, 2:4].repeat(3, 1)),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")

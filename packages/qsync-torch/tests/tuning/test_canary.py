@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import attrs
 import pytest
@@ -27,6 +28,7 @@ from qsync_torch.kernels.selection import reasons_against
 from qsync_torch.prepare.flow import Request, prepare
 from qsync_torch.profiling.items import distinct_items, right_kernels
 from qsync_torch.profiling.profile import profile
+from qsync_torch.sharing import right_shares
 from qsync_torch.sharing.right_shares import nearest_right, probing, under_shares, wrong_base_error
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
@@ -240,6 +242,28 @@ def test_a_process_answers_as_long_as_it_is_asked(monkeypatch):
         assert [probe([50]), probe([75])] == [{50: None}, {75: None}]
 
 
+HANGING = """#!/bin/sh
+read calls
+read shares
+sleep 30 &
+sleep 30
+"""
+
+
+def test_forks_that_hang_are_ended_with_the_process_that_they_are_of(monkeypatch, tmp_path):
+    """They hold its end of the pipe."""
+    path = tmp_path / "hanging"
+    path.write_text(HANGING)
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setattr(right_shares, "_START_S", 0.1)
+    monkeypatch.setattr(right_shares, "_LIMIT_S", 0.2)
+    begin = time.monotonic()
+    with probing([], [Precision.FLOAT32], CPU) as probe:
+        assert probe([50]) == {50: None}
+    assert time.monotonic() - begin < 15
+
+
 def test_a_wrong_base_is_refused_before_anything_is_measured(wrong_bfloat16, monkeypatch, tmp_path):
     job = attrs.evolve(_job(), amp=Precision.BFLOAT16)
 
@@ -251,6 +275,20 @@ def test_a_wrong_base_is_refused_before_anything_is_measured(wrong_bfloat16, mon
     monkeypatch.setattr("qsync_torch.prepare.flow.measure_communication", measure)
     monkeypatch.setattr("qsync_torch.prepare.flow.load_job", lambda name, batch: job)
     with pytest.raises(QSyncError, match=r"this .* computes wrong numbers in bfloat16, the precision that the job has"):
+        prepare(Request("job.py:job", tmp_path / "run", CPU, quiet=True))
+
+
+def test_a_check_that_does_not_fit_is_left_to_the_measurements(monkeypatch, tmp_path):
+    def is_too_large(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def measure(*arguments, **options):
+        raise QSyncError("it is measured")
+
+    monkeypatch.setattr("qsync_torch.prepare.measuring.check_base", is_too_large)
+    monkeypatch.setattr("qsync_torch.prepare.measuring.profile", measure)
+    monkeypatch.setattr("qsync_torch.prepare.flow.load_job", lambda name, batch: _job())
+    with pytest.raises(QSyncError, match="it is measured"):
         prepare(Request("job.py:job", tmp_path / "run", CPU, quiet=True))
 
 

@@ -10,6 +10,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import CallShapes
+from qsync_torch.kernels import exact_products
 from qsync_torch.kernels.canary import float_products_of
 from qsync_torch.kernels.exact_attention import attention_problem, batched_problem
 from qsync_torch.kernels.exact_products import SIGMAS, STEPS, Factor, Product, allowed_error, problem_of
@@ -83,14 +84,15 @@ def test_a_fault_is_found_wherever_it_is(name, fault):
 
 
 class _Written(TorchDispatchMode):
-    """Counts the numbers that operations write, those of views left out."""
+    """Counts the numbers that operations write, of all and of the largest result, those of views left out."""
 
-    numbers = 0
+    numbers = largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         if isinstance(found, torch.Tensor) and not function.is_view:
             self.numbers += found.numel()
+            self.largest = max(self.largest, found.numel())
         return found
 
 
@@ -100,6 +102,14 @@ def test_a_filter_of_many_places_is_checked_in_a_few_passes():
             assert problem_of(product) == ""
         # The filter has 25 places.
         assert written.numbers < 6 * (product.first.values.numel() + product.second.values.numel() + product.found.numel())
+
+
+def test_a_filter_of_very_many_places_takes_no_more_memory_at_a_time(monkeypatch):
+    monkeypatch.setattr(exact_products, "_CHUNK", 1 << 19)
+    for product in _products(_conv(8, 8, 15, 12, images=64, padding=(7, 7), groups=8), Precision.FLOAT32):
+        with _Written() as written:
+            assert problem_of(product) == ""
+        assert written.largest <= 1 << 19
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -277,6 +277,30 @@ def test_compilers_are_ended_with_the_time_and_others_are_measured(dag, install)
     assert not any(store.measured("one", asked.request) for asked in requests)
 
 
+def test_a_compiler_that_begins_as_the_others_are_ended_is_ended_too(dag, install, monkeypatch):
+    monkeypatch.setattr(compiling, "_AGAIN_S", 0.01)
+    compiles, interrupted, first = threading.Event(), threading.Event(), threading.Event()
+
+    class Compiling(CompilingNamedBackend):
+        def build(self, request, config):
+            first.wait(60)  # before it has a compiler, it looks for one
+            compiles.set()
+            if not interrupted.wait(10):
+                return super().build(request, config)
+            raise BackendError("compiling was interrupted")
+
+        def interrupt_compiling(self):
+            if compiles.is_set():
+                interrupted.set()
+            first.set()
+
+    one = Compiling("one", configs=("a",))
+    install(one)
+    tune_requests(distinct_requests(dag, (INT8,), "cpu", ""), [one], open_store(CPU), CPU, effort=QUICK, seconds=1)
+    assert interrupted.is_set()
+    assert not one.built
+
+
 def test_a_search_compiles_nothing_that_there_was_no_time_for(dag, install, monkeypatch):
     """Its first configuration would be compiled by the search itself, however long that takes."""
     one, two = CompilingNamedBackend("one", configs=("a", "b", "c", "d")), NamedBackend("two", configs=("a",))

@@ -246,6 +246,8 @@ class Operator:
         """
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
+            if weight.dtype is not torch.float32:  # as fully_shard may gather it
+                check_weight_dtype(self.op_id.fqn, weight, self._in_force.caller)
             self._in_force.compiler_reads()
         if type(input) not in PLAIN_TENSORS:
             if kind is OF_ROWS and _is_jagged(input):

@@ -160,9 +160,15 @@ def _functional_answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, A
         group = next(known for known in process_groups() if known.group_name == group)
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     value = given[schema.arguments[0].name]
-    if isinstance(value, (list, tuple)):
-        return [_of_one(schema.name, tensor, given, rank, count) for tensor in value]
-    return _of_one(schema.name, value, given, rank, count)
+    several = isinstance(value, (list, tuple))
+    found = [_of_one(schema.name, tensor, given, rank, count) for tensor in (value if several else [value])]
+    written = [given[argument.name] for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    if written:
+        values, found = found, list(written[0]) if several else written
+        with torch.no_grad():
+            for tensor, own in zip(found, values, strict=True):
+                tensor.copy_(own)
+    return found if several else found[0]
 
 
 def _of_one(name: str, value: torch.Tensor, given: dict[str, Any], rank: int, count: int) -> torch.Tensor:
@@ -173,6 +179,8 @@ def _of_one(name: str, value: torch.Tensor, given: dict[str, Any], rank: int, co
         return torch.cat([value] * count)
     if "reduce_scatter" in name:
         return _reduced(value.chunk(count)[rank], op, count)
+    if "alltoall" in name:  # of DTensor: from a part of one dimension to a part of another
+        return torch.cat([value.chunk(count, given["shard_dim"])[rank]] * count, given["gather_dim"])
     if "all_to_all" in name:
         sizes = given.get("output_split_sizes") or [len(value) // count] * count
         own = value[: max(sizes)]

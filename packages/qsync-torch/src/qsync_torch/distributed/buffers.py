@@ -70,7 +70,8 @@ def broadcast_together(group: dist.ProcessGroup | None, tensors: Sequence[torch.
         source: by its number in the group.
     """
     for piece in _pieces(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in piece]) if len(piece) > 1 else piece[0].reshape(-1)
+        # One that is every second number of another stays that when it is flattened, and a group takes what lies side by side.
+        flat = torch.cat([tensor.reshape(-1) for tensor in piece]) if len(piece) > 1 else piece[0].reshape(-1).contiguous()
         dist.broadcast(flat, group=group, group_src=source)
         for tensor, values in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
             tensor.copy_(values.view_as(tensor))

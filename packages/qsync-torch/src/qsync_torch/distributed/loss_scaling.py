@@ -9,12 +9,15 @@ gradients; ``found_inf`` is all-reduced as well, because ranks that disagreed on
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.errors import PlanError
@@ -46,6 +49,7 @@ class InStepGradScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str = "cuda", *, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
+        _watch_wrappers()
         self._process_group = process_group
         self._compared = False
 
@@ -78,17 +82,40 @@ _WRAPPERS = weakref.WeakKeyDictionary()
 """The wrappers around what an optimizer steps, and how many there were when they were looked for."""
 
 
+@functools.cache
+def _watch_wrappers() -> None:
+    """Look for wrappers anew when there is another one: it may be around what an optimizer has stepped without it."""
+
+    def registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if issubclass(type(module), DistributedDataParallel):
+            _WRAPPERS.clear()
+
+    register_module_module_registration_hook(registered)
+
+
 def _joins_uneven_inputs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a wrapper around what an optimizer steps is in ``join()``.
 
-    PyTorch tells no optimizer of its wrappers: they are looked for once among all objects, and again when one of them is gone.
+    PyTorch tells no optimizer of its wrappers: they are looked for once among all objects, and again when one of them is gone or
+    another one is made.
     """
     wrappers, count = _WRAPPERS.get(optimizer, (weakref.WeakSet(), -1))
     if len(wrappers) != count:
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = [wrapper for wrapper in gc.get_objects() if issubclass(type(wrapper), DistributedDataParallel)]
+        found = [wrapper for wrapper in _objects() if issubclass(type(wrapper), DistributedDataParallel)]
         wrappers = weakref.WeakSet(
             wrapper for wrapper in found if any(id(parameter) in parameters for parameter in wrapper.parameters())
         )
         _WRAPPERS[optimizer] = wrappers, len(wrappers)
     return any(map(joins_uneven_inputs, wrappers))
+
+
+def _objects() -> list[Any]:
+    """All objects that the collector knows, with those that a script has frozen."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    found = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return found

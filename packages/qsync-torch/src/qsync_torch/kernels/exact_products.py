@@ -85,9 +85,14 @@ class Factor:
         """Entries of dimension 0."""
         return self.values.shape[0]
 
-    def chunks(self, multiple: int = 1) -> Iterator[tuple[int, int]]:
-        """Ranges of dimension 0 that are not too much to multiply at a time, each but the last of a multiple of so many entries."""
-        each = max(1, _CHUNK // max(1, self.values[:1].numel()) // multiple) * multiple
+    def chunks(self, multiple: int = 1, copies: int = 1) -> Iterator[tuple[int, int]]:
+        """Ranges of dimension 0 that are not too much to multiply at a time.
+
+        Args:
+            multiple: of so many entries is each but the last.
+            copies: how often each number is multiplied at a time.
+        """
+        each = max(1, _CHUNK // max(1, self.values[:1].numel() * copies) // multiple) * multiple
         return ((first, min(first + each, self.count)) for first in range(0, self.count, each))
 
 
@@ -272,7 +277,7 @@ def _of_images(product: Product, generator: torch.Generator) -> torch.Tensor:
         bias = product.bias.float()
         constant, constant_square = (signs * bias).sum(), (bias**2).sum()
     ratios = []
-    for first, last in product.first.chunks(fold):
+    for first, last in product.first.chunks(fold, math.ceil(places / fold)):
         given, found = product.first.part(first, last), _as_images(product.found[first:last])
         ones = (1,) * (given.dim() - 2)
         totals, powers = _sum(_signed(found, signs, 1), 1) - constant, _squares(given, 1)

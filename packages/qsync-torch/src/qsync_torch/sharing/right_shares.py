@@ -11,6 +11,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -56,15 +57,19 @@ def probing(calls: Sequence[CallShapes], precisions: Sequence[Precision], device
         "device": str(device),
     }
     command, pipe = [sys.executable, "-m", "qsync_torch.sharing.right_shares"], subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
     written, read = process.stdin, process.stdout
     assert written is not None
     assert read is not None
     lines = [asked]
 
+    def end() -> None:
+        with suppress(OSError):  # forks that hang would stay on the device, and keep their end of the pipe open
+            os.killpg(process.pid, signal.SIGKILL)
+
     def probe(percents: Sequence[int]) -> dict[int, str | None]:
         rounds = math.ceil(len(percents) / _AT_ONCE)
-        timer = threading.Timer(_START_S + _LIMIT_S * rounds, process.kill)  # which ends the reading
+        timer = threading.Timer(_START_S + _LIMIT_S * rounds, end)  # which ends the reading
         timer.start()
         try:
             lines.append({"percents": [*percents]})
@@ -80,7 +85,7 @@ def probing(calls: Sequence[CallShapes], precisions: Sequence[Precision], device
     try:
         yield probe
     finally:
-        process.kill()
+        end()
         with suppress(OSError):  # what it was not sent
             written.close()
         read.close()

@@ -20,6 +20,8 @@ from qsync_core.tuning.record import formats_of
 Need = Future[bool]
 """A kernel that is built: whether it was tried."""
 Group = tuple[object, ...]
+_AGAIN_S = 0.5
+"""After how long compilers are ended again: a build may have begun its own just after."""
 RUN_TIME_KNOBS = frozenset({"raster", "splits", "swizzle"})
 """Names of knobs in configurations (``tile=128x64x64;swizzle=4``) that are passed to a compiled kernel when it is launched."""
 
@@ -102,9 +104,12 @@ class BackgroundCompiler:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if time.monotonic() >= self._until:
+        while self._interrupt and time.monotonic() >= self._until:
             for interrupt in self._interrupt:
                 interrupt()
+            running = [need for needs in self._needs for need in needs if not need.done()]
+            if kind is not None or not wait(running, _AGAIN_S).not_done:
+                break
         self._pool.shutdown(wait=kind is None)
 
 
