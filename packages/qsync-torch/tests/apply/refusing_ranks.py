@@ -31,7 +31,7 @@ from qsync_torch.distributed import ranks
 from qsync_torch.distributed.ranks import device_name, together
 
 WORLD_SIZE = 3
-TIMEOUT_S = 6
+TIMEOUT_S = 10
 CULPRIT = 1
 """The rank that is wrong, where one is."""
 

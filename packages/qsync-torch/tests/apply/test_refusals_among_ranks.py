@@ -20,7 +20,7 @@ from qsync_torch.distributed.ranks import rank_timeout_s, together
 pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 NO_SUCH_GROUP = "QSYNC_GROUP is 'inference', but the plan's groups are train, infer; set it to one of them"
-DID_NOT_REACH = "rank 1 did not reach {} within 6 s of rank "
+DID_NOT_REACH = "rank 1 did not reach {} within 10 s of rank "
 JOB = """
 import torch
 from qsync_torch.job import Batch, Job
@@ -40,13 +40,13 @@ LONGER = "where a rank takes longer to come there, set QSYNC_RANK_TIMEOUT_S to m
 
 def run(script: str, arguments: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]]) -> list[tuple[int, str, str]]:
     """Status, standard output and standard error of each rank."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "QSYNC_RANK_TIMEOUT_S": "6", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "QSYNC_RANK_TIMEOUT_S": "10", "OMP_NUM_THREADS": "1"}
     processes = [
         Forked([script if script[0] == "-" else str(HERE / script), *own], env=environment | added)
         for own, added in zip(arguments, variables, strict=True)
     ]
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=500) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -179,9 +179,9 @@ def run_script(backend: str, who: int = -1, where: str = "") -> list[tuple[int, 
 @pytest.mark.parametrize(
     "who, where, sentence",
     [
-        (1, "in apply_", "rank 1 gave no sign of life for 6 s while rank 0 waited for it in apply_, building kernels: "),
+        (1, "in apply_", "rank 1 gave no sign of life for 10 s while rank 0 waited for it in apply_, building kernels: "),
         *nightly(
-            (1, "before apply_", "rank 1 did not reach apply_ within 6 s of rank 0: see what was printed there last"),
+            (1, "before apply_", "rank 1 did not reach apply_ within 10 s of rank 0: see what was printed there last"),
             (0, "in apply_", "the process that holds the process group's store has ended while this rank was in apply_, building "),
         ),
     ],
