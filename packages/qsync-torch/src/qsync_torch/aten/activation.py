@@ -11,11 +11,9 @@ import torch
 from torch.nn import functional
 
 from qsync_core.ir.chain import Activation, ChainForm
-from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.requests import quantization_variant
-from qsync_torch.aten.quantize import LARGEST, build_copy, write_rounded
-from qsync_torch.aten.random_bits import Offset, stream_of, write_stream
+from qsync_torch.aten.quantize import LARGEST, build_results, write_rounded
+from qsync_torch.aten.random_bits import Offset
 
 _GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
 """PyTorch's names of the approximation."""
@@ -23,8 +21,7 @@ _GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
 
 def build_activation_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
     """The function of every element, and the copies that are wanted."""
-    write_copy = build_copy(variant)
-    write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+    write = build_results(variant)
 
     def kernel(
         x: torch.Tensor,
@@ -40,15 +37,8 @@ def build_activation_output(variant: Variant, chain: ChainForm) -> Callable[...,
     ) -> None:
         x_MK = x.to(torch.float32).contiguous()
         r_MK = _function(x_MK, chain.activation)
-        if out is not None:
-            out.copy_(r_MK)
-        stream = stream_of(offset, x)
-        if q_out is not None and scale_out is not None:
-            write_copy(r_MK, q_out, scale_out, seed, stream)
-        if stream_out is not None:
-            write_stream(stream, stream_out)
-        if x_q_out is not None and x_scale_out is not None:
-            write_saved(x_MK, x_q_out, x_scale_out, x_seed, stream)
+        kept = (x_MK, x_q_out, x_scale_out, x_seed)
+        write(x, r_MK, out, q_out, scale_out, stream_out, seed, offset, kept)
 
     return kernel
 
@@ -67,8 +57,7 @@ def build_activation_grad_input(variant: Variant, chain: ChainForm) -> Callable[
 
 def build_glu_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
     """The function of every element times a second tensor, and the copies that are wanted."""
-    write_copy = build_copy(variant)
-    write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+    write = build_results(variant)
 
     def kernel(
         x: torch.Tensor,
@@ -88,17 +77,8 @@ def build_glu_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
     ) -> None:
         x_MK, factor_MK = (tensor.to(torch.float32).contiguous() for tensor in (x, factor))
         r_MK = _function(x_MK, chain.activation) * factor_MK
-        if out is not None:
-            out.copy_(r_MK)
-        stream = stream_of(offset, x)
-        if q_out is not None and scale_out is not None:
-            write_copy(r_MK, q_out, scale_out, seed, stream)
-        if stream_out is not None:
-            write_stream(stream, stream_out)
-        if x_q_out is not None and x_scale_out is not None:
-            write_saved(x_MK, x_q_out, x_scale_out, x_seed, stream)
-        if factor_q_out is not None and factor_scale_out is not None:
-            write_saved(factor_MK, factor_q_out, factor_scale_out, factor_seed, stream)
+        kept = ((x_MK, x_q_out, x_scale_out, x_seed), (factor_MK, factor_q_out, factor_scale_out, factor_seed))
+        write(x, r_MK, out, q_out, scale_out, stream_out, seed, offset, *kept)
 
     return kernel
 

@@ -33,6 +33,7 @@ import torch
 from qsync_core.errors import NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import quantization_variant
 from qsync_torch.aten.random_bits import Offset, random_thresholds, stream_of, write_stream
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
@@ -89,6 +90,44 @@ def build_copy(variant: Variant) -> Callable[[torch.Tensor, torch.Tensor, torch.
         write(x, scale_out, precision, granularity, rounding, seed, stream, q_out)
 
     return write_copy
+
+
+Kept = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
+"""Values that backward reads, where their copy and its scales go (None: they do not), and the seed."""
+
+
+def build_results(variant: Variant) -> Callable[..., None]:
+    """Make what writes all that a producer has computed: ``write(x, r, out, q_out, scale_out, stream_out, seed, offset, *kept)``.
+
+    ``x`` has the bits that the random numbers follow from; the result ``r`` is written as it is and in 8 bit, and each of ``kept``
+    in the format that the variant saves, with a scale a row: whatever is wanted.
+    """
+    write_copy = build_copy(variant)
+    write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+
+    def write(
+        x: torch.Tensor,
+        r: torch.Tensor,
+        out: torch.Tensor | None,
+        q_out: torch.Tensor | None,
+        scale_out: torch.Tensor | None,
+        stream_out: torch.Tensor | None,
+        seed: int,
+        offset: Offset,
+        *kept: Kept,
+    ) -> None:
+        if out is not None:
+            out.copy_(r)
+        stream = stream_of(offset, x)
+        if q_out is not None and scale_out is not None:
+            write_copy(r, q_out, scale_out, seed, stream)
+        if stream_out is not None:
+            write_stream(stream, stream_out)
+        for values, kept_out, kept_scale_out, kept_seed in kept:
+            if kept_out is not None and kept_scale_out is not None:
+                write_saved(values, kept_out, kept_scale_out, kept_seed, stream)
+
+    return write
 
 
 def multiplied(x: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:

@@ -6,17 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.requests import quantization_variant
-from qsync_torch.aten.quantize import build_copy
-from qsync_torch.aten.random_bits import Offset, stream_of, write_stream
+from qsync_torch.aten.quantize import build_results
+from qsync_torch.aten.random_bits import Offset
 
 
 def build_rms_norm_output(variant: Variant) -> Callable[..., None]:
     """Addition of a residual, normalization, and the copies that are wanted."""
-    write_copy = build_copy(variant)
-    write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+    write = build_results(variant)
 
     def kernel(
         x: torch.Tensor,
@@ -45,15 +42,8 @@ def build_rms_norm_output(variant: Variant) -> Callable[..., None]:
         rstd_out.copy_((squares + eps).rsqrt())
         xhat_MK = s_MK * rstd_out[:, None]
         r_MK = xhat_MK if weight is None else xhat_MK * weight
-        if out is not None:
-            out.copy_(r_MK)
-        stream = stream_of(offset, x)
-        if q_out is not None and scale_out is not None:
-            write_copy(r_MK, q_out, scale_out, seed, stream)
-        if stream_out is not None:
-            write_stream(stream, stream_out)
-        if x_q_out is not None and x_scale_out is not None:
-            write_saved(xhat_MK, x_q_out, x_scale_out, x_seed, stream)
+        kept = (xhat_MK, x_q_out, x_scale_out, x_seed)
+        write(x, r_MK, out, q_out, scale_out, stream_out, seed, offset, kept)
 
     return kernel
 
