@@ -16,7 +16,7 @@ import torch
 from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, KernelChoice
 from qsync_torch.aten.random_bits import as_kernels_take
 from qsync_torch.devices import device_facts
@@ -187,6 +187,12 @@ def _kept_args(binding: ProducerBinding, p: Produced) -> tuple[torch.Tensor | No
     return (p.kept, p.kept_scale) if binding.saves_copy else (None, None)
 
 
+def _opened(x: torch.Tensor, key: str, keep: bool) -> tuple[ProducerBinding, Produced, Kernel]:
+    """The binding of a forward call, what it writes, and its kernel."""
+    binding = _binding(key)
+    return binding, binding.allocate(x, keep), binding.kernel(binding.output_op, x.device, x.shape)
+
+
 def _batch_norm_output(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -200,9 +206,7 @@ def _batch_norm_output(
     x_seed: int,
     offset: torch.Tensor,
 ) -> list[torch.Tensor]:
-    binding = _binding(key)
-    p = binding.allocate(x, keep)
-    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    binding, p, kernel = _opened(x, key, keep)
     kernel(
         x, weight, bias, eps, residual, residual_absmax, p.mean, p.spread, p.out, p.absmax, p.q, p.scale, p.stream,
         *_kept_args(binding, p), p.open, seed, x_seed, as_kernels_take(offset),
@@ -222,9 +226,7 @@ def _layer_norm_output(
     x_seed: int,
     offset: torch.Tensor,
 ) -> list[torch.Tensor]:
-    binding = _binding(key)
-    p = binding.allocate(x, keep)
-    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    binding, p, kernel = _opened(x, key, keep)
     summed = p.kept if residual is not None and not binding.saves_copy else None
     kernel(
         x, weight, bias, eps, residual, summed, p.mean, p.spread, p.out, p.q, p.scale, p.stream,
@@ -244,9 +246,7 @@ def _rms_norm_output(
     x_seed: int,
     offset: torch.Tensor,
 ) -> list[torch.Tensor]:
-    binding = _binding(key)
-    p = binding.allocate(x, keep)
-    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    binding, p, kernel = _opened(x, key, keep)
     summed = p.kept if residual is not None and not binding.saves_copy else None
     kernel(
         x, weight, eps, residual, summed, p.spread, p.out, p.q, p.scale, p.stream,
@@ -256,9 +256,7 @@ def _rms_norm_output(
 
 
 def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
-    binding = _binding(key)
-    p = binding.allocate(x, keep)
-    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    binding, p, kernel = _opened(x, key, keep)
     kernel(x, p.out, p.q, p.scale, p.stream, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
     return _written(p)
 
@@ -266,9 +264,7 @@ def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed:
 def _glu_output(
     x: torch.Tensor, factor: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, factor_seed: int, offset: torch.Tensor
 ) -> list[torch.Tensor]:
-    binding = _binding(key)
-    p = binding.allocate(x, keep)
-    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    binding, p, kernel = _opened(x, key, keep)
     copies = *_kept_args(binding, p), p.factor, p.factor_scale
     kernel(x, factor, p.out, p.q, p.scale, p.stream, *copies, seed, x_seed, factor_seed, as_kernels_take(offset))
     return _written(p)
