@@ -24,7 +24,8 @@ from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.planning import Planning
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -73,8 +74,9 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
     model, optimizer, criterion, data = uneven_script.make()
     job = capture(model, optimizer, criterion, DataLoader(data, batch_size=uneven_script.BATCH))
     dag = trace(job)
-    efforts = {"operator_effort": ONCE, "cast_effort": ONCE, "step_effort": ONCE}
-    measured = profile(job, dag, ladder=(BFLOAT16, FLOAT32), with_collectives=False, **efforts)
+    measured = profile(
+        job, dag, ProfileRequest(ladder=(BFLOAT16, FLOAT32), with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE))
+    )
     omega = {operator.op_id: {BFLOAT16: 1.0, FLOAT32: 0.0} for operator in dag.adjustable}
     folder = Folder(RunFolder(tmp_path / "run"), None, writes=True)
     folder.run.ledger.parent.mkdir(parents=True)

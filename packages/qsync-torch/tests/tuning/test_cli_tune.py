@@ -1,6 +1,7 @@
 """``qsync tune`` from the command line, and what ``qsync profile`` makes of its records."""
 
 import json
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,8 @@ from qsync_core.ir.profile import Profile
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.tuning.store import read_store
 from qsync_torch.profiling import profile as profiling
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest
 from qsync_torch.timing import Effort
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
@@ -252,13 +255,13 @@ def test_nonsense_is_refused_in_one_sentence(qsync, install, arguments, message)
     assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
 
 
-def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, monkeypatch, own_store):
+@pytest.fixture
+def measured_once(monkeypatch):
     quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    monkeypatch.setattr(
-        profiling.profile,
-        "__kwdefaults__",
-        profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick),
-    )
+    monkeypatch.setattr(profiling, "ProfileRequest", partial(ProfileRequest, efforts=Efforts(quick, quick, quick)))
+
+
+def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, measured_once, own_store):
     one = NamedBackend("one")
     install(one)
     result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--backend", "one", "--json"))
@@ -282,13 +285,7 @@ def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, monkeyp
                 assert (cost.backend, cost.config) == ("aten", "")
 
 
-def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, monkeypatch, own_store):
-    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    monkeypatch.setattr(
-        profiling.profile,
-        "__kwdefaults__",
-        profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick),
-    )
+def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, measured_once, own_store):
     one = NamedBackend("one")
     install(one)
     result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--backend", "one", "--json"))
@@ -302,10 +299,7 @@ def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, monkeypatch, 
     assert "cannot run as float32 on backend one: operators in float formats run on PyTorch's own kernels" in refused.stderr
 
 
-def test_a_profile_says_that_kernels_were_never_tuned(qsync, install, monkeypatch):
-    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    defaults = profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick)
-    monkeypatch.setattr(profiling.profile, "__kwdefaults__", defaults)
+def test_a_profile_says_that_kernels_were_never_tuned(qsync, install, measured_once):
     install(NamedBackend("one"))
     done = qsync("profile", "job.py:tiny", "-o", "p.qsync", "--backend", "auto", "--rungs", "int8", "--json")
     assert done.exit_code == 0
