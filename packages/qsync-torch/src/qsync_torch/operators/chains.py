@@ -20,7 +20,8 @@ from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.library_ops import is_channels_last, rows
 from qsync_torch.kernels.producers import Produced, ProducerBinding
-from qsync_torch.operators.casts import KEPT, KEPT_FACTOR, apply_of, first_derivative
+from qsync_torch.operators.autograd import apply_of, first_derivative
+from qsync_torch.operators.casts import KEPT, KEPT_FACTOR
 
 _OPS = torch.ops.qsync
 Streams = tuple[int, torch.Tensor]
