@@ -11,6 +11,7 @@ import uneven_script
 from launching import run_ranks
 from torch.utils.data import DataLoader
 
+from clusters import cluster_text
 from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.plan import PrecisionPlan
@@ -33,23 +34,7 @@ pytestmark = pytest.mark.distributed
 
 FLOAT32, BFLOAT16 = Variant.plain(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
 ONCE = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-CLUSTER = """
-[[group]]
-name = "fast"
-device = "cpu"
-count = 1
-role = "train"
-[[group]]
-name = "slow"
-device = "cpu"
-count = 1
-role = "infer"
-ladder = ["bfloat16", "float32"]
-[[link]]
-between = ["fast", "slow"]
-latency_us = 1
-bandwidth_gbps = 100
-"""
+CLUSTER = cluster_text(link=(1, 100), fast={}, slow={"ladder": ["bfloat16", "float32"]})
 
 
 def slowed(measured: Profile, factor: float) -> Profile:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from clusters import cluster_text
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.ir.observations import Observations
@@ -42,22 +43,7 @@ def wider():
     return job
 """
 
-CLUSTER = """
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-
-[[group]]
-name = "infer"
-device = "cpu"
-count = 1
-role = "infer"
-share = 0.25
-ladder = ["int8", "float32"]
-rounding = "nearest"
-"""
+CLUSTER = cluster_text(train={}, infer={"share": 0.25, "ladder": ["int8", "float32"], "rounding": "nearest"})
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from click.testing import CliRunner
 
+from clusters import cluster_text
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.ir.op_id import OpId
@@ -33,21 +34,7 @@ def tiny():
         batch_size=4,
     )
 """
-CLUSTER = """
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-
-[[group]]
-name = "infer"
-device = "cpu"
-count = 1
-role = "infer"
-ladder = ["int8", "float32"]
-rounding = "nearest"
-"""
+CLUSTER = cluster_text(train={}, infer={"ladder": ["int8", "float32"], "rounding": "nearest"})
 
 
 @pytest.fixture
