@@ -38,9 +38,7 @@ class AsOnCuda(TorchFunctionMode):
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._shared: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "").strip("_")
         args, kwargs = self._in_format(_OTHER_NAMES.get(name, name), tuple(args), dict(kwargs or {}))
         if name == "scaled_dot_product_attention":

@@ -1,8 +1,8 @@
 """One training step, drawn: what it allocates and what its kernels have to do, without memory or arithmetic.
 
-Floating-point tensors are on PyTorch's ``meta`` device and have shapes only.  Integers and booleans that are computed from the batch
-stay on the CPU with their values, so that a model can ask whether a mask hides anything.  Both count: where training has a GPU, all of
-them are there.
+Floating-point tensors are on PyTorch's ``meta`` device and have shapes only.  Integers and booleans that are computed from the
+batch stay on the CPU with their values, so that a model can ask whether a mask hides anything.  Both count: in training all of them
+are on the GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,22 @@ _BLOCK_BYTES = 512
 _TILE, _SPLIT = 64, 1024
 """Rows and columns of the smallest tiles of a product, and how long a sum is at least where libraries split it."""
 _FOURIER_CHANNELS = 4
-"""cuDNN 9 transforms images of at least so many channels for each pixel of their side: found on H100 and H200, in ten convolutions."""
+"""cuDNN 9 transforms images of at least so many channels for each pixel of their side: found in ten convolutions on Hopper."""
 _PRECISION = {dtype: precision for precision, dtype in TORCH_DTYPE.items()}
+
+
+@attrs.frozen
+class Kernel:
+    """What one operator's kernels do.
+
+    Attributes:
+        name: ATen's.
+        wide: whether it reads float32.
+    """
+
+    name: str
+    wide: bool
+    work: Work
 
 
 @attrs.frozen
@@ -45,17 +59,25 @@ class DrawnStep:
     """A step as it was drawn.
 
     Attributes:
+        batch_size: samples of a micro-batch.
+        accumulate: how often the kernels run for one step of the optimizer.
         peak: bytes by part, at the moment of the most.
-        work: what its kernels have to do, with how many do the same.
-        kernels: how many start, at least.
+        trained_bytes: of the parameters that get gradients.
+        kernels: operators with kernels, each with how many do the same.
         seconds: how long drawing took.
     """
 
     batch_size: int
+    accumulate: int
     peak: dict[str, int]
-    work: tuple[tuple[Work, int], ...]
-    kernels: int
+    trained_bytes: int
+    kernels: tuple[tuple[Kernel, int], ...]
     seconds: float
+
+    @property
+    def starts(self) -> int:
+        """How many operators a micro-batch starts."""
+        return sum(count for _, count in self.kernels)
 
     @property
     def peak_bytes(self) -> int:
@@ -120,7 +142,7 @@ class _Drawing(TorchDispatchMode):
     def __init__(self, memory: _Memory, tf32: bool) -> None:
         super().__init__()
         self.memory, self.part, self.tf32 = memory, ACTIVATIONS, tf32
-        self.work: Counter[Work] = Counter()
+        self.kernels: Counter[Kernel] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -132,12 +154,15 @@ class _Drawing(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.memory.see(made, self.part)
-        if func.overloadpacket.__name__ in ("convolution", "convolution_backward"):
-            backward = func.overloadpacket.__name__ == "convolution_backward"
-            output = args[0] if backward else made[0]
-            self.memory.need(_convolution_workspace(args[backward], args[1 + backward], output, backward, self.tf32))
-        if work := _work_of(func, args, kwargs, given, made, result):
-            self.work[work] += 1
+        name, work = func.overloadpacket.__name__, _work_of(func, args, kwargs, given, made, result)
+        if name in ("convolution", "convolution_backward") and work is not None:
+            backward = name == "convolution_backward"
+            x, weight, output = args[backward], args[1 + backward], args[0] if backward else made[0]
+            self.memory.need(_convolution_workspace(x, weight, output, backward, self.tf32))
+            work = attrs.evolve(work, transposed=2 * (1 + backward) * _transposed(x, output, self.tf32))
+        if work is not None:
+            wide = any(tensor.dtype is torch.float32 for tensor in given[:1] or made)
+            self.kernels[Kernel(name, wide, work)] += 1
         return result
 
 
@@ -164,11 +189,11 @@ def _convolution_workspace(x: torch.Tensor, weight: torch.Tensor, result: torch.
     have Winograd's tiles, of 36 values for every 16, and 36 for every 9 of the weight; or, forward, of many channels, Fourier
     transforms of inputs and weights, with a copy of each.
     """
-    if x.dim() != 4 or (x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()):
+    if moved := _transposed(x, result, tf32):
+        return moved
+    if x.dim() != 4 or _is_channels_last(x) or (x.dtype is not torch.float32 or tf32):
         return 0
     moved = x.nbytes + result.nbytes
-    if x.dtype is not torch.float32 or tf32:
-        return moved
     if tuple(weight.shape[2:]) != (3, 3) or x.shape[2:] != result.shape[2:]:
         return 0
     channels, side = x.shape[1], max(x.shape[2:])
@@ -179,15 +204,24 @@ def _convolution_workspace(x: torch.Tensor, weight: torch.Tensor, result: torch.
     return moved * 36 // 16 + 4 * weight.nbytes
 
 
-def _work_of(
-    func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], result: Any
-) -> Work | None:
+def _is_channels_last(x: torch.Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _transposed(x: torch.Tensor, result: torch.Tensor, tf32: bool) -> int:
+    """Bytes of contiguous images that tensor cores need channels last."""
+    if x.dim() != 4 or _is_channels_last(x) or (x.dtype is torch.float32 and not tf32):
+        return 0
+    return x.nbytes + result.nbytes
+
+
+def _work_of(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], result: Any) -> Work | None:
     """What an operator's kernel reads, writes and multiplies; None for one that only looks at memory in another way."""
     read = {id(tensor.untyped_storage()): tensor for tensor in given}
     in_place = func.overloadpacket.__name__.endswith("_")
     written = [tensor for tensor in made if in_place or id(tensor.untyped_storage()) not in read]
     foreach = in_place and not made  # _foreach_ operators that write to their operands return nothing
-    if not written and not foreach or not any(tensor.numel() for tensor in (*written, *given)):
+    if (not written and not foreach) or not any(tensor.numel() for tensor in (*written, *given)):
         return None
     if func.overloadpacket.__name__ in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"):
         return None
@@ -249,7 +283,7 @@ def draw(job: Job, batch_size: int, lowered: torch.dtype | None = None, *, tf32:
         for step in range(2):
             if step:
                 memory.begin()
-                drawing.work.clear()
+                drawing.kernels.clear()
             with drawing:
                 _step(job, batch, optimizer, rules, drawing)
             memory.call([t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)], STATE)
@@ -266,15 +300,17 @@ def draw(job: Job, batch_size: int, lowered: torch.dtype | None = None, *, tf32:
         for parameter in model.parameters():
             parameter.grad = None
     peak = {part: memory.peak.get(part, 0) for part in PARTS}
-    work = tuple(drawing.work.items())
-    return DrawnStep(batch_size, peak, work, sum(drawing.work.values()), time.perf_counter() - started)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    kernels = tuple(drawing.kernels.items())
+    return DrawnStep(batch_size, job.accumulate, peak, trained, kernels, time.perf_counter() - started)
 
 
 def _step(job: Job, batch: Batch, optimizer: torch.optim.Optimizer, rules: AsOnCuda, drawing: _Drawing) -> None:
     """One step of the training loop."""
     with rules:
         optimizer.zero_grad()
-        for _ in range(job.accumulate if job.accumulate == 1 else 2):  # from the second micro-batch on all are alike
+        for _ in range(min(job.accumulate, 2)):  # from the second micro-batch on all are alike
+            drawing.kernels.clear()
             drawing.part = ACTIVATIONS
             loss = job.loss(job.model(*batch.args, **batch.kwargs), batch)
             rules.forget_casts()
