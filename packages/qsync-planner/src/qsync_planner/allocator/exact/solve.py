@@ -315,7 +315,7 @@ def least_memory_plan(
         if programs.contended:
             program = programs.joint(group, state.problem.variants(state.all_rungs()), {group.name}, limit_ns)
         share = left.share(2 * (len(state.problem.groups) - number))
-        smallest = least(program, Quantity.MEMORY, limit_ns, start=state.rungs(group.name), seconds=share)
+        smallest = least(program, Quantity.MEMORY, limit_ns, start=state.rungs(group.name), seconds=share, enough=effort.enough)
         assert smallest is not None, "uniform precision keeps the time limit"
         budgets[group.name] = smallest.peak_bytes
         state.move_to(group.name, smallest.rungs)
@@ -371,7 +371,8 @@ def least_time_plan(
     starts: dict[str, tuple[int, ...]] = {}
     for number, group in enumerate(problem.groups):
         start, budget, share = uniform[group.name].rungs, group.group.memory_bytes, left.share(2 * (len(problem.groups) - number))
-        fastest = least(programs.of(group), Quantity.TIME, budget_bytes=budget, start=start, seconds=share)
+        program = programs.of(group)
+        fastest = least(program, Quantity.TIME, budget_bytes=budget, start=start, seconds=share, enough=effort.enough)
         assert fastest is not None, "uniform precision fits"
         starts[group.name] = fastest.rungs
         shortest = max(shortest, fastest.period_ns)
