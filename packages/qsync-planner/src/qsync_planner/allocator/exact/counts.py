@@ -1,8 +1,8 @@
 """What labels count of the rows: one number for all rows that took the same so far, and one for all that will take the same.
 
-See docs/design/exact-allocator.md#stages.  Deadlines of one step are alike in most stages: those whose buckets are to come have taken
-the same, and those whose buckets are past take all that follows, so that of these the one with the least room counts.  So dozens of
-deadlines are two numbers of a label, and so are moments of memory that differ in few stages.
+See docs/design/exact-allocator.md#stages.  Deadlines of one step are alike in most stages: those whose buckets are to come have
+taken the same, and those whose buckets are past take all that follows, so that of these the one with the least room counts.  So
+dozens of deadlines are two numbers of a label, and so are moments of memory that differ in few stages.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from qsync_planner.allocator.exact.network import Mixture, Network, Priced, Row,
 from qsync_planner.allocator.exact.stages import Numbers
 
 _ROUNDS = 200
-_ARCS, _WIDER = 64, 2
-"""Arcs beside one for each stage that a plan is looked for among at first, and times as many where there was none."""
+_ARCS, _WIDER, _PART = 64, 2, 0.1
+"""Arcs that a plan is looked for among at first, times as many where there was none, and the part of the gap up to which more arcs
+do not count."""
 _FEW, _MORE, _LABELS = 2_000, 4, 20_000
 """Labels that are kept at first, times as many where these are not all, and the most."""
 _MANY, _FARTHER = 300, 1.5
@@ -76,7 +77,7 @@ class ExtremeSearch:
             self._rows.add_moment(self.best.peak_moment)
             if self._limit_ns:
                 self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
-        for _ in range(_ROUNDS):
+        for _ in range(0 if self.is_near() else _ROUNDS):
             network, sums, limits, priced = self._priced()
             if self.is_near() or self._is_late() or not self._look(network, sums, limits, priced):
                 break
@@ -149,7 +150,9 @@ class ExtremeSearch:
         if not math.isfinite(priced.bound):
             return False
         spread = np.sort(priced.excess[np.isfinite(priced.excess)])
-        arcs, reached, cap, halves, looked_farther = len(network.stages) + _ARCS, math.inf, _FEW, False, False
+        # Arcs of the paths that the bound is a mean of are no farther than any.
+        nearest = int(np.searchsorted(spread, _PART * self._gap * self.size(self.best), side="right"))
+        arcs, reached, cap, halves, looked_farther = nearest + _ARCS, math.inf, _FEW, False, False
         while not self.is_near() and not self._is_late():
             most = self.size(self.best) - 1
             distance = min(reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
@@ -168,7 +171,7 @@ class ExtremeSearch:
                 halves, looked_farther = True, False
             elif labelled.complete:
                 self.least = min(max(self.least, sought + 1), self.size(self.best))
-                arcs = len(network.stages) + _WIDER * (arcs - len(network.stages))
+                arcs = nearest + _WIDER * (arcs - nearest)
                 reached = _FARTHER * max(distance, 1.0) if labelled.most > _MANY else math.inf
             elif not looked_farther and sought < most:
                 looked_farther = True  # a few labels may lead to a plan that is somewhat larger

@@ -7,6 +7,7 @@ of less time and less cost remain, so that layers that repeat give few.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from qsync_planner.allocator.exact.network import Network, Priced, Row
 from qsync_planner.allocator.exact.stages import Indices, Numbers
 
 _FEW, _STRONG, _AT_ONCE, _NEARLY_ALL = 100, 256, 32, 0.99
-"""Labels beyond which the best ones are compared with all others; how many of these, how many at once, and the part that is left of
-all from which on no more are."""
+"""Labels up to which all are compared with all; of more the best ones are compared with all others: how many of these, how many at
+once, and the part that is left of all from which on no more are."""
 _BEAM = 2000
 """Labels that are kept for a good plan where there are too many for the best."""
 
@@ -85,9 +86,12 @@ def best_path(network: Network, rows: list[Row], priced: Priced, distance: float
         fits &= (least_excess <= distance) & (new.cost + ways.rest_cost[new.state] < most_cost)
         kept = np.flatnonzero(fits)
         new, least_excess = new[kept], least_excess[kept]
-        survivors = _undominated(new)
-        if len(survivors) > _FEW:
-            survivors = survivors[_not_worse(new[survivors])]
+        if len(kept) <= _FEW:
+            survivors = _best_of_few(new)
+        else:
+            survivors = _undominated(new)
+            if len(survivors) > _FEW:
+                survivors = survivors[_not_worse(new[survivors])]
         if len(survivors) > cap:
             complete, cap = False, min(cap, _BEAM)
             survivors = survivors[np.argpartition(least_excess[survivors], cap)[:cap]]
@@ -166,20 +170,25 @@ def _pairs(labels: _Labels, source: Indices, reduced: Numbers, distance: float) 
     """Every label with every arc (by its place) that begins in its state and leaves it near enough."""
     order = np.lexsort((labels.excess, labels.state))
     states, excess = labels.state[order], labels.excess[order]
-    before, chosen = [], []
-    bounds: dict[int, tuple[int, int]] = {}
-    for arc, state in enumerate(source.tolist()):
-        if state not in bounds:
-            low, high = np.searchsorted(states, (state, state + 1))
-            bounds[state] = int(low), int(high)
-        low, high = bounds[state]
-        end = low + int(np.searchsorted(excess[low:high], distance - reduced[arc], side="right"))
-        if end > low:
-            before.append(order[low:end])
-            chosen.append(np.full(end - low, arc))
-    if not before:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    before, chosen = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    begins = np.flatnonzero(np.concatenate([[True], source[1:] != source[:-1]])) if len(source) else order[:0]
+    for begin, end in itertools.pairwise([*begins.tolist(), len(source)]):
+        low, high = np.searchsorted(states, (source[begin], source[begin] + 1))
+        counts = np.searchsorted(excess[low:high], distance - reduced[begin:end], side="right")
+        ends = np.cumsum(counts)
+        before.append(order[low + np.arange(ends[-1]) - np.repeat(ends - counts, counts)])
+        chosen.append(np.repeat(np.arange(begin, end), counts))
     return np.concatenate(before), np.concatenate(chosen)
+
+
+def _best_of_few(labels: _Labels) -> Indices:
+    """All labels but those that cost no less than another of their state and take no less of any row; of equal ones the first."""
+    worse = labels.state[:, None] == labels.state
+    for figure in (labels.cost, *labels.taken.T):
+        worse &= figure[:, None] <= figure
+    ranks = np.arange(len(labels.cost))
+    worse &= ~(worse.T & (ranks <= ranks[:, None]))
+    return np.flatnonzero(~worse.any(axis=0))
 
 
 def _not_worse(labels: _Labels) -> Indices:

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from qsync_planner.allocator.exact.program import CONSTANT, Indicator, silent_solver
+from qsync_planner.allocator.exact.program import Indicator, silent_solver
 from qsync_planner.allocator.exact.stages import Indices, Numbers, Stage
 
 _DUAL_ROUNDS = 200
@@ -217,11 +217,11 @@ class Network:
 
 def dense(expression: Indicator, columns: int) -> tuple[Numbers, float]:
     """An expression's coefficients by column, and its constant."""
-    found: Numbers = np.zeros(columns)
-    for column, coefficient in expression.items():
-        if column != CONSTANT:
-            found[column] += coefficient
-    return found, float(expression.get(CONSTANT, 0))
+    found: Numbers = np.zeros(columns + 1)
+    count = len(expression)
+    # A constant's key is the last place.
+    found[np.fromiter(expression, dtype=np.int64, count=count)] = np.fromiter(expression.values(), dtype=np.float64, count=count)
+    return found[:-1], float(found[-1])
 
 
 @attrs.frozen(eq=False)

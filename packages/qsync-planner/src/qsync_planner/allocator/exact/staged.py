@@ -21,7 +21,7 @@ from qsync_planner.allocator.problem import GroupProblem
 
 _ROUNDS = 200
 _ARCS, _WIDER = 64, 2
-"""Arcs beside one for each stage that a plan is looked for among at first, and times as many where none was found."""
+"""Arcs beside the nearest that a plan is looked for among at first, and times as many where none was found."""
 _FEW, _MORE = 2_000, 4
 """Labels that are kept at first, and times as many where these are not all."""
 _MANY, _FARTHER, _LEAST = 300, 1.5, 1e-6
@@ -218,7 +218,9 @@ class StagedSearch:
         found: Indices | None = None
         spread = np.sort(priced.excess[np.isfinite(priced.excess)])
         proven, reached, cap = bound, math.inf, min(_FEW, self._labels)
-        arcs, looked_farther = len(network.stages) + _ARCS, False
+        # Arcs of the paths that the bound is a mean of are no farther than any.
+        nearest = int(np.searchsorted(spread, _LEAST * abs(bound), side="right"))
+        arcs, looked_farther = nearest + _ARCS, False
 
         def look(distance: float) -> Labelled:
             nonlocal found, most
@@ -238,7 +240,7 @@ class StagedSearch:
                 if proven == most:
                     return found, most if found is None else most * (1 - _ROUNDING)
                 proven -= _ROUNDING * abs(proven)
-                arcs, looked_farther = len(network.stages) + _WIDER * (arcs - len(network.stages)), False
+                arcs, looked_farther = nearest + _WIDER * (arcs - nearest), False
                 least = _LEAST * abs(priced.bound)
                 reached = _FARTHER * max(distance, least) if labelled.most > _MANY else math.inf
             elif most - priced.bound < _BETTER * (before - priced.bound):
