@@ -52,7 +52,7 @@ from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Job, autocast, check_same_model, describe_optimizer
 from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
-from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
+from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, compilers_awaited, default_backend
 from qsync_torch.profiling.benchmark_case import loss_case
 from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
@@ -85,6 +85,7 @@ _WRITE_EVERY_S = 0.5
 _MAX_BYTES = 256 << 20
 
 
+@compilers_awaited()
 def profile(
     job: Job,
     dag: PrecisionDag,
