@@ -3,7 +3,8 @@
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
 A1 to A3 (plans; with OMP_NUM_THREADS=1) and P4 (and P4b, minutes of a CPU) need no GPU.  P1 to P3 and P6 need a CUDA device, P1
-and P1b torchao too; P6 needs nvcc, and no other work on the machine.  ``--tiny`` tries all on a CPU, with small models; such rows are printed only.
+and P1b torchao too; P6 needs nvcc, and no other work on the machine.  ``--tiny`` tries all on a CPU, with small models; such rows
+are printed only.
 """
 
 from __future__ import annotations

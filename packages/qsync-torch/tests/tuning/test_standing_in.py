@@ -1,11 +1,16 @@
 """Kernels that are still to be compiled: who runs meanwhile, what is said, and where nobody stands in."""
 
+import json
+import os
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from processes import run_together
 from qsync_core.errors import BackendError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
@@ -22,31 +27,13 @@ from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.profiling.profile import profile
 from qsync_torch.tracing.trace import trace
+from qsync_torch.tuning import job_tuning
 
-from .installed_backends import CompilingNamedBackend, NamedBackend
+from .installed_backends import PRODUCTS, LateBackend, NamedBackend
 
 INT8 = Variant.parse("int8>float32")
 CALL = CallShapes("linear", (3, 100), (16, 100), (3, 16))
-PRODUCTS = ("linear.output", "linear.grad_input", "linear.grad_weight")
 PINNED = "&".join(f"{op}=late/b" for op in PRODUCTS) + "&quantize=ready/a&quantize.weight=ready/"
-
-
-class LateBackend(CompilingNamedBackend):
-    """One whose products are compiled; what ``cache`` holds is there when the process starts."""
-
-    def __init__(self, cache=(), refuses=None) -> None:
-        super().__init__("late", refuses=refuses or {"quantize": "not offered"})
-        self.cache, self.asked = set(cache), []
-
-    def unsupported_reasons(self, request):
-        return NamedBackend.unsupported_reasons(self, request)
-
-    def is_compiled(self, request, config):
-        return (request.op, config.text) in self.cache
-
-    def compile_later(self, request, config):
-        if (request.op, config.text) not in self.asked:
-            self.asked.append((request.op, config.text))
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +205,42 @@ def test_the_canary_checks_and_names_what_runs(install, monkeypatch):
         wrong = Canary(torch.device("cpu")).of_operator(CALL, INT8, KernelChoice.parse("late+ready", PINNED))
     assert {(kernel.role, kernel.backend) for kernel in wrong} >= {(op, "ready") for op in PRODUCTS}
     assert late.ran == []
+
+
+def test_what_a_plan_pins_is_compiled_on_a_machine_that_measured_nothing(install, monkeypatch):
+    """Once a kernel: both layers share those of their products, and what only PyTorch runs is nobody's to compile."""
+    late, ready = LateBackend(), NamedBackend("ready")
+    install(late, ready)
+    job = Job(
+        "tiny",
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)),
+        lambda step, size: Batch((torch.randn(size, 8),), target=torch.randn(size, 2)),
+        lambda output, batch: nn.functional.mse_loss(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+    monkeypatch.setattr(job_tuning, "device_facts", lambda device: ("cpu", ""))
+    float32 = Assignment(Variant.parse("float32"), "aten", "", "")
+    assignments = {**assigned("late+ready", PINNED, "2"), **assigned("late+ready", PINNED, "4"), OpId("0"): float32}
+    told = []
+    job_tuning.compile_planned(trace(job), assignments, torch.device("cuda"), lambda *update: told.append(update))
+    assert sorted(late.built) == sorted((op, "b") for op in PRODUCTS)
+    assert ready.built == []
+    assert told == [(done, 3, "3 kernels") for done in range(3)]
+    job_tuning.compile_planned(trace(job), assignments, torch.device("cpu"))
+    assert len(late.built) == 3
+
+
+@pytest.mark.distributed
+def test_ranks_of_different_readiness_train_one_model(tmp_path):
+    """Rank 0 has the compiled kernels, rank 1 not: each runs its own, only rank 1 says so, and weights stay equal."""
+    script = str(Path(__file__).parent / "unready_rank.py")
+    ranks = [["-W", "always", script, str(rank), str(tmp_path)] for rank in range(2)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ended = run_together([[sys.executable, *own] for own in ranks], [environment] * 2, cwd=tmp_path, timeout_s=300)
+    assert [one.status for one in ended] == [0, 0], ended
+    ready, unready = (json.loads(one.output.splitlines()[-1]) for one in ended)
+    assert (ready["late"], ready["asked"]) == (sorted(PRODUCTS), [])
+    assert (unready["late"], unready["asked"]) == ([], sorted(PRODUCTS))
+    assert ready["weights"] == unready["weights"]
+    assert ["has yet to compile" in one.output for one in ended] == [False, True]
