@@ -3,8 +3,8 @@
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
 A1 to A3 (plans; with OMP_NUM_THREADS=1) and P4 (and P4b, minutes of a CPU) need no GPU.  The others need a CUDA device, P1 and P1b
-torchao too.  P10 keeps its finished runs in the folder of ``--save``, from which the same command goes on.  ``--tiny`` tries all on
-a CPU, with small models; such rows are printed only.
+torchao too; P6 needs nvcc, and no other work on the machine.  P10 keeps its finished runs in the folder of ``--save``, from which
+the same command goes on.  ``--tiny`` tries all on a CPU, with small models; such rows are printed only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from allocator import rows_today
-from eight_bit import curves, scales, steps
+from eight_bit import curves, first_step, scales, steps
 from kernels.bench import Bench, Row
 from results import write_rows
 
@@ -30,7 +30,8 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
     """What measures rows, by the name that ``--only`` takes."""
     steps_of = {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
     plans_of = {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
-    return {**steps_of, "P4": partial(scales.rows, bench), "P10": partial(curves.rows, bench, options.save), **plans_of}
+    others = {"P6": partial(first_step.rows, bench), "P10": partial(curves.rows, bench, options.save)}
+    return {**steps_of, "P4": partial(scales.rows, bench), **others, **plans_of}
 
 
 ON_A_CPU = {"P4", *rows_today.PARTS}

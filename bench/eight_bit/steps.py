@@ -130,7 +130,7 @@ def run_of(way: Way, shape: Shape, bench: Bench, seed: int = 0) -> tuple[nn.Modu
     """The model, and what calls it compiled as a trainer would."""
     device, backend = bench.device, {} if bench.device.type == "cuda" else {"backend": "aot_eager"}
     model = made(shape, bench.quick, seed).to(device).train()
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and _in_a_layer(name)]
+    linears = linears_of(model)
     if way.spec:
         applied = qsync.apply_(model, {f"{name}#0": way.spec for name in linears}, base=Precision.BFLOAT16, seed=seed)
         return model, qsync.compile(applied, saved=way.saved or None, **backend)
@@ -161,9 +161,10 @@ def stepped(way: Way, shape: Shape, bench: Bench) -> Callable[[], None]:
     return step
 
 
-def _in_a_layer(name: str) -> bool:
-    """Whether a linear is of the repeated layers, not the head."""
-    return any(part.isdigit() for part in name.split("."))
+def linears_of(model: nn.Module) -> list[str]:
+    """The linears of the repeated layers, by name; not the head."""
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name, _ in named if any(part.isdigit() for part in name.split("."))]
 
 
 @attrs.frozen
