@@ -14,7 +14,7 @@ import torch
 
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest, load, save, to_bytes
-from qsync_core.errors import ArtifactError, JobError, QSyncError
+from qsync_core.errors import ArtifactError, BackendError, JobError, QSyncError
 from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
@@ -40,7 +40,7 @@ from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, 
 from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
 from qsync_torch.tracing.trace import trace
-from qsync_torch.tuning.job_tuning import TUNING_S, tune_job
+from qsync_torch.tuning.job_tuning import TUNING_S, compile_planned, tune_job
 
 Run = Callable[[Mapping[str, str]], Made]
 """Makes a part of its inputs."""
@@ -189,6 +189,19 @@ class Bench:
         software = {name: self.me.software[name] for name in ("torch", "qsync-torch")}
         inputs = {"graph": digest(self.dag), **software, "optimizer": describe_optimizer(self.job), "rungs": _texts(wanted)}
         return self._unless_kept("observations", inputs, run)
+
+    def compile(self, group: Group) -> None:
+        """Compile on this machine what its ranks of a group train with, under every plan that has them."""
+        stage, run = self.board.stage("compiling kernels"), self.folder.run
+        if self.device.type != "cuda":
+            return
+        for names in run.planned_groups():
+            if group.name in names and (plan := run.load_plan(names)).dag_digest == digest(self.dag):
+                try:
+                    compile_planned(self.dag, plan.group(group.name).assignments, self.device, stage)
+                except BackendError as error:  # which training would meet
+                    self.board.note(str(error))
+        stage(1, 1, "")
 
     def forget_partials(self, made: Iterable[str]) -> None:
         """Remove what was kept for parts that are finished now."""

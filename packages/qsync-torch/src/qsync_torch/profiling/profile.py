@@ -42,7 +42,7 @@ from qsync_torch.distributed.ranks import together
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
-from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
+from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, compilers_awaited, default_backend
 from qsync_torch.profiling.bench import AUTOCAST, Bench, Efforts
 from qsync_torch.profiling.cast_cost import possible_casts
 from qsync_torch.profiling.chain_cost import distinct_chains
@@ -99,6 +99,7 @@ class ProfileRequest:
     efforts: Efforts = attrs.field(factory=Efforts)
 
 
+@compilers_awaited()
 def profile(
     job: Job,
     dag: PrecisionDag,
