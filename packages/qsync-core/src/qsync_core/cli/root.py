@@ -116,7 +116,7 @@ _NOTHING_WRITTEN = {
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),
-    **dict.fromkeys(("prepare", "trace", "profile", "communicate", "observe", "tune", "demo"), "qsync-torch"),
+    **dict.fromkeys(("prepare", "trace", "profile", "communicate", "observe", "tune", "watch", "demo"), "qsync-torch"),
 }
 
 

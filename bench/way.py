@@ -1,0 +1,44 @@
+"""Rows of ``docs/results/way.json``: the way in, from a laptop to a cluster.
+
+    python bench/way.py --only W3                     a slow rank is named, and what the watch costs; two processes on a CPU
+    python bench/way.py --only W5                     from a script of another style to training: commands, edits, warnings
+
+A row is written as soon as it has a value.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from journey import first_hour
+from results import parser_of, write_rows
+from watching import slow_rank
+
+COMMAND = "python bench/way.py"
+Row = Mapping[str, Any]
+
+
+def parts(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
+    """What measures rows, by the name that ``--only`` takes."""
+    return {"W3": slow_rank.rows, "W5": first_hour.rows}
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", default="", help="parts, comma-separated")
+    options = parser.parse_args()
+    known = parts(options)
+    wanted = [name for name in options.only.split(",") if name] or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
+    for name in wanted:
+        for row in known[name]():
+            write_rows("way", [row], f"{COMMAND} --only {name}", directory=options.out)
+            print(f"{row['id']}: {row['value']} {row['unit']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
