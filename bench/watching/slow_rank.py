@@ -26,7 +26,7 @@ from typing import Any
 from journey.overhead import JOBS
 
 WITHIN = 50
-ROUNDS = 200
+ROUNDS = 120
 
 
 def rows() -> Iterator[dict[str, Any]]:

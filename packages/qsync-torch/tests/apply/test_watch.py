@@ -12,7 +12,7 @@ from torch import nn
 
 import qsync_torch
 from qsync_core.errors import JobError
-from qsync_torch.watching.hooks import OwnHook
+from qsync_torch.watching.hooks import OwnHook, OwnPreHook
 from qsync_torch.watching.phases import Phase
 
 from .test_refusals_among_ranks import run
@@ -43,11 +43,17 @@ def test_a_model_in_no_wrapper_is_refused_with_what_to_do():
         qsync_torch.watch(nn.Linear(2, 2))
 
 
-def test_a_hook_does_nothing_in_copies():
+def test_hooks_do_nothing_in_copies_and_those_of_a_model_need_no_qsync_to_be_loaded():
     called = []
-    hook = OwnHook(called.append)
-    for copied in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
-        copied(torch.zeros(1))
-    assert called == []
-    hook(1)
-    assert called == [1]
+    for kind in (OwnHook, OwnPreHook):
+        model = nn.Linear(2, 2)
+        model.register_forward_pre_hook(kind(lambda module, args: called.append(args)))
+        plain = copy.deepcopy(model)
+        saved = pickle.dumps(plain if kind is OwnPreHook else model)
+        x = torch.ones(1, 2)
+        for copied in (plain, pickle.loads(saved), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(x), torch.nn.functional.linear(x, model.weight, model.bias))
+        assert (b"qsync" in saved) == (kind is OwnHook)
+        assert called == []
+        model(x)
+        assert called.pop() == (x,)

@@ -76,7 +76,7 @@ def main() -> None:
     told = {"said": said, "written": written, "phases": len(watch.phases())}
     print(json.dumps(told | {"found": [found.rank, found.phase, found.window]}))
     watch.close()
-    assert not (model._forward_pre_hooks or ddp._forward_pre_hooks or ddp._forward_hooks)
+    assert not [*model._forward_pre_hooks, *ddp._forward_pre_hooks, *ddp._forward_hooks]
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     del ddp
     dist.destroy_process_group()

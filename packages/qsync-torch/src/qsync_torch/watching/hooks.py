@@ -1,4 +1,4 @@
-"""Hooks that stay behind where a module is copied or saved: what is made of them there does nothing, and needs no watch."""
+"""Hooks that stay behind where a module is copied or saved: what is made of them there does nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class OwnHook:
-    """A hook of a module that calls something, on this module and on no copy of it."""
+    """A hook of a wrapper that calls something, on this wrapper and on no copy of it."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -16,12 +16,23 @@ class OwnHook:
         """Call it with what the module passes."""
         self._call(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """A copy does nothing."""
         return _nothing
 
     def __reduce__(self) -> Any:
         return _find_nothing, ()
+
+
+class OwnPreHook(OwnHook):
+    """The same before the forward of a script's own model, which is saved and needs no QSync to be loaded."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy gives back the arguments that it is shown."""
+        return {}.get
+
+    def __reduce__(self) -> Any:
+        return getattr, ({}, "get")
 
 
 def _nothing(*args: Any) -> None:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from qsync_core.errors import JobError
 from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.torch_internals import at_end_of_backward, pytree
-from qsync_torch.watching.hooks import OwnHook
+from qsync_torch.watching.hooks import OwnHook, OwnPreHook
 from qsync_torch.watching.moments import Moment, between_ns, has_passed, now
 
 
@@ -101,7 +101,7 @@ class PhaseTimes:
                 model.register_forward_hook(OwnHook(lambda module, args, output, f=is_first: self._end(output, f))),
             ]
             if getattr(wrapper, BUFFERS) and any(True for _ in wrapper.module.buffers()):
-                self._handles.append(wrapper.module.register_forward_pre_hook(OwnHook(lambda module, args: self.computes())))
+                self._handles.append(wrapper.module.register_forward_pre_hook(OwnPreHook(lambda module, args: self.computes())))
         self._handles += [register_optimizer_step_pre_hook(self._optimize), register_optimizer_step_post_hook(self._optimized)]
 
     def close(self) -> None:
