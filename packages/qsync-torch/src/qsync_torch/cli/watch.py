@@ -13,6 +13,8 @@ from qsync_core.cli.output import say
 from qsync_core.errors import QSyncError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from torch import nn
 
     from qsync_torch.watching.watch import RankWatch
@@ -50,7 +52,7 @@ def watch(script: Path, arguments: tuple[str, ...]) -> None:
         say(f"qsync watch: {script} has called no model in DistributedDataParallel, so there was nothing to compare")
 
 
-def _of_script(error: BaseException) -> object:
+def _of_script(error: BaseException) -> TracebackType | None:
     """The part of the traceback that is the script's."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None and "runpy" not in frame.tb_frame.f_code.co_filename:

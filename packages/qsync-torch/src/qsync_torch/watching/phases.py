@@ -83,8 +83,8 @@ class PhaseTimes:
     def __init__(self, models: Sequence[nn.Module], tell: Callable[[StepPhases], None], between: Callable[[], None]) -> None:
         self._tell, self._between = tell, between
         self._handles: list[Any] = []
-        self._wrappers = [wrapper_in(model) for model in models]
-        self._device = next((p.device for p in self._wrappers[0].parameters()), torch.device("cpu"))
+        wrappers = [wrapper_in(model) for model in models]
+        self._device = next((p.device for p in wrappers[0].parameters()), torch.device("cpu"))
         self._marks: list[tuple[Phase, Moment]] = []
         self._finished: deque[tuple[list[tuple[Phase, Moment]], Moment]] = deque()
         self._in_backward = False
@@ -92,17 +92,22 @@ class PhaseTimes:
         self._inner_tells = False
         self._optimizer_steps = True
         self._is_own: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._parameters = [p for wrapper in self._wrappers for p in wrapper.parameters() if p.requires_grad]
+        self._parameters = [p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad]
         self._senders = _Senders(self._parameters, self._mark)
-        for model, wrapper in zip(models, self._wrappers, strict=True):
-            is_first = wrapper is self._wrappers[0]
+        for model, wrapper in zip(models, wrappers, strict=True):
+            is_first, alive = wrapper is wrappers[0], weakref.ref(wrapper)  # which is not to outlive the script's own reference
             self._handles += [
-                model.register_forward_pre_hook(OwnHook(lambda module, args, w=wrapper: self._begin(w))),
+                model.register_forward_pre_hook(OwnHook(lambda module, args, alive=alive: self._begin(alive()))),
                 model.register_forward_hook(OwnHook(lambda module, args, output, f=is_first: self._end(output, f))),
             ]
             if getattr(wrapper, BUFFERS) and any(True for _ in wrapper.module.buffers()):
                 self._handles.append(wrapper.module.register_forward_pre_hook(OwnPreHook(lambda module, args: self.computes())))
-        self._handles += [register_optimizer_step_pre_hook(self._optimize), register_optimizer_step_post_hook(self._optimized)]
+        for register, method in (
+            (register_optimizer_step_pre_hook, self._optimize),
+            (register_optimizer_step_post_hook, self._optimized),
+        ):
+            self._handles.append(handle := register(_weakly(method)))
+            weakref.finalize(self, handle.remove)
 
     def close(self) -> None:
         """Take all hooks out again."""
@@ -122,8 +127,13 @@ class PhaseTimes:
             self._marks.clear()
         self._marks.append((phase, now(self._device)))
 
-    def _begin(self, wrapper: DistributedDataParallel) -> None:
-        if torch.compiler.is_compiling() or not (wrapper.training and torch.is_grad_enabled()) or self._is_captured():
+    def _begin(self, wrapper: DistributedDataParallel | None) -> None:
+        if (
+            wrapper is None
+            or torch.compiler.is_compiling()
+            or not (wrapper.training and torch.is_grad_enabled())
+            or self._is_captured()
+        ):
             return
         self._in_backward = False  # a pass that raised has left it
         self._syncs = wrapper.require_backward_grad_sync
@@ -249,6 +259,17 @@ class _Senders:
     def _after(self, key: int) -> None:
         self._took[key] += time.perf_counter_ns() - self._since_ns
         self._mark(Phase.BACKWARD)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method for as long as its object lives: hooks of all optimizers are kept by PyTorch, and would keep the model."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := found()) is not None:
+            alive(*args)
+
+    return call
 
 
 def wrapper_in(model: nn.Module) -> DistributedDataParallel:
