@@ -15,6 +15,7 @@ import torch.distributed as dist
 import qsync_torch as qsync
 from journey.overhead_rank import Training
 from qsync_torch.load_job import load_job
+from watching.slow_rank_job import take_priority
 
 WARM_UP = 10
 
@@ -24,6 +25,7 @@ def main(output: Path, name: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     job = load_job(name)
+    take_priority()
     plain, watched = Training(job, None), Training(job, None)
     watch = qsync.watch(watched.wrapper)
     times = []
