@@ -31,7 +31,7 @@ print("trained with", sys.argv[1:], beside.NAME)
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """In a folder with a module that it imports, and in a process group of one."""
+    """A script beside a module that it imports, in a process group of one."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "beside.py").write_text("NAME = 'a neighbour'")
     path = tmp_path / "train.py"

@@ -161,7 +161,7 @@ def slowest(told: Mapping[int, Told]) -> Slowest | None:
 
 
 def _late_in_exchange(told: Mapping[int, Told]) -> dict[int, float]:
-    """By how much each rank has its gradients later than the first of its machine: all have waited for the same exchange."""
+    """The time by which each rank has its gradients later than the first of its machine: all have waited for the same exchange."""
     earliest: dict[str, list[int]] = {}
     for one in told.values():
         seen = earliest.get(one.machine)
