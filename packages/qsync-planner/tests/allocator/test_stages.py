@@ -29,6 +29,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact import labels, staged, stages
+from qsync_planner.allocator.exact.counts import countings
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.labels import best_path
 from qsync_planner.allocator.exact.network import Network, Row
@@ -161,6 +162,30 @@ def test_labels_that_take_more_of_every_row_and_cost_more_are_dropped(seed: int)
     assert found.path is not None
     assert network.cost[found.path].sum() == pytest.approx(network.cost[paths[keeps]].sum(axis=1).min(), rel=1e-12)
     assert found.most <= 100  # of up to 976 that differ in some row
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_deadlines_of_many_buckets_are_two_counts_of_a_label(seed: int) -> None:
+    """Forward work of all stages, and backward work of those from a bucket's on; as by enumeration, at any prices."""
+    rng = random.Random(seed)
+    network, _ = drawn_network(rng, 8, 3, 0)
+    forward, backward = (np.array([float(rng.randrange(10**6)) for _ in network.cost]) for _ in range(2))
+    rows = [
+        Row(forward + backward * (network.stage >= first), math.floor((8 + 8 - first) * 10**6 * rng.uniform(0.3, 0.5)))
+        for first in range(8)
+    ]
+    prices = np.array([rng.choice((0.0, rng.random())) * 1e-7 for _ in rows])
+    found = best_path(network, rows, network.priced(rows, prices), math.inf, math.inf, 10**6)
+    paths = np.array([*itertools.product(range(3), repeat=8)]) + network.first[:-1]
+    keeps = np.all([row.amounts[paths].sum(axis=1) <= row.most for row in rows], axis=0)
+    assert found.complete
+    if not keeps.any():
+        assert found.path is None
+    else:
+        assert found.path is not None
+        assert network.cost[found.path].sum() == pytest.approx(network.cost[paths[keeps]].sum(axis=1).min(), rel=1e-12)
+    amounts, limits = np.stack([row.amounts for row in rows], axis=1), np.array([row.most for row in rows])
+    assert max(len(counting.cut) for counting in countings(amounts, limits, prices, network.first)) == 2
 
 
 @tries(6, phases=(Phase.explicit, Phase.generate))
