@@ -278,6 +278,23 @@ def test_bounds_hold_where_few_labels_are_kept(labels: int) -> None:
     assert incomplete > 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_ends_with_a_plan_that_is_near_enough(seed: int) -> None:
+    drawn = drawn_group(seed)
+    for limit_ns, budget in drawn.limits(random.Random(seed)):
+        best = drawn.best(limit_ns, budget)
+        plan, bound = drawn.search(limit_ns, budget, Endurance(0.0, 100_000, enough=0.05))
+        if not math.isfinite(best):
+            assert plan is None
+            continue
+        assert plan is not None
+        assert plan.period_ns <= limit_ns
+        assert not budget or plan.peak_bytes <= budget
+        omega = drawn.group.omega(plan.rungs)
+        assert bound <= best * (1 + 1e-12)
+        assert omega - bound <= 0.05 * omega
+
+
 def test_a_plan_of_many_layers_is_proven_without_branch_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(3, blocks=24, ladder=LADDERS[2])
     without_highs(monkeypatch)
