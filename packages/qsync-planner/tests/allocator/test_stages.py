@@ -262,14 +262,13 @@ def test_the_fastest_and_the_leanest_plan_are_found_without_branch_and_bound(see
     assert leanest.peak_bytes <= min(peaks) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("labels", [1, 2])
-def test_bounds_hold_where_few_labels_are_kept(labels: int) -> None:
+def test_bounds_hold_where_one_label_is_kept() -> None:
     incomplete = 0
-    for seed in range(4):
+    for seed in range(6):
         drawn, rng = drawn_group(seed), random.Random(seed)
         for limit_ns, budget in drawn.limits(rng):
             best = drawn.best(limit_ns, budget)
-            plan, bound = drawn.search(limit_ns, budget, Endurance(0.0, labels))
+            plan, bound = drawn.search(limit_ns, budget, Endurance(0.0, labels=1))
             assert bound <= best * (1 + 1e-12)
             if plan is not None:
                 assert plan.period_ns <= limit_ns

@@ -158,7 +158,7 @@ class ExtremeSearch:
             distance = min(reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
             sought = (self.least + most) // 2 if halves else most
             if cap == _QUICK:  # a plan that is near enough may be found by few labels
-                distance = max(distance, self._gap * priced.bound)
+                distance = max(distance, _PART * self._gap * priced.bound)
             sought = max(self.least, math.floor(min(sought, priced.bound + distance)))
             if looked_farther:
                 sought = min(most, sought + max(1, sought - math.floor(priced.bound)))
