@@ -72,6 +72,22 @@ class Answer:
     bound: float
 
 
+class TimeLeft:
+    """What is left of some seconds of wall-clock time, from now on; None for as long as it takes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def share(self, parts: int) -> float | None:
+        """One of so many parts of it, not below 0."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic()) / parts
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return self.share(1) == 0.0
+
+
 class Search:
     """One group's search within a time limit and a memory budget; ``progress`` receives every incumbent and bound."""
 
