@@ -30,7 +30,7 @@ from qsync_planner.allocator.dynamic_batch import balance_batches
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs
-from qsync_planner.allocator.exact.search import Progress
+from qsync_planner.allocator.exact.search import Progress, TimeLeft
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
 from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
 from qsync_planner.allocator.free_batch import Freed, fastest_batches, free_batches
@@ -48,7 +48,6 @@ from qsync_planner.allocator.notes import (
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.request import Request
 from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
-from qsync_planner.allocator.time_left import TimeLeft
 from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.estimating.marks import estimate_notes, estimated_groups
 from qsync_planner.matching import Inputs
