@@ -27,16 +27,17 @@ from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
-from qsync_torch.observing.observe import STEPS, WARMUP, observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import JobFault
+from qsync_torch.prepare.attention_masks import masks_told
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
-from qsync_torch.profiling.attention_masks import masks_told
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
-from qsync_torch.profiling.profile import STEP_EFFORT, profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S, compile_planned, tune_job
@@ -153,12 +154,8 @@ class Bench:
             found = profile(
                 self.job,
                 self.dag,
-                device=self.device,
-                share=group.share,
-                ladder=group.ladder,
+                ProfileRequest(self.device, group.share, ladder=group.ladder, with_collectives=False, with_chains=self.chains),
                 resume=self.folder.run.partial(self.folder.run.profile(group.name)),
-                with_collectives=False,
-                with_chains=self.chains,
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
@@ -288,7 +285,7 @@ class Bench:
         """Say by how much predictions are off where the script compiles its model, as a sentence."""
         self.board.stage("profiling")(0, 1, "a compiled step")
         try:
-            compiled = measure_compiled(self.job, self.dag, self.device, STEP_EFFORT)
+            compiled = measure_compiled(self.job, self.dag, self.device, Efforts().steps)
         except Exception as error:  # of a compiler: what PyTorch, Triton or a C++ compiler says
             return (
                 f"how far predictions for {group} are off is not known: its step fails once compiled ({first_line(error)}), and "
@@ -307,10 +304,7 @@ class Bench:
                 return observe(
                     self.job if alone is None else attrs.evolve(self.job, loss=_followed(self.job.loss, alone)),
                     self.dag,
-                    variants,
-                    warmup=WARMUP,
-                    steps=STEPS,
-                    device=self.device,
+                    ObserveRequest(variants, device=self.device),
                     earlier=earlier,
                     checkpoint=lambda so_far: save(so_far, partial),
                     announce=self.board.note,
