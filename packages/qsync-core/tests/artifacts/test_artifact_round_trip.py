@@ -27,7 +27,7 @@ from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import ChainAssignment, PrecisionPlan, RecommendedWay
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import AlternatingDispatch, ChainCost, KernelCheck, OpCost, Profile, WrongKernels
+from qsync_core.ir.profile import AlternatingDispatch, ChainCost, Compiled, Compiler, KernelCheck, OpCost, Profile, WrongKernels
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
@@ -228,6 +228,16 @@ def test_profiles_that_say_nothing_of_their_kernels_are_stored_as_before() -> No
     assert artifact.from_bytes(artifact.to_bytes(saying), Profile) == saying
     with pytest.raises(ValueError, match=r"kernels"):
         KernelCheck(-1)
+
+
+def test_profiles_of_eager_steps_are_stored_as_before() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    compiled = attrs.evolve(profile, compiled=Compiled(Compiler.QSYNC, around_ddp=True))
+    keeping = attrs.evolve(compiled, steps=tuple(attrs.evolve(step, saved_bytes=123) for step in profile.steps))
+    assert [version_of(p) for p in (profile, compiled, keeping)] == [2, 8, 8]
+    assert [artifact.from_bytes(artifact.to_bytes(p), Profile) for p in (compiled, keeping)] == [compiled, keeping]
+    with pytest.raises(ValueError, match="saved_bytes"):
+        attrs.evolve(profile.steps[0], saved_bytes=-1)
 
 
 def test_graphs_without_views_are_stored_as_before() -> None:

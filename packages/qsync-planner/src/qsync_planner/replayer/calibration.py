@@ -28,7 +28,7 @@ from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.cost_mapper import AFTER_FORWARD, BEFORE_FORWARD, CostMapper
-from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale
+from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale, is_product
 from qsync_planner.replayer.max_plus import sequence
 from qsync_planner.replayer.memory import MemoryLedger
 
@@ -68,7 +68,8 @@ def calibrated_model(
         _fit_base(dag, profile, plain, base_step), memory_floor_bytes=_memory_floor([step.peak_bytes for step in profile.steps])
     )
     if base_step.peak_bytes:
-        calibration = attrs.evolve(calibration, memory_bytes=_missing_memory(dag, profile, calibration, base_step))
+        memory_bytes, saved_bytes = _missing_memory(dag, profile, calibration, base_step)
+        calibration = attrs.evolve(calibration, memory_bytes=memory_bytes, saved_bytes=saved_bytes)
     rungs: dict[tuple[int, Variant], Correction] = {}
     # Operators that may not deliver 16 bits run as those of the rung that delivers float32, where that was measured too.
     for step in sorted(profile.steps, key=lambda step: step.variant.output is not Precision.FLOAT32):
@@ -168,19 +169,34 @@ def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepM
     dispatch, compute = _optimizer(profile, step)
     target = _target(step, profile.device.is_synchronous, (dispatch, compute), modelled)
     scales: list[Scale] = []
+    product_scales: list[Scale] = []
     everywhere = [[0, 0, 0, 0] for _ in dag.operators]
+    products = _product_times(mapper) if profile.compiled is not None else PhaseTimes(0, 0, 0, 0)
     for column, (want, have, cast) in enumerate(zip(target, modelled, _cast_times(mapper), strict=True)):
-        kernels = have - cast
+        kernels, apart = have - cast, products[column]
+        if apart and kernels > apart and want > cast + apart:  # products as they are alone, and the rest is what was fused
+            scales.append(Scale(want - cast - apart, kernels - apart))
+            product_scales.append(Scale())
+            continue
         if kernels > 0 and want > cast:
             scales.append(Scale(want - cast, kernels))
+            product_scales.append(scales[-1])
             continue
         scales.append(Scale())
+        product_scales.append(Scale())
         if kernels == 0 and want > cast:
             real = [int(operator.kind != "input") for operator in dag.operators]
             for entry, part in zip(everywhere, spread_integer(want - cast, real), strict=True):
                 entry[column] = part
     added = tuple(PhaseTimes(*entry) for entry in everywhere) if any(map(any, everywhere)) else ()
-    return Calibration(dispatch, compute, tuple(scales), added)
+    apart_from_rest = None if product_scales == scales else tuple(product_scales)
+    return Calibration(dispatch, compute, tuple(scales), apart_from_rest, added)
+
+
+def _product_times(mapper: CostMapper) -> PhaseTimes:
+    """Compute time of products, which compiled graphs run as they are alone; their dispatch is that of the whole graph."""
+    states = [mapper.states[i].evaluation for i, operator in enumerate(mapper.dag.operators) if is_product(operator)]
+    return PhaseTimes(0, sum(one.forward_compute_ns for one in states), 0, sum(one.backward_compute_ns for one in states))
 
 
 def _memory_floor(peaks: Sequence[int]) -> int:
@@ -189,12 +205,17 @@ def _memory_floor(peaks: Sequence[int]) -> int:
     return lowest if peaks.count(lowest) > 1 else 0
 
 
-def _missing_memory(dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement) -> int:
-    """What the model lacks of a measured peak; a step at the floor only says that the model may not exceed it."""
+def _missing_memory(dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement) -> tuple[int, int]:
+    """What the model lacks of a measured peak, and of what a compiled graph was measured to keep for backward.
+
+    A step at the floor only says that the model may not exceed it.
+    """
     lowers = step.variant != Variant.plain(dag.base)
     unbounded = CostModel(dag, profile, attrs.evolve(calibration, memory_floor_bytes=0), lowers=lowers)
-    missing = step.peak_bytes - MemoryLedger(_uniform(dag, unbounded, step.variant), distributed=False).peak_bytes()
-    return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing
+    ledger = MemoryLedger(_uniform(dag, unbounded, step.variant), distributed=False)
+    missing = step.peak_bytes - ledger.peak_bytes()
+    saved = 0 if step.saved_bytes is None else step.saved_bytes - ledger.saved_bytes()
+    return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing, saved
 
 
 def _cast_times(mapper: CostMapper) -> PhaseTimes:
@@ -230,9 +251,9 @@ def _fit_rung(
         times = [getattr(evaluation, name) for evaluation in evaluations]
         weights = times if any(times) else [1] * len(positions) if dispatch else flops
         columns.append(spread_integer(max(rest, -sum(times)), weights))
-    memory = [0] * len(positions)
+    memory: list[Sequence[int]] = [[0] * len(positions)] * 2
     if step.peak_bytes:
         elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
-        memory = spread_integer(_missing_memory(dag, profile, calibration, step), elements)
-    rows = zip(positions, zip(*columns, strict=True), memory, strict=True)
-    return {(position, runs[position]): Correction(PhaseTimes(*times), nbytes) for position, times, nbytes in rows}
+        memory = [spread_integer(missing, elements) for missing in _missing_memory(dag, profile, calibration, step)]
+    rows = zip(positions, zip(*columns, strict=True), *memory, strict=True)
+    return {(position, runs[position]): Correction(PhaseTimes(*times), *nbytes) for position, times, *nbytes in rows}

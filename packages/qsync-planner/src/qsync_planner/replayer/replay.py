@@ -475,6 +475,9 @@ class Replayer:
         prediction = self.replay(variants)
         peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
         measured = {name: self.profiles[name] for name in prediction.groups}
-        software = {name: {**profile.software, "device": profile.device.name} for name, profile in measured.items()}
+        software = {
+            name: {**profile.software, "device": profile.device.name, "compiled": str(profile.compiled is not None)}
+            for name, profile in measured.items()
+        }
         timeline = predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)
         return attrs.evolve(timeline, software=software)

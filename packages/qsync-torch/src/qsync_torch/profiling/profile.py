@@ -30,6 +30,8 @@ from qsync_core.ir.profile import (
     CastKey,
     CastModel,
     ChainCost,
+    Compiled,
+    Compiler,
     DeviceKind,
     DeviceMemory,
     KernelCheck,
@@ -98,6 +100,7 @@ def profile(
     resume: Path | None = None,
     with_collectives: bool = True,
     with_chains: bool = False,
+    eager: bool = False,
     progress: ProgressCallback = silent,
     note: Callable[[str], None] = lambda text: None,
     operator_effort: Effort = OPERATOR_EFFORT,
@@ -129,6 +132,9 @@ def profile(
         with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
             ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size
             (``cast_effort``).
+        eager: measure whole steps eagerly although the job's script compiles its model.  A job that is compiled has its whole steps
+            measured so (docs/design/cost-mapper.md#compiled-steps); with chains by ``torch.compile``, which leaves them out: the
+            chains' own costs stand for them.
         note: receives sentences that a reader of the profile should know.
 
     Raises:
@@ -144,6 +150,9 @@ def profile(
     if cut:
         note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} trains under autocast in {dag.base}")
     type_ = device_type(target, share, memory_cap_bytes)
+    compiled = None if eager else job.compiles
+    if compiled is not None and with_chains:
+        compiled = attrs.evolve(compiled, by=Compiler.TORCH)
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
     items = distinct_items(dag, variants, type_.kind)
@@ -173,6 +182,7 @@ def profile(
             "job": job.name,
             "optimizer": describe_optimizer(job),
             "ladder": " ".join(map(str, variants)),
+            **({} if compiled is None else {"compiled": str(compiled)}),
             "backend": "+".join(chooser.chain),
             "kernels": _kernels(choices),
             "number of ranks": str(rank_count()),
@@ -226,17 +236,21 @@ def profile(
         for chain, choice in fused.items():
             advance(f"chains: {chain.chain.producer}")
             chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
-        runner = StepRunner.start(job, target)
+        runner = StepRunner.start(job, target, compiled=compiled)
         for operator in filter(is_run_loss, dag.operators):
             advance("loss")
             index[operator.op_id] = {FLOAT32: len(costs)}
             costs.append(bench.loss(operator, runner))
         _watch_autocast(runner.model, target, store)
+        if compiled is not None:
+            runner.forward(0)  # no compiler is to read who watches
         steps: list[StepMeasurement] = []
         for variant in sorted(complete, key=lambda v: v != base):
-            advance(f"whole step {variant.label}")
+            advance(f"whole step {variant.label}{'' if compiled is None else ', compiled'}")
             chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
+        if runner.compile_s:
+            note(f"{len(steps)} whole steps were compiled by {compiled}, which took {runner.compile_s:.0f} s")
         if runner.communicates:
             note(
                 "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step "
@@ -245,7 +259,8 @@ def profile(
         alternating = None
         rung = next((v for v in complete if v != base and not v.compute.needs_scale), complete[0])
         of_rung = next(step for step in steps if step.variant == rung)
-        if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps[0], of_rung):
+        mixes = target.type == "cuda" and rung != base and len(dag.adjustable) > 1
+        if mixes and compiled is None and may_bind(steps[0], of_rung):  # no call goes through a plan in compiled graphs
             chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
             progress(done, total, "alternating steps")
             try:
@@ -290,6 +305,7 @@ def profile(
         handed_on=tuple(op_id for op_id in handing_on if op_id in index),
         alternating=alternating,
         check=KernelCheck(canary.checked, right.wrong),
+        compiled=compiled,
     )
 
 
@@ -442,7 +458,8 @@ class _Bench:
             failed = error.__cause__ if isinstance(error, PlanError) else error
             if failed is None or isinstance(failed, QSyncError):
                 raise
-            raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), failed)) from error
+            is_base = variant == Variant.plain(self.dag.base)
+            raise JobError(_failed_step(runner.job.name, variant, is_base, failed, runner.compiled)) from error
         if variant in runner.rungs:
             self.store.write(f"memory {variant}", runner.rungs[variant])
         return self.store.write(name, measured)
@@ -464,12 +481,18 @@ def _free(operator: Operator) -> OpCost:
     return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
 
 
-def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException) -> str:
+def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException, compiled: Compiled | None) -> str:
+    how, otherwise = "", ""
+    if compiled is not None:
+        how = f", compiled by {compiled},"
+        otherwise = ", or where the script does not compile this model, say qsync.hybrid(..., compiles=False)"
     if is_base:
-        return f"a training step of {job} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync"
+        return (
+            f"a training step of {job}{how} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync{otherwise}"
+        )
     return (
-        f"{job} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); compute in float32 "
-        f"there (x.float()), or leave {variant.label} off the ladder"
+        f"{job}{how} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); compute in float32 "
+        f"there (x.float()), or leave {variant.label} off the ladder{otherwise}"
     )
 
 
