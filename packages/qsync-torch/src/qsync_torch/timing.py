@@ -67,7 +67,7 @@ class Stopwatch:
         return results[0], device_ns
 
     def time_whole(self, phase: Thunk) -> tuple[Any, int]:
-        """The same without a look at the phase's calls: a compiled model runs eagerly under a mode that sees them, and from then on."""
+        """The same without a look at its calls: under a mode that sees them a compiled model runs eagerly, and from then on."""
         return self.time_phase(phase)
 
     def time_series(self, calls: Sequence[Thunk]) -> tuple[int, int]:

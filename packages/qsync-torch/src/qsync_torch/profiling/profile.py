@@ -100,7 +100,6 @@ def profile(
     resume: Path | None = None,
     with_collectives: bool = True,
     with_chains: bool = False,
-    eager: bool = False,
     progress: ProgressCallback = silent,
     note: Callable[[str], None] = lambda text: None,
     operator_effort: Effort = OPERATOR_EFFORT,
@@ -117,7 +116,8 @@ def profile(
     recorded: set them where the job is made, as training has them.
 
     Args:
-        job: what is trained; its model is copied to the device and not changed.
+        job: what is trained; its model is copied to the device and not changed.  Where its script compiles it, whole steps are
+            measured so (docs/design/cost-mapper.md#compiled-steps); with chains by ``torch.compile``, which fuses none of them.
         dag: its graph (``trace(job)``).
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         share: share of the device that the job gets; recorded, and part of what a plan matches.
@@ -132,9 +132,6 @@ def profile(
         with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
             ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size
             (``cast_effort``).
-        eager: measure whole steps eagerly although the job's script compiles its model.  A job that is compiled has its whole steps
-            measured so (docs/design/cost-mapper.md#compiled-steps); with chains by ``torch.compile``, which leaves them out: the
-            chains' own costs stand for them.
         note: receives sentences that a reader of the profile should know.
 
     Raises:
@@ -150,7 +147,7 @@ def profile(
     if cut:
         note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} trains under autocast in {dag.base}")
     type_ = device_type(target, share, memory_cap_bytes)
-    compiled = None if eager else job.compiles
+    compiled = job.compiles
     if compiled is not None and with_chains:
         compiled = attrs.evolve(compiled, by=Compiler.TORCH)
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
