@@ -3,13 +3,15 @@
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
 A1 to A3 (plans; with OMP_NUM_THREADS=1) and P4 (and P4b, minutes of a CPU) need no GPU.  P1 to P3 need a CUDA device, P1 and P1b
-torchao too.  ``--tiny`` tries all on a CPU, with small models; such rows are printed only.
+torchao too.  P7 needs one as well, and continues from the folder ``--kept``.  ``--tiny`` tries all on a CPU, with small models;
+such rows are printed only.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 
 from allocator import rows_today
-from eight_bit import scales, steps
+from eight_bit import predicted, scales, steps
 from kernels.bench import Bench, Row
 from results import write_rows
 
@@ -29,7 +31,13 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
     """What measures rows, by the name that ``--only`` takes."""
     steps_of = {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
     plans_of = {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
-    return {**steps_of, "P4": partial(scales.rows, bench), **plans_of}
+    return {**steps_of, "P4": partial(scales.rows, bench), "P7": partial(predicted_rows, bench, options.kept), **plans_of}
+
+
+def predicted_rows(bench: Bench, kept: Path | None) -> Iterator[Row]:
+    """P7, in a folder that is kept or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield from predicted.rows(bench, kept or Path(folder))
 
 
 ON_A_CPU = {"P4", *rows_today.PARTS}
@@ -42,6 +50,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts, comma-separated")
     parser.add_argument("--contenders", default="", help="of P1 to P3, by name (a|b); bf16 is always one")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    parser.add_argument("--kept", type=Path, default=None, help="folder of what P7 has measured, from which it continues")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too; nothing is written")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()

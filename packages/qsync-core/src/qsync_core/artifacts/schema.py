@@ -70,7 +70,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 5): {"handed_on": []},
     ("Profile", 6): {"alternating": None},
     ("Profile", 7): {"check": None},
-    ("Profile", 8): {"compiled": None},
+    ("Profile", 8): {"compiled": None, "mixed": []},
     ("Sensitivity", 3): {"copies": {}},
     ("Sensitivity", 4): {"errors": {}},
     ("Sensitivity", 5): {"masks": {}},

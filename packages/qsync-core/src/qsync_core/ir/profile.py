@@ -224,6 +224,14 @@ class StepMeasurement:
 
 
 @attrs.frozen
+class MixedStep:
+    """A whole step with some adjustable operators at a rung (the variant of ``step``) and the others at the base precision."""
+
+    lowered: tuple[OpId, ...]
+    step: StepMeasurement
+
+
+@attrs.frozen
 class AlternatingDispatch:
     """How much longer the CPU takes to issue a step with every other adjustable operator at one rung than the mean of steps with
     none and with all of them there: operators that a plan leaves as they are take longer beside lowered ones.
@@ -321,6 +329,8 @@ class Profile:
         check: what is known of the kernels that were measured; absent in profiles of earlier versions, and estimated ones.
         compiled: how the model was compiled of which ``steps`` are; absent where they are eager ones.  Operators and casts are
             measured alone either way.
+        mixed: compiled steps with the operators of one kind of layer alone at a rung; none of eager steps, whose operators cost
+            what they cost alone.
     """
 
     device: DeviceType
@@ -344,6 +354,7 @@ class Profile:
     alternating: AlternatingDispatch | None = None
     check: KernelCheck | None = None
     compiled: Compiled | None = None
+    mixed: tuple[MixedStep, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():
@@ -355,6 +366,9 @@ class Profile:
             raise ValueError("Profile.casts has two models for one kind of cast")
         if twice := checks.first_repeated(step.variant for step in self.steps):
             raise ValueError(f"Profile.steps has two measurements of the step at {twice.label}")
+        for one in self.mixed:
+            if unknown := [op_id for op_id in one.lowered if op_id not in self.cost_index]:
+                raise ValueError(f"Profile.mixed lowers {unknown[0]}, which it has no cost of")
         ways = [(name, entry.form, entry.variant) for entry in self.chains for name in entry.chains]
         if twice_on := checks.first_repeated(self.handed_on):
             raise ValueError(f"Profile.handed_on lists {twice_on} twice")

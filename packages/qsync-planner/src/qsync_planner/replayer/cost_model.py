@@ -120,6 +120,11 @@ class Correction:
     saved_bytes: int = 0
     """How much of that a compiled graph keeps for backward."""
 
+    def plus(self, more: Correction) -> Correction:
+        """Both."""
+        times = PhaseTimes(*map(sum, zip(self.times, more.times, strict=True)))
+        return Correction(times, self.memory_bytes + more.memory_bytes, self.saved_bytes + more.saved_bytes)
+
 
 @attrs.frozen
 class Scale:

@@ -144,15 +144,16 @@ def unsaid_autocast(path: str | Path, job: Job) -> str:
 def _compiles(path: Path) -> Compiled | None:
     """How a script's text compiles its model; of a trainer that does, its adapter knows.
 
-    What stands first in the text is inside the other: the model that is compiled, or DistributedDataParallel.
+    What is called first in the text is inside the other, the compiled model or DistributedDataParallel.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     calls = [*_COMPILE.finditer(text)]
     if not calls:
         return None
     call, wrap = next((one for one in calls if one[1] in _OURS), calls[0]), _WRAP.search(text)
+    between = "" if wrap is None else text[wrap.end() : call.start(1)]
     by = Compiler.QSYNC if call[1] in _OURS else Compiler.TORCH
-    return Compiled(by, around_ddp=wrap is not None and wrap.start() < call.start())
+    return Compiled(by, around_ddp=between.count(")") > between.count("("))  # else it is an argument, or stands before
 
 
 def _run(path: Path, handover: _Handover) -> None:

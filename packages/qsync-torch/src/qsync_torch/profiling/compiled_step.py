@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.profiling.memory import kept_for_backward
 
@@ -59,3 +61,22 @@ def saved_bytes(runner: StepRunner) -> int | None:
         return None
     static = itertools.chain(runner.model.parameters(), runner.model.buffers(), runner.batches[0].tensors)
     return kept_for_backward(runner.forward(0), static)
+
+
+def layer_kinds(dag: PrecisionDag, time_of: Callable[[Operator], int]) -> list[tuple[OpId, ...]]:
+    """The adjustable operators by their place in a layer, those that read one tensor together (Q, K and V), the longest first.
+
+    Layers repeat: numbers in names count as equal, where shapes are.
+    """
+    kinds: dict[frozenset[tuple[object, ...]], list[Operator]] = {}
+    for operator in dag.adjustable:
+        read = operator.inputs[0]
+        together = (reader for reader in dag.adjustable if reader.inputs[:1] == (read,))
+        kinds.setdefault(frozenset(map(_place, together)), []).append(operator)
+    in_order = sorted(kinds.values(), key=lambda members: -sum(map(time_of, members)))
+    return [tuple(operator.op_id for operator in members) for members in in_order]
+
+
+def _place(operator: Operator) -> tuple[object, ...]:
+    name = ".".join("*" if part.isdigit() else part for part in operator.op_id.fqn.split("."))
+    return name, operator.weight_shape, operator.output_shape

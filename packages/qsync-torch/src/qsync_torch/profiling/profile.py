@@ -35,6 +35,7 @@ from qsync_core.ir.profile import (
     DeviceKind,
     DeviceMemory,
     KernelCheck,
+    MixedStep,
     OpCost,
     Profile,
     RungMemory,
@@ -59,6 +60,7 @@ from qsync_torch.profiling.benchmark_case import loss_case
 from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
 from qsync_torch.profiling.collective import measure_collective
+from qsync_torch.profiling.compiled_step import layer_kinds
 from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.handing_on import handed_on
 from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, refuse_wrong_base, right_kernels
@@ -83,6 +85,8 @@ _FORMAT = 4
 _AUTOCAST = "autocast"
 """Name under which a :class:`ResumeStore` keeps the autocast of the job's forward."""
 _MUCH_RESERVED = 1.1
+_KINDS, _COMPILE_S = 3, 300
+"""Kinds of layers whose compiled step is measured with them alone lowered, as long as compilers took no more than these seconds."""
 _WRITE_EVERY_S = 0.5
 _MAX_BYTES = 256 << 20
 
@@ -246,8 +250,18 @@ def profile(
             advance(f"whole step {variant.label}{'' if compiled is None else ', compiled'}")
             chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
+        mixed: list[MixedStep] = []
+        if compiled is not None and (rung := next((v for v in complete if v != base), None)) is not None:
+            chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
+            kinds = layer_kinds(dag, lambda operator: _base_ns(costs[index[operator.op_id][base]]))
+            for kind in kinds[:_KINDS] if len(kinds) > 1 else []:
+                if runner.compile_s > _COMPILE_S:
+                    note(f"no more than {len(mixed)} kinds of layers are measured alone in {rung.label}: compiling takes long")
+                    break
+                progress(done, total, f"whole step {rung.label} of {kind[0].fqn} and its like, compiled")
+                mixed.append(MixedStep(kind, bench.step(runner, rung, chosen, steps[0], kind)))
         if runner.compile_s:
-            note(f"{len(steps)} whole steps were compiled by {compiled}, which took {runner.compile_s:.0f} s")
+            note(f"{len(steps) + len(mixed)} whole steps were compiled by {compiled}, which took {runner.compile_s:.0f} s")
         if runner.communicates:
             note(
                 "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step "
@@ -303,6 +317,7 @@ def profile(
         alternating=alternating,
         check=KernelCheck(canary.checked, right.wrong),
         compiled=compiled,
+        mixed=tuple(mixed),
     )
 
 
@@ -436,20 +451,25 @@ class _Bench:
             return self.store.write(name, measure_case(make, choice, self.stopwatch, self.cast_effort))
 
     def step(
-        self, runner: StepRunner, variant: Variant, choices: Mapping[OpId, KernelChoice], base: StepMeasurement | None
+        self,
+        runner: StepRunner,
+        variant: Variant,
+        choices: Mapping[OpId, KernelChoice],
+        base: StepMeasurement | None,
+        lowered: tuple[OpId, ...] | None = None,
     ) -> StepMeasurement:
-        """Whole steps with every adjustable operator in one variant.
+        """Whole steps with every adjustable operator in one variant, or some of them.
 
         Raises:
             JobError: when they fail, naming the line.
         """
-        name = f"step {variant}"
+        name = f"step {variant}" if lowered is None else f"step {variant} of {' '.join(map(str, lowered))}"
         known = self.store.read(name, StepMeasurement)
         if known is not None:
             return known
         try:
             with self._noting(f"whole step in {variant.label}"):
-                measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
+                measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices, lowered)
         except Exception as error:
             # Of a function that fails under a plan, a forward says what a script can do; here a rung is what cannot run.
             failed = error.__cause__ if isinstance(error, PlanError) else error
@@ -457,7 +477,7 @@ class _Bench:
                 raise
             is_base = variant == Variant.plain(self.dag.base)
             raise JobError(_failed_step(runner.job.name, variant, is_base, failed, runner.compiled)) from error
-        if variant in runner.rungs:
+        if lowered is None and variant in runner.rungs:
             self.store.write(f"memory {variant}", runner.rungs[variant])
         return self.store.write(name, measured)
 
@@ -471,6 +491,10 @@ class _Bench:
                 f"{what}: the device waited for the CPU while its time was measured (it synchronises often, or launches more than "
                 "a launch queue holds within one call), so that its compute time may hold some of the CPU's"
             )
+
+
+def _base_ns(cost: OpCost) -> int:
+    return cost.forward_compute_ns + cost.backward_compute_ns
 
 
 def _free(operator: Operator) -> OpCost:

@@ -164,13 +164,16 @@ def measure_step(
     effort: Effort,
     base: StepMeasurement | None = None,
     chosen: Mapping[OpId, KernelChoice] | None = None,
+    lowered: Collection[OpId] | None = None,
 ) -> StepMeasurement:
     """Measure whole steps with every adjustable operator of ``dag`` in ``variant``; the runner's model is left as it was found.
+
+    ``lowered`` names those that are, where the others stay at the base precision.
 
     ``chosen`` are the kernels of each operator, PyTorch's own where it says nothing.  ``base`` is an earlier measurement of the
     same model: where its step is long, the optimizer's time, which no variant changes, is not measured again.
     """
-    with _lowered(runner, dag.index, variant, dag, chosen or {}) as applied:
+    with _lowered(runner, dag.index if lowered is None else lowered, variant, dag, chosen or {}) as applied:
         runner.watch_synchronising(stopwatch.device)
         known = _known_optimizer_ns(stopwatch.device, base)
         cut = runner.compiled is not None and runner.compiled.around_ddp and rank_count() > 1
