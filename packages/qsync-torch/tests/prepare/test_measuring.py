@@ -12,7 +12,7 @@ from qsync_core.errors import JobError
 from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.job import Batch, Job
 from qsync_torch.prepare.measuring import Bench
-from qsync_torch.profiling import compiled_step
+from qsync_torch.profiling import whole_step
 from qsync_torch.tracing.trace import trace
 
 
@@ -66,7 +66,7 @@ def test_groups_are_compared_by_compiled_steps_where_the_script_compiles_its_mod
         wrapped.forward = forward
         return wrapped
 
-    monkeypatch.setattr(compiled_step, "compiled_model", compiled)
+    monkeypatch.setattr(whole_step, "compiled_model", compiled)
     bench = Bench(job, trace(job), torch.device("cpu"), SimpleNamespace(rank=0), None, Board())
     assert bench._step().value > 0
     assert len(ran) > 2
@@ -78,7 +78,7 @@ def test_a_model_that_does_not_compile_is_refused_with_what_to_say(monkeypatch):
         raise RuntimeError("no C++ compiler was found\nand more")
 
     job = attrs.evolve(plain_job(), compiles=Compiled(Compiler.QSYNC))
-    monkeypatch.setattr(compiled_step, "compiled_model", refuse)
+    monkeypatch.setattr(whole_step, "compiled_model", refuse)
     bench = Bench(job, trace(job), torch.device("cpu"), SimpleNamespace(rank=0), None, Board())
     with pytest.raises(JobError) as error:
         bench._step()

@@ -18,9 +18,10 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Compiled, Compiler
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
+from qsync_torch.compiling.whole_model import compiled_model
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling import compiled_step
-from qsync_torch.profiling.compiled_step import compiled_model, compiling, layer_kinds, saved_bytes
+from qsync_torch.profiling import whole_step
+from qsync_torch.profiling.items import layer_kinds
 from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.profile import profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
@@ -64,7 +65,7 @@ def forward_of(monkeypatch):
         return forward, backward
 
     backend = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=parted)
-    monkeypatch.setattr(compiled_step, "compiled_model", lambda model, how, applied: torch.compile(model, backend=backend))
+    monkeypatch.setattr(whole_step, "compiled_model", lambda model, how, applied: torch.compile(model, backend=backend))
     return handed
 
 
@@ -75,21 +76,21 @@ def test_what_is_kept_is_what_the_partition_hands_to_backward(forward_of, lowere
     runs = {OpId(name): INT8 if name in lowered else BASE for name in ("0", "2", "4")}
     entries = {op_id: Assignment(variant, "aten", "", "") for op_id, variant in runs.items()}
     applied = apply_(runner.model, entries, base=Precision.BFLOAT16) if lowered else None
-    with compiling(runner, applied):
-        found = saved_bytes(runner)
+    with runner.compiling(applied):
+        found = runner.saved_bytes
     # What the loss keeps lies behind the graph: its input in float32, which its square reads.
     assert len(forward_of) == 1
     assert found == forward_of[0] + 4 * 40 * 8
 
 
 def test_a_profile_of_a_compiled_job_has_compiled_steps_and_leaves_nothing_compiled(monkeypatch):
-    compiled, made = [], compiled_step.compiled_model
+    compiled, made = [], whole_step.compiled_model
 
     def counted(model, how, applied):
         compiled.append((how.by, applied is not None))
         return made(model, how, applied)
 
-    monkeypatch.setattr(compiled_step, "compiled_model", counted)
+    monkeypatch.setattr(whole_step, "compiled_model", counted)
     job, said = job_of(), []
     measure = partial(profile, ladder=[INT8], operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK, note=said.append)
     found = measure(job, trace(job))
@@ -109,7 +110,7 @@ def test_a_profile_of_a_compiled_job_has_compiled_steps_and_leaves_nothing_compi
 
 def test_an_interrupted_profile_compiles_only_what_is_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr("qsync_torch.profiling.profile._KINDS", 1)
-    job, compiled, made = job_of(), [], compiled_step.compiled_model
+    job, compiled, made = job_of(), [], whole_step.compiled_model
     measure = partial(
         profile,
         job,
@@ -127,7 +128,7 @@ def test_an_interrupted_profile_compiles_only_what_is_not_measured(monkeypatch, 
             raise KeyboardInterrupt
         return made(model, how, applied)
 
-    monkeypatch.setattr(compiled_step, "compiled_model", once)
+    monkeypatch.setattr(whole_step, "compiled_model", once)
     with pytest.raises(KeyboardInterrupt):
         measure()
     assert len(measure().steps) == 2
@@ -159,7 +160,7 @@ def test_a_model_that_does_not_compile_is_named_with_what_to_do():
         raise RuntimeError("no C++ compiler was found\nand more")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_step, "compiled_model", refuse)
+        patch.setattr(whole_step, "compiled_model", refuse)
         with pytest.raises(JobError) as error:
             profile(job, trace(job), ladder=[], operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK)
     said = str(error.value)
@@ -241,7 +242,7 @@ def test_a_compiled_steps_timeline_attributes_nothing_and_says_so():
 
 
 def test_a_step_of_a_job_that_is_not_compiled_is_measured_as_it_is(monkeypatch):
-    monkeypatch.setattr(compiled_step, "compiled_model", None)
+    monkeypatch.setattr(whole_step, "compiled_model", None)
     job = job_of(compiles=False)
     assert job.compiles is None
     found = measure_step(StepRunner.start(job, CPU), BASE, trace(job), make_stopwatch(CPU), QUICK)

@@ -295,7 +295,8 @@ class CostModel:
         self._variants: dict[Variant | Absorbed | ChainEnd, int] = {}
         self._variant_of: list[Variant | Absorbed | ChainEnd] = []
         self._in_float32: dict[int, int] = {}
-        self._autocast = Autocast.of(dag.base, profile.device.kind, beside_plan=lowers)
+        # A compiled graph makes equal casts once, with a plan and without.
+        self._autocast = Autocast.of(dag.base, profile.device.kind, beside_plan=lowers or self._compiled)
         self._cast_before = _cast_before(dag, self._autocast)
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])

@@ -269,7 +269,8 @@ class Replayer:
 
     def _differs_lowered(self, group: str) -> bool:
         """Whether a step of plans that lower some operator takes other costs than one without a plan."""
-        differ = self.profiles[group].alternating is not None or self.dag.base is not Precision.FLOAT32
+        profile = self.profiles[group]
+        differ = profile.alternating is not None or (self.dag.base is not Precision.FLOAT32 and profile.compiled is None)
         return differ and len(self.cluster.group(group).ladder) > 1
 
     def model_of(self, group: str, variants: Variants) -> CostModel:

@@ -33,7 +33,6 @@ from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
 from qsync_torch.profiling.attention_masks import masks_told
-from qsync_torch.profiling.compiled_step import compiling
 from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
 from qsync_torch.profiling.profile import profile
@@ -260,7 +259,7 @@ class Bench:
 
         try:
             numbers, runner = itertools.count(), StepRunner.start(self.job, self.device, batches=2, compiled=self.job.compiles)
-            with compiling(runner, None):
+            with runner.compiling(None):
                 step()
                 return repeated(lambda: seconds_of(step))
         except torch.OutOfMemoryError:

@@ -60,10 +60,9 @@ from qsync_torch.profiling.benchmark_case import loss_case
 from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
 from qsync_torch.profiling.collective import measure_collective
-from qsync_torch.profiling.compiled_step import layer_kinds
 from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.handing_on import handed_on
-from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, refuse_wrong_base, right_kernels
+from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, layer_kinds, refuse_wrong_base, right_kernels
 from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch

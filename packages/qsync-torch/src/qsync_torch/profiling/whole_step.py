@@ -23,13 +23,13 @@ from qsync_core.ir.plan import Assignment
 from qsync_core.ir.profile import AlternatingDispatch, Compiled, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.compiling.whole_model import compiled_model
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.compiled_step import compiling, saved_bytes
 from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
-from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
+from qsync_torch.profiling.memory import kept_for_backward, memory_rise, passing_rise, storage_bytes
 from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
 
 if TYPE_CHECKING:
@@ -135,6 +135,37 @@ class StepRunner:
             self.synchronises = waits_for_device(lambda: self.train_step(0), device)
         return self.synchronises
 
+    @contextmanager
+    def compiling(self, applied: AppliedPlan | None) -> Iterator[None]:
+        """Have the model compiled as the script has it, under the plan that is in force; where it does not, as it is.
+
+        A first step is run, which compiles.  Afterwards the compiler forgets all its graphs: it makes no more than a few of one
+        function, and keeps their memory.
+
+        Raises:
+            Exception: whatever the compiler raises.
+        """
+        if self.compiled is None:
+            yield
+            return
+        plain = self.model
+        try:
+            self.model = compiled_model(plain, self.compiled, applied)
+            began = time.monotonic()
+            self.forward(0).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.compile_s += time.monotonic() - began
+            yield
+        finally:
+            self.model = plain
+            torch.compiler.reset()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps of a forward for its backward, beside what lives anyway; runs one."""
+        static = itertools.chain(self.model.parameters(), self.model.buffers(), self.batches[0].tensors)
+        return kept_for_backward(self.forward(0), static)
+
     @property
     def optimizer_state_bytes(self) -> int:
         """Bytes of the optimizer's state tensors of one element or more."""
@@ -177,10 +208,10 @@ def measure_step(
         runner.watch_synchronising(stopwatch.device)
         known = _known_optimizer_ns(stopwatch.device, base)
         cut = runner.compiled is not None and runner.compiled.around_ddp and rank_count() > 1
-        with compiling(runner, applied):
+        with runner.compiling(applied):
             # The step that is watched for its memory also warms up.
             peak_bytes = _peak_bytes(runner, variant, stopwatch.device, with_update=known is None)
-            kept = saved_bytes(runner)
+            kept = None if runner.compiled is None else runner.saved_bytes
             if rank_count() < 2:
                 found = _measure(runner, variant, stopwatch, effort, known, peak_bytes)
             elif not cut:
@@ -204,7 +235,7 @@ def _measure_cut(
     """The same where what is compiled is the wrapper: memory was that of graphs without cuts, and buckets are the planner's."""
     with _group_of_one() as group:
         wrapped = _wrapped(runner, group)
-        with compiling(wrapped, applied):
+        with wrapped.compiling(applied):
             found = _measure(wrapped, variant, stopwatch, effort, optimizer_ns, peak_bytes)
         runner.compile_s = wrapped.compile_s
         del wrapped
