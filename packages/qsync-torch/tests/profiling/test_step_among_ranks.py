@@ -112,3 +112,14 @@ def test_what_is_compiled_is_what_the_script_compiles(one_of_two, monkeypatch, a
     assert ran[-2:] == [compiled[-1]] * 2
     assert measured.saved_bytes > 0
     assert type(runner.model) is TwoHeads
+
+
+def test_a_model_that_asks_other_ranks_is_not_compiled(one_of_two):
+    class Asking(TwoHeads):
+        def forward(self, x):
+            dist.all_reduce(x)
+            return super().forward(x)
+
+    runner = StepRunner.start(job_of(Asking()), torch.device("cpu"), compiled=Compiled())
+    assert runner.communicates
+    assert runner.compiled is None

@@ -242,6 +242,9 @@ def profile(
             index[operator.op_id] = {FLOAT32: len(costs)}
             costs.append(bench.loss(operator, runner))
         _watch_autocast(runner.model, target, store)
+        if compiled is not None and runner.compiled is None:
+            note("ranks communicate in the model's forward, where one is compiled with the others only: whole steps are eager ones")
+        compiled = runner.compiled
         if compiled is not None:
             runner.forward(0)  # no compiler is to read who watches
         steps: list[StepMeasurement] = []

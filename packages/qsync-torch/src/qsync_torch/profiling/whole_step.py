@@ -111,6 +111,8 @@ class StepRunner:
             self.optimizer.zero_grad(set_to_none=True)
             if not self.communicates:
                 self.alone = None
+            else:
+                self.compiled = None  # no graph is made of answers in place of other ranks
 
     def forward(self, step: int) -> torch.Tensor:
         """Forward pass and loss of the batch of a step."""
