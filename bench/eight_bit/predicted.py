@@ -12,7 +12,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -34,7 +33,8 @@ from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
-from qsync_torch.profiling.profile import STEP_EFFORT, profile
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
@@ -121,8 +121,8 @@ def errors_of(name: str, bench: Bench, folder: Path) -> list[Error]:
         if plan not in measured:
             runner = runner or StepRunner.start(job, bench.device, compiled=job.compiles)
             chosen = {op_id: _choice(found, op_id) for op_id in lowered}
-            effort = Effort(2, 2, 1.0, 0.0, 0) if bench.quick else STEP_EFFORT
-            step = measure_step(runner, LOW, dag, make_stopwatch(bench.device), effort, found.steps[0], chosen, lowered)
+            stopwatch, effort = make_stopwatch(bench.device), _efforts(bench).steps
+            step = measure_step(runner, LOW, dag, stopwatch, effort, found.steps[0], chosen, lowered)
             measured[plan] = {"ns": step.iteration_ns, "bytes": step.peak_bytes}
             write_atomically(kept, json.dumps({"profile": digest(found), "plans": measured}).encode())
         variants = {operator.op_id: LOW if operator.op_id in lowered else BASE for operator in dag.adjustable}
@@ -132,21 +132,16 @@ def errors_of(name: str, bench: Bench, folder: Path) -> list[Error]:
     return errors
 
 
+def _efforts(bench: Bench) -> Efforts:
+    short = Effort(2, 2, 1.0, 0.0, 0)
+    return Efforts(short, short, short) if bench.quick else Efforts()
+
+
 def _profiled(job: Job, dag: PrecisionDag, bench: Bench, path: Path) -> Profile:
     if path.exists() and (kept := load(path, Profile)).dag_digest == digest(dag):
         return kept
-    short = Effort(2, 2, 1.0, 0.0, 0)
-    efforts: Mapping[str, Any] = {f"{what}_effort": short for what in ("operator", "cast", "step")} if bench.quick else {}
-    found = profile(
-        job,
-        dag,
-        device=bench.device,
-        ladder=[LOW],
-        resume=path.with_suffix(".partial"),
-        with_collectives=False,
-        note=bench.say,
-        **efforts,
-    )
+    asked = ProfileRequest(bench.device, ladder=[LOW], with_collectives=False, efforts=_efforts(bench))
+    found = profile(job, dag, asked, resume=path.with_suffix(".partial"), note=bench.say)
     save(found, path)
     gc.collect()
     return found

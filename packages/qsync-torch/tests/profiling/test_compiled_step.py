@@ -21,15 +21,17 @@ from qsync_torch.apply.apply import apply_
 from qsync_torch.compiling.whole_model import compiled_model
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import layer_kinds
 from qsync_torch.profiling.measured_timeline import measured_timeline
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import CudaStopwatch, Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
 
 CPU = torch.device("cpu")
 QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0, warmup=0)
+EFFORTS = Efforts(QUICK, QUICK, QUICK)
 EAGER_KERNELS = Compiled(backend="aot_eager")
 BASE, INT8 = Variant.plain(Precision.BFLOAT16), Variant.of(Precision.INT8, sixteen_bit=Precision.BFLOAT16)
 
@@ -92,7 +94,7 @@ def test_a_profile_of_a_compiled_job_has_compiled_steps_and_leaves_nothing_compi
 
     monkeypatch.setattr(whole_step, "compiled_model", counted)
     job, said = job_of(), []
-    measure = partial(profile, ladder=[INT8], operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK, note=said.append)
+    measure = partial(profile, asked=ProfileRequest(ladder=[INT8], efforts=EFFORTS), note=said.append)
     found = measure(job, trace(job))
     assert found.compiled == EAGER_KERNELS
     assert compiled == [(Compiler.TORCH, False), *[(Compiler.TORCH, True)] * 4]
@@ -111,16 +113,7 @@ def test_a_profile_of_a_compiled_job_has_compiled_steps_and_leaves_nothing_compi
 def test_an_interrupted_profile_compiles_only_what_is_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr("qsync_torch.profiling.profile._KINDS", 1)
     job, compiled, made = job_of(), [], whole_step.compiled_model
-    measure = partial(
-        profile,
-        job,
-        trace(job),
-        ladder=[INT8],
-        operator_effort=QUICK,
-        cast_effort=QUICK,
-        step_effort=QUICK,
-        resume=tmp_path / "kept",
-    )
+    measure = partial(profile, job, trace(job), ProfileRequest(ladder=[INT8], efforts=EFFORTS), resume=tmp_path / "kept")
 
     def once(model, how, applied):
         compiled.append(applied is not None)
@@ -162,7 +155,7 @@ def test_a_model_that_does_not_compile_is_named_with_what_to_do():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_step, "compiled_model", refuse)
         with pytest.raises(JobError) as error:
-            profile(job, trace(job), ladder=[], operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK)
+            profile(job, trace(job), ProfileRequest(ladder=[], efforts=EFFORTS))
     said = str(error.value)
     assert "a training step of three-layers, compiled by torch.compile, fails" in said
     assert "no C++ compiler was found" in said

@@ -27,9 +27,8 @@ from qsync_torch.compiling.whole_model import compiled_model
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
-from qsync_torch.profiling.memory import kept_for_backward, memory_rise, passing_rise, storage_bytes
+from qsync_torch.profiling.memory import kept_for_backward, measure_memory, memory_rise, passing_rise, storage_bytes
 from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
 
 if TYPE_CHECKING:
