@@ -26,7 +26,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.activation import build_activation_grad_input, build_activation_output
 from qsync_torch.aten.batch_norm import build_batch_norm_grad_input, build_batch_norm_output
-from qsync_torch.aten.layer_norm import build_layer_norm_output, layer_norm_grad_input
+from qsync_torch.aten.row_norms import build_layer_norm_output, layer_norm_grad_input
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.observing.noise_response import NoiseResponse, Phase
 from qsync_torch.observing.rounding_noise import int8_scale
@@ -326,7 +326,7 @@ class _Keeping:
             kernel = build_batch_norm_output(self.variant, ALONE)
             kernel(x, None, None, self.call.eps, None, None, mean, spread, None, None, *no_copy, *keep, None, 0, self.seed, 0)
         elif self.producer is Producer.LAYER_NORM:
-            kernel = build_layer_norm_output(self.variant)
+            kernel = build_layer_norm_output(self.variant, ALONE)
             kernel(x, None, None, self.call.eps, None, None, mean, spread, None, *no_copy, *keep, 0, self.seed, 0)
         else:
             build_activation_output(self.variant, self.form)(x, None, *no_copy, *keep, 0, self.seed, 0)
