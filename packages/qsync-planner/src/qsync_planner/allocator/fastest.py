@@ -157,7 +157,8 @@ class GroupChoices:
                 profile = scaling.profile_at(batch)
                 # Bringing memory to measured peaks, and other rungs to their steps, takes long, and is not asked for.
                 steps = [attrs.evolve(step, peak_bytes=0) for step in profile.steps if lowers or step.variant == base]
-                scaled = attrs.evolve(profile, steps=tuple(steps))
+                mixed = [attrs.evolve(one, step=attrs.evolve(one.step, peak_bytes=0)) for one in profile.mixed]
+                scaled = attrs.evolve(profile, steps=tuple(steps), mixed=tuple(mixed))
                 calibration = self.jobs.whole.calibrated(name, scaled, lowers=lowers).calibration
             self._scaled[key] = (*scaling.kernels_at(batch), calibration)
         return self._scaled[key]
