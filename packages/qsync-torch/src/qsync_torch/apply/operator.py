@@ -211,6 +211,11 @@ class Operator:
         """Whether it runs in another variant than the job does by itself."""
         return self.assigned.variant != Variant.plain(self._in_force.base)
 
+    @property
+    def label(self) -> str:
+        """What it runs as, where it is lowered; else empty."""
+        return self.assigned.variant.label if self.is_lowered else ""
+
     def _seeds(self, weight: torch.Tensor) -> Seeds:
         """Which random numbers a call takes; float formats take none."""
         if not self._binding.is_quantized:
@@ -338,6 +343,7 @@ class _NotLowered:
     """What stands where a plan has no variant to run: as its weight is read, so it is looked at."""
 
     follows_casts = False
+    label = ""
 
     def __init__(self, name: str, in_force: InForce) -> None:
         self.forms: set[tuple[str, bool]] = set()
