@@ -11,8 +11,9 @@ from hand_models import BF16, FP32, I8, profile, single_group
 from synthetic import INT8
 
 from qsync_core.artifacts.files import digest
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import PlanError
-from qsync_core.ir.chain import UNFUSED, ChainForm, ChainVariant, chains_of
+from qsync_core.ir.chain import UNFUSED, ChainForm, ChainVariant
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
