@@ -36,7 +36,7 @@ class ChainBuilder(GraphBuilder):
         shape: tuple[int, ...] = (),
         op_class: OpClass | None = None,
     ) -> OpId:
-        """A norm, a function, an addition or a product; norms have a weight and a bias of ``affine`` elements where that is not 0."""
+        """A norm, a function, an addition or a product; a norm's weight and bias have ``affine`` elements, where that is not 0."""
         reads: list[Any] = [{"input": i} for i in range(len(inputs))]
         scale: list[Any] = [{"parameter": 0, "shape": [affine]}, {"parameter": 1, "shape": [affine]}] if affine else [None, None]
         shape = shape or self._by_id[inputs[0]].output_shape
@@ -114,8 +114,21 @@ def chained_dags(draw: st.DrawFn, most: int = 10, image: tuple[int, ...] = IMAGE
     for i in range(draw(st.integers(1, most))):
         kind = draw(
             st.sampled_from(
-                ["conv", "conv", "block", "block", "residual", "batch_norm", "layer_norm", "add", "relu", "pool"]
-                + ["rms_norm", "written", "gated"]
+                [
+                    "conv",
+                    "conv",
+                    "block",
+                    "block",
+                    "residual",
+                    "batch_norm",
+                    "layer_norm",
+                    "add",
+                    "relu",
+                    "pool",
+                    "rms_norm",
+                    "written",
+                    "gated",
+                ]
             )
         )
         x = draw(st.sampled_from(known[-3:]))

@@ -17,6 +17,7 @@ from hypothesis_profiles import tries
 from qsync_core.artifacts.files import load
 from qsync_core.chains.calls import eps_of
 from qsync_core.chains.finding import chains_of, found_in
+from qsync_core.chains.unchained import unchained, unchained_line
 from qsync_core.ir.chain import Activation, Chain, ChainVariant, Producer
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -323,6 +324,28 @@ def test_functions_by_their_call() -> None:
         (Producer.BATCH_NORM, Activation.NONE),
         (Producer.ACTIVATION, Activation.GELU),
     ]
+
+
+def test_what_no_chain_delivers_says_why() -> None:
+    g = Graph()
+    x = g.add("x", "input", shape=ROWS)
+    g.add("m.first", "linear", x)
+    g.add("m.q", "linear", g.add("tanh", "tanh", "m.first"))
+    g.add("m.k", "linear", "tanh")
+    g.add("m.o", "linear", g.add("norm", "layer_norm", "m.q"))
+    g.add("pooler", "linear", "norm", shape=(2, 8))
+    g.operators[-1] = attrs.evolve(g.operators[-1], input_shapes=((2, 8),))
+    g.add("m.down", "linear", g.add("wide", "layer_norm", "m.o", call={"args": [{"input": 0}, [4, 8], None, None, 1e-5, False]}))
+    g.add("up", "mul", g.add("silu", "silu", "m.down"), g.add("other", "tanh", "m.down"))
+    g.add("beside", "tanh", "silu")
+    g.add("m.last", "linear", "up")
+    assert list(map(str, unchained(g.dag()))) == [
+        "tanh before q, k: no producer computes it",
+        "layer_norm before pooler: a view of it is read",
+        "layer_norm before down: it normalizes several dimensions, or its weight is computed",
+        "mul before last: something else reads its silu, or that is written over its operand",
+    ]
+    assert unchained_line(g.dag()).startswith("1 × tanh before q, k: no producer computes it; 1 × layer_norm before pooler")
 
 
 def counted(name: str) -> Counter[tuple[str, str, bool, int]]:
