@@ -23,7 +23,8 @@ from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_torch.devices import device_type  # noqa: E402
 from qsync_torch.job import Batch, Job  # noqa: E402
-from qsync_torch.profiling.profile import profile  # noqa: E402
+from qsync_torch.profiling.bench import Efforts  # noqa: E402
+from qsync_torch.profiling.profile import ProfileRequest, profile  # noqa: E402
 from qsync_torch.timing import Effort  # noqa: E402
 from qsync_torch.tracing.trace import trace  # noqa: E402
 
@@ -62,10 +63,8 @@ def job():
 def test_chains_are_timed_on_the_named_backend(job):
     """A chain's kernels read and write at the speed of memory: 4 MiB and more take microseconds, and not none."""
     dag = trace(job)
-    found = profile(
-        job, dag, device=DEVICE, ladder=(INT8, FLOAT32), backend=BACKEND, with_chains=True,
-        operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK,
-    )  # fmt: skip
+    efforts = Efforts(QUICK, QUICK, QUICK)
+    found = profile(job, dag, ProfileRequest(DEVICE, ladder=(INT8, FLOAT32), backend=BACKEND, with_chains=True, efforts=efforts))
     assert {name for entry in found.chains for name in entry.chains} == {chain.name for chain in chains_of(dag)}
     for entry in found.chains:
         assert entry.cost.backend.split("+")[0] == BACKEND.split("+")[0]

@@ -15,17 +15,18 @@ from qsync_core.ir.semantics import chain_result, chain_run
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling import bench
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.chain_cost import chain_case, distinct_chains
-from qsync_torch.profiling.profile import profile
-from qsync_torch.timing import Effort
+from qsync_torch.profiling.profile import ProfileRequest, profile
+from qsync_torch.timing import Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 
 from ..compiling.chained_models import Bert, ResNet, Vgg, images
 
 QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}
+EFFORTS = Efforts(QUICK, QUICK, QUICK)
 INT8, BFLOAT16, FLOAT32 = (Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 LADDER = (INT8, BFLOAT16, FLOAT32)
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def dag(job):
 
 @pytest.fixture(scope="module")
 def found(job, dag):
-    return profile(job, dag, ladder=LADDER, with_chains=True, **EFFORTS)
+    return profile(job, dag, ProfileRequest(ladder=LADDER, with_chains=True, efforts=EFFORTS))
 
 
 def test_every_chain_is_measured_however_its_neighbours_run(dag, found):
@@ -81,7 +82,7 @@ def test_every_chain_is_measured_however_its_neighbours_run(dag, found):
 
 def test_it_can_be_stored_and_nothing_else_differs(job, dag, found):
     assert artifact.from_bytes(artifact.to_bytes(found), Profile) == found
-    without = profile(job, dag, ladder=LADDER, **EFFORTS)
+    without = profile(job, dag, ProfileRequest(ladder=LADDER, efforts=EFFORTS))
     assert without.chains == ()
     assert b"chains" not in artifact.to_bytes(attrs.evolve(without, check=None))  # which a later version added
     assert without.cost_index == found.cost_index
@@ -137,9 +138,7 @@ def test_what_a_chain_keeps(model, make):
         choice = KernelChooser(CPU).for_chain(item.requests(CPU))
         if choice is None:
             continue
-        cost = profile_module.measure_case(
-            lambda item=item: chain_case(dag, item, KernelChoice(), CPU), choice, profile_module.make_stopwatch(CPU), QUICK
-        )
+        cost = bench.measure_case(lambda item=item: chain_case(dag, item, KernelChoice(), CPU), choice, make_stopwatch(CPU), QUICK)
         assert cost.saved_own_bytes == elements_kept(dag, item), item.run
         as_it_is = not item.run.variant.saved.needs_scale and not item.chain.normalizes_a_sum
         assert len(cost.saves_inputs) == (len(item.chain.operands) if as_it_is else 0)
@@ -148,7 +147,7 @@ def test_what_a_chain_keeps(model, make):
 
 
 def test_a_killed_run_continues_with_the_chains_that_are_left(job, dag, tmp_path, monkeypatch):
-    measured, original = [], profile_module.measure_case
+    measured, original = [], bench.measure_case
 
     def counting(*arguments):
         measured.append(1)
@@ -156,9 +155,9 @@ def test_a_killed_run_continues_with_the_chains_that_are_left(job, dag, tmp_path
             raise KeyboardInterrupt
         return original(*arguments)
 
-    monkeypatch.setattr(profile_module, "measure_case", counting)
+    monkeypatch.setattr(bench, "measure_case", counting)
     with pytest.raises(KeyboardInterrupt):
-        profile(job, dag, ladder=LADDER, with_chains=True, resume=tmp_path / "x.partial", **EFFORTS)
-    profile(job, dag, ladder=LADDER, with_chains=True, resume=tmp_path / "x.partial", **EFFORTS)
+        profile(job, dag, ProfileRequest(ladder=LADDER, with_chains=True, efforts=EFFORTS), resume=tmp_path / "x.partial")
+    profile(job, dag, ProfileRequest(ladder=LADDER, with_chains=True, efforts=EFFORTS), resume=tmp_path / "x.partial")
     ways = [item for item in distinct_chains(dag, LADDER) if KernelChooser(CPU).for_chain(item.requests(CPU)) is not None]
     assert len(measured) == len(ways) + 1

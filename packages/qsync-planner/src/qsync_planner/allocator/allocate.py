@@ -49,12 +49,15 @@ from qsync_planner.allocator.notes import (
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.request import Request
 from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
+from qsync_planner.allocator.time_left import TimeLeft
 from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.estimating.marks import estimate_notes, estimated_groups
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.replay import group_variants
 
+_SPLITS = 8
+"""The part of the time left that looking for a plan under one more split of the batch may take."""
 _NEW_OBJECTS = 200_000
 """That are made, and not freed, before Python looks for circles among them."""
 
@@ -122,7 +125,7 @@ class _Allocation:
             raise PlanError(f"the solver {request.name} needs a sensitivity; make one with 'qsync indicate'")
         if request.communication and inputs.communication is None:
             raise PlanError(NEEDS_COSTS)
-        self._inputs, self._request, self._progress = inputs, request, progress
+        self._inputs, self._request, self._progress, self._left = inputs, request, progress, TimeLeft(None)
         self._effort = EXACT if request.solver == "exact" else AUTO
         keep = kept_operators(inputs.dag, request.keep)
         problem = self._problem = build_problem(inputs, with_chains=request.chooses_chains, keep=keep)
@@ -174,7 +177,8 @@ class _Allocation:
         if not request.needs_sensitivity:
             return Freed(problem, self._full if request.solver == "full" else self._balanced.solution), self._limit_ns
         wanted = fastest_by_ctas(self._uniform.periods_ns, ANY_TIME_NS if request.objective == "time" else self._limit_ns)
-        each = request.seconds
+        self._left = TimeLeft(request.seconds)
+        each = self._left.share(2 if request.batch == "free" else 1)
         if each is not None and len(self._ways.settings) > 1:
             each /= len(wanted) + 1
         solution, limit_ns = self._under_ways(self._start, wanted, lambda start: self._best(start, each))
@@ -241,7 +245,11 @@ class _Allocation:
         """The plan of the least Σ Ω with other local batches."""
         start = _Start.under(problem, ways, ways.settings[0], self._start.starts)
         wanted = fastest_by_ctas(ways.periods_ns(problem.variants(start.state.all_rungs())), margin_ns)
-        return self._under_ways(start, wanted, lambda start: (self._planned(start, margin_ns), margin_ns))[0]
+
+        def solve(start: _Start) -> tuple[Solution, int]:
+            return self._planned(start, margin_ns, self._left.share(_SPLITS)), margin_ns
+
+        return self._under_ways(start, wanted, solve)[0]
 
     def _fastest_at_batches(self, problem: Problem, ways: Ways, rungs: Mapping[str, Rungs]) -> Iterator[Solution]:
         """These rungs with other local batches, and the fastest plan that is found from them."""
@@ -250,7 +258,7 @@ class _Allocation:
         yield first.with_one_reason(problem, "the fastest with these local batches")
         wanted = fastest_by_ctas(first.periods_ns, ANY_TIME_NS)
         try:
-            yield self._under_ways(start, wanted, lambda start: self._best(start, None))[0]
+            yield self._under_ways(start, wanted, lambda start: self._best(start, self._left.share(_SPLITS)))[0]
         except InfeasibleError:
             return  # no plan of these batches has so small a Σ Ω
 

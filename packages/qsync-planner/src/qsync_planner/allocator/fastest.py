@@ -30,7 +30,7 @@ from qsync_planner.replayer.cost_model import Calibration
 from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.replay import Replayer, base_rung
 from qsync_planner.replayer.scaled_work import Integers, ScaledWork
-from qsync_planner.replayer.step_timing import Condensed, StepTiming
+from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTiming
 
 WORTH_IT = 1.005
 """A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
@@ -259,6 +259,9 @@ class _Pace:
         self.most = max((limit for _, limit in self._limits), default=0)
         self._known: dict[int, tuple[int, Choice]] = {}
         self._batches: list[int] = []
+        self._shape: StepShape | None = None
+        self._longest: list[int] = []
+        """By batch that is known, the longest pace up to it."""
 
     def ask(self, batch: int) -> bool:
         """Make the pace at a batch known; whether it was not."""
@@ -269,6 +272,7 @@ class _Pace:
         best = min(times)
         self._known[batch] = best, able[times.index(best)]
         bisect.insort(self._batches, batch)
+        self._longest = [*itertools.accumulate((self._known[known][0] for known in self._batches), max)]
         return True
 
     def ask_first(self, traced: int) -> None:
@@ -302,17 +306,18 @@ class _Pace:
         """The pace, never falling with the batch: where fewer samples take longer, theirs."""
         after = bisect.bisect_left(self._batches, batch)
         high = self._batches[after]
-        above = max(self._known[known][0] for known in self._batches[: after + 1])
+        above = self._longest[after]
         if high == batch:
             return above
-        low, below = self._batches[after - 1], max(self._known[known][0] for known in self._batches[:after])
+        low, below = self._batches[after - 1], self._longest[after - 1]
         return below + (above - below) * (batch - low) // (high - low)
 
     def _period_ns(self, choice: Choice, batch: int) -> int:
         work = self._choices.work(self.group, choice, batch)
         synchronises = self._replayer.cluster.group(self.group).sync_per_step
-        shape = work.shape(self._replayer.shape(self.group))
-        return StepTiming(work, shape, synchronises=synchronises).times().period_ns
+        if self._shape is None:  # runs of operators are the same for all choices and batches
+            self._shape = work.shape(self._replayer.shape(self.group))
+        return StepTiming(work, self._shape, synchronises=synchronises).times().period_ns
 
 
 def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced: int) -> tuple[int, ...] | None:

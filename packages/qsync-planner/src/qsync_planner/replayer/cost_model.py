@@ -7,9 +7,9 @@ a rebuild from scratch agree bit for bit (docs/design/cost-mapper.md#incremental
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
@@ -24,6 +24,7 @@ from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.chains import Absorbed, ChainEnd, Chains
 from qsync_planner.replayer.max_plus import Work, kernel
 
+T = TypeVar("T")
 GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _FREE = OpCost(0, 0, 0, 0)
 _KEYS = itertools.starmap(CastKey, itertools.product(Precision, Precision, Granularity, Rounding, (True, False)))
@@ -277,6 +278,14 @@ class CostModel:
         self._shapes: dict[tuple[object, ...], int] = {}
         self._shape_of: dict[int, int] = {}
         self._equal: dict[tuple[object, ...], Evaluation] = {}
+        self._facts: dict[object, Any] = {}
+
+    def once(self, work_out: Callable[[CostModel], T]) -> T:
+        """What a function makes of this model: worked out when it is first asked for, and the same again."""
+        if work_out not in self._facts:
+            self._facts[work_out] = work_out(self)
+        fact: T = self._facts[work_out]
+        return fact
 
     @property
     def chains(self) -> Chains:

@@ -35,7 +35,7 @@ from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.plan import OUTSIDE
 from qsync_core.ir.profile import Profile
 from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.cost_model import GRADIENT_NBYTES, Evaluation, Wiring
+from qsync_planner.replayer.cost_model import GRADIENT_NBYTES, CostModel, Evaluation, Wiring
 from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
 from qsync_planner.replayer.process_memory import ProcessMemory
@@ -250,6 +250,31 @@ class MemoryLayout:
         return tuple(found)
 
 
+class _KnownIntervals:
+    """What the ledgers of one layout of a model share.
+
+    Attributes:
+        concerned: the operators on whose states an operator's tensors depend, beside its own, by the position of that operator.
+        intervals: of an operator's tensors, by its position and these states.
+    """
+
+    def __init__(self, layout: MemoryLayout) -> None:
+        count, wiring = layout.count, layout.wiring
+        self.layout = layout
+        self.backward_of = [layout.backward_of(position) for position in range(count)]
+        self.operator_at = [*range(count), *reversed(range(count)), 0]
+        self.concerned = [*wiring.readers]
+        for position, others in layout.handing_on.items():
+            indirect = [reader for reader, _ in layout.indirect_reads[position]]
+            self.concerned[position] = tuple(dict.fromkeys((*self.concerned[position], *others, *indirect)))
+        self.intervals: dict[tuple[object, ...], Intervals] = {}
+
+
+def _known_layouts(_: CostModel) -> dict[tuple[bool, bool, bool], _KnownIntervals]:
+    """What ledgers of a model share, by how its layouts differ."""
+    return {}
+
+
 class MemoryBefore(NamedTuple):
     """What a refresh replaced, and what it added: bytes from one moment to another, and at a moment."""
 
@@ -271,22 +296,17 @@ class MemoryLedger:
         self, mapper: CostMapper, *, distributed: bool = True, bucket_views: bool = False, accumulates: bool = False
     ) -> None:
         self._mapper = mapper
-        layout = self._layout = MemoryLayout(
-            mapper.dag, mapper.wiring, mapper.model.profile, distributed, bucket_views, accumulates
-        )
+        known, key = mapper.model.once(_known_layouts), (distributed, bucket_views, accumulates)
+        if key not in known:
+            known[key] = _KnownIntervals(MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, *key))
+        layout = self._layout = known[key].layout
         count = layout.count
         self.static_bytes = layout.static_bytes
-        self._backward_of = [layout.backward_of(position) for position in range(count)]
-        self._operator_at = [*range(count), *reversed(range(count)), 0]
+        self._backward_of, self._operator_at = known[key].backward_of, known[key].operator_at
         self._delta = [*layout.parameter_gradients]
         self._moment = [0] * (2 * count + 1)
         self._correction = 0
-        self._known: dict[tuple[object, ...], Intervals] = {}
-        self._concerned = [*mapper.wiring.readers]
-        """Operators on whose states an operator's tensors depend, beside its own, by the position of that operator."""
-        for position, others in layout.handing_on.items():
-            indirect = [reader for reader, _ in layout.indirect_reads[position]]
-            self._concerned[position] = tuple(dict.fromkeys((*self._concerned[position], *others, *indirect)))
+        self._known, self._concerned = known[key].intervals, known[key].concerned
         self._tensors: list[Intervals] = [[] for _ in range(count)]
         self._own: list[OwnBytes] = [(0, 0, 0, 0)] * count
         self._replace(range(count), range(count))

@@ -30,7 +30,9 @@ from qsync_torch.kernels.library_ops import PLAIN_TENSORS
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
-from qsync_torch.operators.casts import CastCache, Seeds, apply_of
+from qsync_torch.operators.autograd import apply_of
+from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import Seeds
 from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
 from qsync_torch.operators.step_key import StepKey

@@ -18,12 +18,14 @@ from qsync_torch.cli.options import (
     PATH,
     LadderChoice,
     batch_size_option,
+    chains_option,
     chosen_device,
     dag_option,
     device_option,
     graph_of,
     ladder_options,
     partial_file,
+    quieten_torch,
     remove_partial,
     tune_option,
 )
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     help="Kernel backend; a+b takes b for what a does not offer, auto whatever is tuned fastest.  [auto on a GPU, aten on a CPU]",
 )
 @click.option("--tuning", type=PATH, default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
-@click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
+@chains_option
 @tune_option
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
 @json_option
@@ -74,8 +76,7 @@ def profile(
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  An interrupted run continues where it stopped
     when it is started again with the same output.  Under torchrun, all-reduces of the gradient buckets are measured as well.
     """
-    # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quieten_torch()
     from qsync_torch.devices import device_type, gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import (
         KIND_OF_DEVICE,
@@ -89,6 +90,7 @@ def profile(
     from qsync_torch.kernels.installed import check_store
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.items import check_base
+    from qsync_torch.profiling.profile import ProfileRequest
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
     from qsync_torch.tuning.job_tuning import tune_job
@@ -110,10 +112,6 @@ def profile(
             raise QSyncError(f"--memory-cap: {error}") from None
 
     unfinished = partial_file(output)
-
-    def note(text: str) -> None:
-        say(f"note: {text}")
-
     with watched("qsync profile", members_to_be("watch")), process_group_from_environment(target) as rank:
         with together("qsync profile", slow=True), job_code(job):
             check_store(target, tuning)
@@ -130,16 +128,10 @@ def profile(
             found = run_profile(
                 loaded,
                 dag,
-                device=target,
-                share=share,
-                memory_cap_bytes=cap,
-                ladder=variants,
-                backend=backend,
-                tuning=tuning,
-                with_chains=chains,
+                ProfileRequest(target, share, cap, variants, backend, tuning, with_chains=chains),
                 resume=unfinished,
                 progress=update,
-                note=note,
+                note=lambda text: say(f"note: {text}"),
             )
             if rank == 0:
                 artifact.save(found, output)

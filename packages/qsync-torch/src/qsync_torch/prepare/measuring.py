@@ -14,7 +14,7 @@ import torch
 
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest, load, save, to_bytes
-from qsync_core.errors import ArtifactError, JobError, QSyncError
+from qsync_core.errors import ArtifactError, BackendError, JobError, QSyncError
 from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
@@ -27,19 +27,20 @@ from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
-from qsync_torch.observing.observe import STEPS, WARMUP, observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import JobFault
+from qsync_torch.prepare.attention_masks import masks_told
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
-from qsync_torch.profiling.attention_masks import masks_told
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
-from qsync_torch.profiling.profile import STEP_EFFORT, profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
 from qsync_torch.tracing.trace import trace
-from qsync_torch.tuning.job_tuning import TUNING_S, tune_job
+from qsync_torch.tuning.job_tuning import TUNING_S, compile_planned, tune_job
 
 Run = Callable[[Mapping[str, str]], Made]
 """Makes a part of its inputs."""
@@ -153,12 +154,8 @@ class Bench:
             found = profile(
                 self.job,
                 self.dag,
-                device=self.device,
-                share=group.share,
-                ladder=group.ladder,
+                ProfileRequest(self.device, group.share, ladder=group.ladder, with_collectives=False, with_chains=self.chains),
                 resume=self.folder.run.partial(self.folder.run.profile(group.name)),
-                with_collectives=False,
-                with_chains=self.chains,
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
@@ -192,6 +189,19 @@ class Bench:
         software = {name: self.me.software[name] for name in ("torch", "qsync-torch")}
         inputs = {"graph": digest(self.dag), **software, "optimizer": describe_optimizer(self.job), "rungs": _texts(wanted)}
         return self._unless_kept("observations", inputs, run)
+
+    def compile(self, group: Group) -> None:
+        """Compile on this machine what its ranks of a group train with, under every plan that has them."""
+        stage, run = self.board.stage("compiling kernels"), self.folder.run
+        if self.device.type != "cuda":
+            return
+        for names in run.planned_groups():
+            if group.name in names and (plan := run.load_plan(names)).dag_digest == digest(self.dag):
+                try:
+                    compile_planned(self.dag, plan.group(group.name).assignments, self.device, stage)
+                except BackendError as error:  # which training would meet
+                    self.board.note(str(error))
+        stage(1, 1, "")
 
     def forget_partials(self, made: Iterable[str]) -> None:
         """Remove what was kept for parts that are finished now."""
@@ -275,7 +285,7 @@ class Bench:
         """Say by how much predictions are off where the script compiles its model, as a sentence."""
         self.board.stage("profiling")(0, 1, "a compiled step")
         try:
-            compiled = measure_compiled(self.job, self.dag, self.device, STEP_EFFORT)
+            compiled = measure_compiled(self.job, self.dag, self.device, Efforts().steps)
         except Exception as error:  # of a compiler: what PyTorch, Triton or a C++ compiler says
             return (
                 f"how far predictions for {group} are off is not known: its step fails once compiled ({first_line(error)}), and "
@@ -294,10 +304,7 @@ class Bench:
                 return observe(
                     self.job if alone is None else attrs.evolve(self.job, loss=_followed(self.job.loss, alone)),
                     self.dag,
-                    variants,
-                    warmup=WARMUP,
-                    steps=STEPS,
-                    device=self.device,
+                    ObserveRequest(variants, device=self.device),
                     earlier=earlier,
                     checkpoint=lambda so_far: save(so_far, partial),
                     announce=self.board.note,

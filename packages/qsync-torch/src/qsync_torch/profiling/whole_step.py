@@ -26,9 +26,8 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
-from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
+from qsync_torch.profiling.memory import measure_memory, memory_rise, passing_rise, storage_bytes
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch, relative_spread, repeat
 
 BATCHES = 4

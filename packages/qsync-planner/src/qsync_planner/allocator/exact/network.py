@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from qsync_planner.allocator.exact.program import CONSTANT, Indicator, silent_solver
+from qsync_planner.allocator.exact.program import Indicator, silent_solver
 from qsync_planner.allocator.exact.stages import Indices, Numbers, Stage
 
 _DUAL_ROUNDS = 200
@@ -110,11 +110,22 @@ class Network:
         offsets = np.concatenate([[0], np.cumsum([len(entry) for entry in found])])
         return Row(np.concatenate(found)[offsets[self.stage] + self.arc], most - constant)
 
-    def least(self, costs: Numbers, *, most: bool = False) -> Numbers:
-        """What the rest of a path costs at least (or at most), by state; infinite where nothing leads to the end."""
-        sign = -1.0 if most else 1.0
-        costs = sign * costs
-        return sign * np.asarray(self._backward(self._group_least(costs)))
+    def least(self, costs: Numbers, arcs: Indices) -> Numbers:
+        """What the rest of a path over some arcs costs at least, by state, for several costs at once; infinite where none leads on.
+
+        Args:
+            costs: of shape (arcs, kinds of costs).
+            arcs: the only ones that are taken, ascending.
+        """
+        rest: Numbers = np.full((self.states, costs.shape[1]), np.inf)
+        rest[-1] = 0.0
+        groups = self._group_of[arcs]
+        begins = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+        least = np.minimum.reduceat(costs, begins, axis=0)
+        for number in range(len(begins) - 1, -1, -1):
+            source, target = self._ends[groups[begins[number]]]
+            np.minimum(rest[source], least[number] + rest[target], out=rest[source])
+        return rest
 
     def _group_least(self, costs: Numbers) -> list[float]:
         found: list[float] = np.minimum.reduceat(costs, self._groups).tolist() if len(costs) else []
@@ -206,11 +217,11 @@ class Network:
 
 def dense(expression: Indicator, columns: int) -> tuple[Numbers, float]:
     """An expression's coefficients by column, and its constant."""
-    found: Numbers = np.zeros(columns)
-    for column, coefficient in expression.items():
-        if column != CONSTANT:
-            found[column] += coefficient
-    return found, float(expression.get(CONSTANT, 0))
+    found: Numbers = np.zeros(columns + 1)
+    count = len(expression)
+    # A constant's key is the last place.
+    found[np.fromiter(expression, dtype=np.int64, count=count)] = np.fromiter(expression.values(), dtype=np.float64, count=count)
+    return found[:-1], float(found[-1])
 
 
 @attrs.frozen(eq=False)
@@ -226,17 +237,21 @@ class Mixture:
     weights: tuple[float, ...]
 
 
-def best_prices(network: Network, rows: Sequence[Row], known: Sequence[Indices], scale: float) -> tuple[Priced, Mixture]:
+def best_prices(
+    network: Network, rows: Sequence[Row], known: Sequence[Indices], scale: float, *, shares: int = 0
+) -> tuple[Priced, Mixture]:
     """The prices of the highest bound, nearly, and the mixture of paths that costs as much.
 
     Args:
         known: paths to begin with, better such as keep all rows.
         scale: what costs are divided by.
+        shares: so many rows, the first ones, have prices that are 1 together: what the largest of them takes is minimised.
     """
-    master, paths = _Master(rows, scale), list(known)
+    master, paths = _Master(rows, scale, shares), list(known)
     for path in known:
         master.add(network.cost[path].sum(), [row.amounts[path].sum() - row.most for row in rows])
     best, prices, weights = -math.inf, np.zeros(len(rows)), np.zeros(0)
+    prices[:shares] = 1 / max(1, shares)
     if paths:
         _, prices, weights = master.solve()
     found = prices
@@ -259,17 +274,20 @@ def best_prices(network: Network, rows: Sequence[Row], known: Sequence[Indices],
 
 
 class _Master:
-    """maximise η  subject to  η ≤ cost[p] + λ · g[p] for every path p,  λ ≥ 0."""
+    """maximise η  subject to  η ≤ cost[p] + λ · g[p] for every path p,  λ ≥ 0,  and the first ``shares`` of λ are 1 together."""
 
-    def __init__(self, rows: Sequence[Row], scale: float) -> None:
+    def __init__(self, rows: Sequence[Row], scale: float, shares: int) -> None:
         self._solver: Any = silent_solver()
         self._scale = scale
         self._units = [max(1.0, float(np.ptp(row.amounts)) if len(row.amounts) else 1.0) for row in rows]
-        count = len(rows)
+        self._units[:shares] = [scale] * shares
+        self._shares, count = shares, len(rows)
         for name, value in (("threads", 1), ("presolve", "off")):
             self._solver.setOptionValue(name, value)
         self._solver.addVars(count + 1, np.append(np.zeros(count), -1e9), np.append(np.full(count, _MOST_PRICE), 1e9))
         self._solver.changeColCost(count, -1.0)
+        if shares:
+            self._solver.addRow(1.0, 1.0, shares, np.arange(shares, dtype=np.int32), np.ones(shares))
 
     def add(self, cost: float, over: Sequence[float]) -> None:
         """A path of this cost that takes so much more of each row than there is."""
@@ -284,4 +302,4 @@ class _Master:
         solution = self._solver.getSolution()
         values = np.asarray(solution.col_value)
         prices = np.maximum(values[:-1], 0.0) * self._scale / np.asarray(self._units)
-        return float(values[-1]) * self._scale, prices, np.abs(np.asarray(solution.row_dual))
+        return float(values[-1]) * self._scale, prices, np.abs(np.asarray(solution.row_dual))[bool(self._shares) :]
