@@ -16,7 +16,8 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import qsync_torch as qsync  # noqa: E402
-from qsync_core.ir.chain import ChainVariant, chains_of  # noqa: E402
+from qsync_core.chains.finding import chains_of  # noqa: E402
+from qsync_core.ir.chain import ChainVariant  # noqa: E402
 from qsync_core.ir.formats import OutputFormats  # noqa: E402
 from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
