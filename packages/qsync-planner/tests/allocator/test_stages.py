@@ -20,7 +20,8 @@ from synthetic import BFLOAT16, FLOAT32, INT8
 
 from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
-from qsync_core.ir.chain import ChainVariant, chains_of
+from qsync_core.chains.finding import chains_of
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.plan import Role

@@ -40,6 +40,7 @@ from qsync_planner.allocator.keep import kept_operators
 from qsync_planner.allocator.notes import (
     accumulation_notes,
     baseline_notes,
+    chain_notes,
     contention_notes,
     slow_base_notes,
     uniform_notes,
@@ -290,6 +291,7 @@ class _Allocation:
         yield from waiting_notes(inputs)
         yield from memory_notes(problem, {name: one.peak_bytes for name, one in solution.prediction.groups.items()})
         yield from contention_notes(inputs)
+        yield from chain_notes(problem)
         yield from slow_base_notes(inputs)
         yield from accumulation_notes(inputs.dag)
         if keep := self._request.keep:
