@@ -282,9 +282,13 @@ class Operator:
                 if binding.turns_weight:
                     weight = operand_of(weight, binding.called)
                 factor = self._factor(binding, weight)
-                if self._in_force.base is not Precision.FLOAT32:
-                    with torch.autocast(weight.device.type, enabled=False):
+                if self._in_force.base is not Precision.FLOAT32:  # autocast is on, as was checked
+                    device = weight.device.type
+                    torch.set_autocast_enabled(device, False)  # a torch.autocast(enabled=False) takes ten times as long
+                    try:
                         return run_product(input, weight, bias, binding, seeds, casts, factor)
+                    finally:
+                        torch.set_autocast_enabled(device, True)
                 if binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim):
                     run = apply_of(QuantizedProduct, binding, seeds)  # nothing is left of run_product
                     return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -315,8 +316,9 @@ def _step(job: Job, batch: Batch, optimizer: torch.optim.Optimizer, rules: AsOnC
             loss = job.loss(job.model(*batch.args, **batch.kwargs), batch)
             rules.forget_casts()
             drawing.part = WORKSPACE
-            torch.autograd.backward(loss)  # Tensor.backward would leave the mode, in which checkpoints compute again
+            end, seed = get_gradient_edge(loss), torch.ones_like(loss)
             del loss
+            torch.autograd.backward(end, seed)  # of a tensor it would leave the mode, in which checkpoints compute again
         optimizer.step()
 
 

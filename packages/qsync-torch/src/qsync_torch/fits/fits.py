@@ -124,7 +124,7 @@ class Fits:
         parts = {part: step.peak[part] for part in PARTS}
         if not self.alone:
             parts[GRADIENTS], parts[BUCKETS] = step.peak[GRADIENTS], step.trained_bytes
-        parts[WORKSPACE] += 2 * (_CUBLAS_HOPPER if float(sheet.chip.compute_capability or 0) >= 9 else _CUBLAS)
+        parts[WORKSPACE] += cublas_bytes(sheet)
         parts[RESERVE] = round(RESERVED * sum(parts.values()))
         parts[CONTEXT] = CONTEXT_BYTES
         return parts
@@ -151,5 +151,6 @@ class Fits:
         return max(0, int(found))
 
 
-_CUBLAS, _CUBLAS_HOPPER = 8_519_680, 33_554_432
-"""What PyTorch gives each of two cuBLAS handles, of forward and backward, before and from compute capability 9.0 on."""
+def cublas_bytes(sheet: Datasheet) -> int:
+    """What PyTorch gives the cuBLAS handles of the forward's and the backward's thread: 32 MiB each from compute capability 9.0 on."""
+    return 2 * (33_554_432 if float(sheet.chip.compute_capability or 0) >= 9 else 8_519_680)
