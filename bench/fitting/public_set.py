@@ -1,6 +1,7 @@
 """Times of one transformer layer on six kinds of GPU, as published by eth-easl/sailor (MIT), read from a copy on this machine.
 
-Its files are ``CHIP__PRECISION__MODEL_mbsB_tp1_algo0.csv``: microseconds by operator, forward and backward, of 2048 tokens.  What it calls RTX-2080 multiplies float16 at 56 TFLOP/s and copies 490 GB/s, which a RTX 2080 cannot and a RTX 2080 Ti can, so it is
+Its files are ``CHIP__PRECISION__MODEL_mbsB_tp1_algo0.csv``: microseconds by operator, forward and backward, of 2048 tokens.
+What it calls RTX-2080 multiplies float16 at 56 TFLOP/s and copies 490 GB/s, which a RTX 2080 cannot and a RTX 2080 Ti can, so it is
 taken for one.  Nothing of the set is kept here.
 """
 
