@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from synthetic import FLOAT16_RUNG, INT8_RUNG, LADDER, T4, hybrid_cluster, roofline_profile, transformer
 
+from clusters import cluster_text
 from qsync_core.artifacts.files import digest, from_bytes, load, save, to_bytes
 from qsync_core.artifacts.summary import summarize
 from qsync_core.cli.root import cli
@@ -248,24 +249,11 @@ def test_files_of_measured_profiles_keep_their_bytes_and_estimates_say_what_they
     assert "estimated" not in dict(summarize(whole))
 
 
-CLUSTER = """
-[[group]]
-name = "train"
-device = "A100"
-count = 2
-role = "train"
-[[group]]
-name = "infer"
-device = "H200"
-share = 0.5
-count = 2
-role = "infer"
-ladder = ["int8>float32", "bfloat16", "float32"]
-[[link]]
-between = ["train", "infer"]
-latency_us = 20
-bandwidth_gbps = 100
-"""
+CLUSTER = cluster_text(
+    link=(20, 100),
+    train={"device": "A100", "count": 2},
+    infer={"device": "H200", "share": 0.5, "count": 2, "ladder": ["int8>float32", "bfloat16", "float32"]},
+)
 
 
 def test_a_plan_says_which_of_its_groups_are_estimated(resnet: tuple[PrecisionDag, Profile, Profile], tmp_path: Path) -> None:
