@@ -1,7 +1,7 @@
 """W2: peaks of memory that ``qsync fits`` draws on a CPU, against those that GPUs measured, and how long drawing takes.
 
-Twelve peaks were measured on an H100 before there was a ``fits`` (rows of other results files, and a stored profile).  Where there is a
-GPU, those of twelve more jobs are measured there.
+Twelve peaks were measured on an H100 before there was a ``fits`` (rows of other results files, and a stored profile).  Where there
+is a GPU, those of twelve more jobs are measured there.
 """
 
 from __future__ import annotations

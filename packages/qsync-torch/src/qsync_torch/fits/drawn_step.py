@@ -141,7 +141,7 @@ class _Drawing(TorchDispatchMode):
     """Counts what every operator allocates, and what its kernels do."""
 
     def __init__(self, memory: _Memory, tf32: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.part, self.tf32 = memory, ACTIVATIONS, tf32
         self.kernels: Counter[Kernel] = Counter()
 
