@@ -421,3 +421,6 @@ def _define_products(name: str, of_rows: bool) -> None:
 
 _define_products("linear", True)
 _define_products("convolution", False)
+
+GRAD_WEIGHT_OF_ROWS = torch.ops.qsync.linear_grad_weight.default
+"""What stands in a graph for the gradient of a weight that multiplies rows."""
