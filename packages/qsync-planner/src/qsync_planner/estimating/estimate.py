@@ -99,6 +99,7 @@ class _Scaling:
             device = attrs.evolve(device, name=sheet.name, memory_cap_bytes=0, compute_capability=capability)
         scaled = attrs.evolve(
             profile,
+            mixed=(),
             chains=(),  # kernels of another chip say nothing of fused ones here
             device=device,
             costs=costs,

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from qsync_core.ir.chain import chains_of
+from qsync_core.chains.finding import chains_of
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.plan import OUTSIDE
 from qsync_core.ir.profile import Profile
@@ -470,19 +470,28 @@ class MemoryLedger:
         """What is there at every moment beside :meth:`moments_bytes`: all that is static, and what calibration adds."""
         return self.static_bytes + self._correction + self._mapper.model.calibration.memory_bytes
 
+    @property
+    def _beside_saved(self) -> int:
+        """What calibration adds to the bytes kept for backward: compiled graphs keep other tensors than their operators would."""
+        calibration = self._mapper.model.calibration
+        runs = enumerate(state.evaluation.run for state in self._mapper.states)
+        added = (calibration.corrections[key].saved_bytes for key in runs if key in calibration.corrections)
+        return calibration.saved_bytes + sum(added)
+
     def saved_bytes(self) -> int:
         """Bytes kept for backward when the forward pass ends."""
         boundary = len(self._backward_of)
-        saved = sum(own[0] for own in self._own)
+        saved = sum(own[0] for own in self._own) + self._beside_saved
         for intervals in self._tensors:
             saved += sum(nbytes for start, end, nbytes in intervals if start < boundary < end)
         return saved
 
     def estimate(self) -> MemoryEstimate:
         """The whole estimate."""
-        layout, whole = self._layout, self.moments_bytes()
+        layout, until = self._layout, self._layout.parameter_gradients_until
+        beside, pieces = self._beside_saved, zip(until, self._moment, self.moments_bytes(), strict=False)  # the first two go on
+        moments = [(own, work, max(own + work, whole + beside)) for own, work, whole in pieces]
         saved, peak, process = self.saved_bytes(), self.peak_bytes(), ProcessMemory.of(layout.profile)
-        moments = list(zip(layout.parameter_gradients_until, self._moment, whole, strict=False))  # those have one more, of no bytes
         parts = self._parts(peak, max(moments, key=lambda moment: moment[2]))
         transient = peak - self.static_bytes - saved
         return MemoryEstimate(self.static_bytes, saved, transient, peak, parts, process, moments, layout.dag.batch_size)

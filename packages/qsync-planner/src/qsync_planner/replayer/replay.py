@@ -272,7 +272,8 @@ class Replayer:
 
     def _differs_lowered(self, group: str) -> bool:
         """Whether a step of plans that lower some operator takes other costs than one without a plan."""
-        differ = self.profiles[group].alternating is not None or self.dag.base is not Precision.FLOAT32
+        profile = self.profiles[group]
+        differ = profile.alternating is not None or (self.dag.base is not Precision.FLOAT32 and profile.compiled is None)
         return differ and len(self.cluster.group(group).ladder) > 1
 
     def model_of(self, group: str, variants: Variants) -> CostModel:
@@ -480,6 +481,9 @@ class Replayer:
         prediction = self.replay(variants)
         peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
         measured = {name: self.profiles[name] for name in prediction.groups}
-        software = {name: {**profile.software, "device": profile.device.name} for name, profile in measured.items()}
+        software = {
+            name: {**profile.software, "device": profile.device.name, "compiled": str(profile.compiled is not None)}
+            for name, profile in measured.items()
+        }
         timeline = predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)
         return attrs.evolve(timeline, software=software)

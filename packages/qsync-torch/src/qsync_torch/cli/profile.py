@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import click
 
 from qsync_core.artifacts import files as artifact
@@ -51,6 +52,12 @@ if TYPE_CHECKING:
     help="Kernel backend; a+b takes b for what a does not offer, auto whatever is tuned fastest.  [auto on a GPU, aten on a CPU]",
 )
 @click.option("--tuning", type=PATH, default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
+@click.option(
+    "--compiled",
+    type=click.Choice(["torch.compile", "qsync.compile", "no"]),
+    default=None,
+    help="What compiles the model whose whole steps are measured.  [as the job says]",
+)
 @chains_option
 @tune_option
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
@@ -66,6 +73,7 @@ def profile(
     batch_size: int | None,
     backend: str | None,
     tuning: Path | None,
+    compiled: str | None,
     chains: bool,
     tune_s: float,
     fresh: bool,
@@ -77,6 +85,7 @@ def profile(
     when it is started again with the same output.  Under torchrun, all-reduces of the gradient buckets are measured as well.
     """
     quieten_torch()
+    from qsync_core.ir.profile import Compiled, Compiler
     from qsync_torch.devices import device_type, gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import (
         KIND_OF_DEVICE,
@@ -118,6 +127,8 @@ def profile(
             if fresh:
                 remove_partial(unfinished)
             loaded = load_job(job, batch_size)
+            if compiled is not None:
+                loaded = attrs.evolve(loaded, compiles=None if compiled == "no" else Compiled(Compiler(compiled)))
             dag = graph_of(loaded, dag_path)
             if target.type != "cpu":  # where kernels are tuned next, for a minute
                 check_base(dag, target, share, device_type(target, share, cap).name)
@@ -161,6 +172,7 @@ def _facts(found: Profile, output: Path) -> dict[str, object]:
             }
             for model in found.casts
         ],
+        "compiled": None if found.compiled is None else str(found.compiled),
         "steps": [
             {"variant": step.variant.label, "iteration_ns": step.iteration_ns, "peak_bytes": step.peak_bytes, "spread": step.spread}
             for step in found.steps
@@ -173,6 +185,8 @@ def _render(found: Profile, output: Path, console: Console) -> None:
     if found.chains:
         count = len({name for entry in found.chains for name in entry.chains})
         console.print(f"{count} chains measured in {len(found.chains)} distinct ways to run fused")
+    if found.compiled is not None:
+        console.print(f"whole steps of the model compiled by {found.compiled}")
     rows = [
         (
             step.variant.label,

@@ -221,8 +221,8 @@ class _Flow:
                 self.board.note(note, of_job=True)
         if folder.rank == 0 and job.compiles:
             self.board.note(
-                f"{request.job} compiles its model, and predictions are of the eager step: how far they are off is measured with "
-                "each profile; applied.log_scalars writes what was predicted beside what is",
+                f"{request.job} compiles its model, and whole steps are measured so ({job.compiles}, in its default mode); where "
+                "training does not, say qsync.hybrid(..., compiles=False)",
                 of_job=True,
             )
         self._on_disk = merge_disks(folder, fresh=request.fresh)

@@ -19,12 +19,11 @@ from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
-from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
-from qsync_core.units import format_ns
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
 from qsync_torch.observing.observe import ObserveRequest, observe
@@ -34,11 +33,10 @@ from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
-from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
 from qsync_torch.profiling.profile import ProfileRequest, profile
-from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
+from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S, compile_planned, tune_job
 
@@ -159,10 +157,8 @@ class Bench:
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
-            if self.job.compiles:
-                self.board.note(self._compiled(group.name, found.steps[0]))
-                if masks := masks_told(self.dag, self.device, found.steps[0].iteration_ns):
-                    self.board.note(masks)
+            if self.job.compiles and (masks := masks_told(self.dag, self.device, found.steps[0].iteration_ns)):
+                self.board.note(masks)
             return Made(inputs, to_bytes(found))
 
         ladder, known = _texts(group.ladder), self.folder.parts.get(f"profile {group.name}")
@@ -236,9 +232,9 @@ class Bench:
             self._checked.append(True)
 
     def _inputs(self, **more: str) -> dict[str, str]:
-        """The job's graph, and what this process is."""
-        device = self.me.device
-        return {"graph": digest(self.dag), "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
+        """The job's graph, how its script compiles it, and what this process is."""
+        device, how = self.me.device, {"compiled": str(self.job.compiles)} if self.job.compiles else {}
+        return {"graph": digest(self.dag), **how, "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
 
     def _probe(self, inputs: Mapping[str, str]) -> Made:
         self.board.stage(COMPARING)(0, 1, "a few steps")
@@ -259,7 +255,11 @@ class Bench:
         return Made(inputs, value=Probe(round(1e9 * step.value), ladder, round(1e9 * step.spread)).value)
 
     def _step(self) -> Uncertain:
-        """Seconds of a step in the base precision."""
+        """Seconds of a step in the base precision, compiled where the script compiles it.
+
+        Raises:
+            JobError: where it fails.
+        """
 
         def step() -> None:
             runner.train_step(next(numbers))
@@ -267,35 +267,26 @@ class Bench:
                 torch.cuda.synchronize(self.device)
 
         try:
-            numbers, runner = itertools.count(), StepRunner.start(self.job, self.device, batches=2)
-            step()
-            return repeated(lambda: seconds_of(step))
+            numbers, runner = itertools.count(), StepRunner.start(self.job, self.device, batches=2, compiled=self.job.compiles)
+            with runner.compiling(None):
+                step()
+                return repeated(lambda: seconds_of(step))
         except torch.OutOfMemoryError:
             return Uncertain(_TOO_LARGE_NS / 1e9)
         except (QSyncError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
+            if self.job.compiles and rank_count() < 2:
+                raise JobError(
+                    f"a training step of {self.job.name}, compiled by {self.job.compiles}, fails{place_of(error)} "
+                    f"({first_line(error)}); see that it runs without QSync, or where the script does not compile this model, say "
+                    "qsync.hybrid(..., compiles=False)"
+                ) from error
             raise JobError(
                 f"a training step of {self.job.name} on rank {self.me.rank}, which is measured alone, fails{place_of(error)} "
                 f"({first_line(error)}); see that it runs without QSync, and where it waits for other ranks, that it asks them by "
                 "functions of torch.distributed with tensors, which are answered meanwhile, and by no dist.barrier or object store"
             ) from error
-
-    def _compiled(self, group: str, eager: StepMeasurement) -> str:
-        """Say by how much predictions are off where the script compiles its model, as a sentence."""
-        self.board.stage("profiling")(0, 1, "a compiled step")
-        try:
-            compiled = measure_compiled(self.job, self.dag, self.device, Efforts().steps)
-        except Exception as error:  # of a compiler: what PyTorch, Triton or a C++ compiler says
-            return (
-                f"how far predictions for {group} are off is not known: its step fails once compiled ({first_line(error)}), and "
-                "they are of the eager step"
-            )
-        off, takes = eager.iteration_ns / compiled.iteration_ns - 1, format_ns(compiled.iteration_ns)
-        return (
-            f"compiled in torch.compile's default mode, a step of {group} in {self.dag.base} takes {takes} here, and uncompiled "
-            f"{format_ns(eager.iteration_ns)}, which predictions speak of: they are {abs(off):.0%} {'more' if off > 0 else 'less'}"
-        )
 
     def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
         partial.parent.mkdir(parents=True, exist_ok=True)

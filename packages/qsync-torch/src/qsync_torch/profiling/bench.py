@@ -13,7 +13,7 @@ import torch
 from qsync_core.errors import JobError, PlanError, QSyncError
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.profile import CastKey, CastModel, OpCost, StepMeasurement
+from qsync_core.ir.profile import CastKey, CastModel, Compiled, OpCost, StepMeasurement
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
@@ -119,27 +119,33 @@ class Bench:
             return self.store.write(name, measure_case(make, choice, self.stopwatch, self.efforts.casts))
 
     def step(
-        self, runner: StepRunner, variant: Variant, choices: Mapping[OpId, KernelChoice], base: StepMeasurement | None
+        self,
+        runner: StepRunner,
+        variant: Variant,
+        choices: Mapping[OpId, KernelChoice],
+        base: StepMeasurement | None,
+        lowered: tuple[OpId, ...] | None = None,
     ) -> StepMeasurement:
-        """Whole steps with every adjustable operator in one variant.
+        """Whole steps with every adjustable operator in one variant, or some of them.
 
         Raises:
             JobError: when they fail, naming the line.
         """
-        name = f"step {variant}"
+        name = f"step {variant}" if lowered is None else f"step {variant} of {' '.join(map(str, lowered))}"
         known = self.store.read(name, StepMeasurement)
         if known is not None:
             return known
         try:
             with self._noting(f"whole step in {variant.label}"):
-                measured = measure_step(runner, variant, self.dag, self.stopwatch, self.efforts.steps, base, choices)
+                measured = measure_step(runner, variant, self.dag, self.stopwatch, self.efforts.steps, base, choices, lowered)
         except Exception as error:
             # Of a function that fails under a plan, a forward says what a script can do; here a rung is what cannot run.
             failed = error.__cause__ if isinstance(error, PlanError) else error
             if failed is None or isinstance(failed, QSyncError):
                 raise
-            raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), failed)) from error
-        if variant in runner.rungs:
+            is_base = variant == Variant.plain(self.dag.base)
+            raise JobError(_failed_step(runner.job.name, variant, is_base, failed, runner.compiled)) from error
+        if lowered is None and variant in runner.rungs:
             self.store.write(f"memory {variant}", runner.rungs[variant])
         return self.store.write(name, measured)
 
@@ -169,10 +175,16 @@ def _free(operator: Operator) -> OpCost:
     return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
 
 
-def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException) -> str:
+def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException, compiled: Compiled | None) -> str:
+    how, otherwise = "", ""
+    if compiled is not None:
+        how = f", compiled by {compiled},"
+        otherwise = ", or where the script does not compile this model, say qsync.hybrid(..., compiles=False)"
     if is_base:
-        return f"a training step of {job} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync"
+        return (
+            f"a training step of {job}{how} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync{otherwise}"
+        )
     return (
-        f"{job} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); compute in float32 "
-        f"there (x.float()), or leave {variant.label} off the ladder"
+        f"{job}{how} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); compute in float32 "
+        f"there (x.float()), or leave {variant.label} off the ladder{otherwise}"
     )

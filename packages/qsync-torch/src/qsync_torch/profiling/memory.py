@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -153,6 +153,37 @@ def watch_saved(forward: Callable[[], Any], activations: Sequence[torch.Tensor],
     first = result[0] if isinstance(result, (tuple, list)) else result
     output = isinstance(first, torch.Tensor) and kept.pop(first.untyped_storage().data_ptr(), None) is not None
     return Saved(tuple(inputs), output, sum(kept.values()), result)
+
+
+def kept_for_backward(loss: torch.Tensor, beside: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages that the graph behind a loss keeps, those of ``beside`` (parameters, the batch) apart.
+
+    Of a compiled graph these are the tensors that its partition hands from forward to backward.
+    """
+    kept: dict[int, int] = {}
+    seen: set[Any] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        for tensor in _tensors_of(node):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for tensor in beside:
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+def _tensors_of(node: Any) -> Iterator[torch.Tensor]:
+    """What a node of autograd keeps: PyTorch's own by name, functions in Python in a tuple, compiled ones also outside of it."""
+    names = ["saved_tensors", "_tensors_no_vc_check", *(name for name in dir(node) if name.startswith("_saved_"))]
+    for name in names:
+        value = getattr(node, name, None)
+        for entry in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(entry, torch.Tensor):
+                yield entry
 
 
 def measure_memory(step: Callable[[], Any], variant: Variant, device: torch.device, beside: Iterable[torch.Tensor]) -> RungMemory:

@@ -15,16 +15,18 @@ import attrs
 import torch
 
 from qsync_core.artifacts.files import digest
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import (
     AlternatingDispatch,
     ChainCost,
+    Compiler,
     DeviceKind,
     DeviceMemory,
     DeviceType,
     KernelCheck,
+    MixedStep,
     OpCost,
     Profile,
     RungMemory,
@@ -48,7 +50,7 @@ from qsync_torch.profiling.cast_cost import possible_casts
 from qsync_torch.profiling.chain_cost import distinct_chains
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.handing_on import handed_on
-from qsync_torch.profiling.items import FLOAT32, Item, RightKernels, distinct_items, refuse_wrong_base, right_kernels
+from qsync_torch.profiling.items import FLOAT32, Item, RightKernels, distinct_items, layer_kinds, refuse_wrong_base, right_kernels
 from qsync_torch.profiling.memory import outside_bytes
 from qsync_torch.profiling.resume_store import ResumeStore
 from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating
@@ -60,6 +62,8 @@ from qsync_torch.tuning.chooser import KernelChooser
 from qsync_torch.tuning.compiling import build_all
 
 _MUCH_RESERVED = 1.1
+_KINDS, _COMPILE_S = 3, 300
+"""Kinds of layers whose compiled step is measured with them alone lowered, as long as compilers took no more than these seconds."""
 Note = Callable[[str], None]
 
 
@@ -119,7 +123,8 @@ def profile(
     recorded: set them where the job is made, as training has them.
 
     Args:
-        job: what is trained; its model is copied to the device and not changed.
+        job: what is trained; its model is copied to the device and not changed.  Where its script compiles it, whole steps are
+            measured so (docs/design/cost-mapper.md#compiled-steps); with chains by ``torch.compile``, which fuses none of them.
         dag: its graph (``trace(job)``).
         asked: what is measured; by default on a CPU.
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.  One of
@@ -135,6 +140,9 @@ def profile(
     chooser = chooser_of(target, asked.backend, asked.tuning)
     variants = _variants(job, dag, asked, note)
     type_ = device_type(target, asked.share, asked.memory_cap_bytes)
+    compiled = job.compiles
+    if compiled is not None and asked.with_chains:
+        compiled = attrs.evolve(compiled, by=Compiler.TORCH)
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
     right, checked = _right_kernels(dag, variants, chooser, type_, target, progress, note)
@@ -153,6 +161,7 @@ def profile(
             "job": job.name,
             "optimizer": describe_optimizer(job),
             "ladder": " ".join(map(str, variants)),
+            **({} if compiled is None else {"compiled": str(compiled)}),
             "backend": "+".join(chooser.chain),
             "kernels": _kernels(choices),
             "number of ranks": str(rank_count()),
@@ -190,13 +199,20 @@ def profile(
         for chain, choice in fused.items():
             counted(f"chains: {chain.chain.producer}")
             chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
-        runner = StepRunner.start(job, target)
+        runner = StepRunner.start(job, target, compiled=compiled)
         for operator in filter(is_run_loss, dag.operators):
             counted("loss")
             index[operator.op_id] = {FLOAT32: len(costs)}
             costs.append(bench.loss(operator, runner))
         bench.watch_autocast(runner.model)
+        if compiled is not None and runner.compiled is None:
+            note("ranks communicate in the model's forward, where one is compiled with the others only: whole steps are eager ones")
+        if runner.compiled is not None:
+            runner.forward(0)  # no compiler is to read who watches
         steps = _steps(bench, runner, complete, choices, counted)
+        mixed = [] if runner.compiled is None else _kinds_alone(bench, runner, complete, choices, counted, steps[0], costs, index)
+        if runner.compile_s:
+            note(f"{len(steps) + len(mixed)} whole steps were compiled by {compiled}, which took {runner.compile_s:.0f} s")
         counted.stay("alternating steps")
         alternating = _alternating(bench, runner, complete, choices, steps)
         counted.stay("what is handed on")
@@ -237,6 +253,8 @@ def profile(
         handed_on=tuple(op_id for op_id in handing_on if op_id in index),
         alternating=alternating,
         check=KernelCheck(checked, right.wrong),
+        compiled=runner.compiled,
+        mixed=tuple(mixed),
     )
 
 
@@ -330,7 +348,7 @@ def _steps(
     """Whole steps in each variant, the base's first."""
     steps: list[StepMeasurement] = []
     for variant in sorted(complete, key=lambda v: v != Variant.plain(bench.dag.base)):
-        counted(f"whole step {variant.label}")
+        counted(f"whole step {variant.label}{'' if runner.compiled is None else ', compiled'}")
         steps.append(bench.step(runner, variant, _of_variant(choices, variant), steps[0] if steps else None))
     if runner.communicates:
         bench.note(
@@ -340,6 +358,36 @@ def _steps(
     return steps
 
 
+def _kinds_alone(
+    bench: Bench,
+    runner: StepRunner,
+    complete: Sequence[Variant],
+    choices: Mapping[Item, KernelChoice],
+    counted: _Counted,
+    base: StepMeasurement,
+    costs: Sequence[OpCost],
+    index: Mapping[OpId, Mapping[Variant, int]],
+) -> list[MixedStep]:
+    """Compiled steps with the kinds of layers that take longest, each alone, in the lowest variant."""
+
+    def base_ns(operator: Operator) -> int:
+        cost = costs[index[operator.op_id][base.variant]]
+        return cost.forward_compute_ns + cost.backward_compute_ns
+
+    rung = next((variant for variant in complete if variant != base.variant), None)
+    kinds = layer_kinds(bench.dag, base_ns)
+    if rung is None or len(kinds) < 2:
+        return []
+    found: list[MixedStep] = []
+    for kind in kinds[:_KINDS]:
+        if runner.compile_s > _COMPILE_S:
+            bench.note(f"no more than {len(found)} kinds of layers are measured alone in {rung.label}: compiling takes long")
+            break
+        counted.stay(f"whole step {rung.label} of {kind[0].fqn} and its like, compiled")
+        found.append(MixedStep(kind, bench.step(runner, rung, _of_variant(choices, rung), base, kind)))
+    return found
+
+
 def _alternating(
     bench: Bench,
     runner: StepRunner,
@@ -347,11 +395,12 @@ def _alternating(
     choices: Mapping[Item, KernelChoice],
     steps: Sequence[StepMeasurement],
 ) -> AlternatingDispatch | None:
-    """Steps with every other operator lowered, where the CPU may bind them."""
+    """Steps with every other operator lowered, where the CPU may bind them; no call goes through a plan in compiled graphs."""
     base = Variant.plain(bench.dag.base)
     rung = next((v for v in complete if v != base and not v.compute.needs_scale), complete[0])
     of_rung = next(step for step in steps if step.variant == rung)
-    if bench.stopwatch.device.type != "cuda" or rung == base or len(bench.dag.adjustable) < 2 or not may_bind(steps[0], of_rung):
+    mixes = bench.stopwatch.device.type == "cuda" and rung != base and len(bench.dag.adjustable) > 1
+    if not mixes or runner.compiled is not None or not may_bind(steps[0], of_rung):
         return None
     try:
         return measure_alternating(runner, rung, bench.dag, bench.stopwatch, _of_variant(choices, rung))
