@@ -262,7 +262,7 @@ class _Pace:
         self._batches: list[int] = []
         self._shape: StepShape | None = None
         self._longest: list[int] = []
-        """By batch that is known, the longest pace up to it."""
+        """The longest pace up to each batch that is known."""
 
     def ask(self, batch: int) -> bool:
         """Make the pace at a batch known; whether it was not."""

@@ -109,7 +109,7 @@ class StepShape:
 
     @cached_property
     def at_cuts(self) -> dict[int, tuple[int, int]]:
-        """By operator after which buckets are ready: the compute time that their collectives take from what follows it, and how
+        """The operators after which buckets are ready: the compute time that their collectives take from what follows, and how
         long the collectives from the first of them on take."""
         found: dict[int, tuple[int, int]] = dict.fromkeys(self.cuts, (0, 0))
         for position, work, left in zip(self.ready_after, self.host_work_ns, self.left_ns, strict=True):

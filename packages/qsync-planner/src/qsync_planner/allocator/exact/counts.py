@@ -121,7 +121,7 @@ def countings(amounts: Numbers, limits: Numbers, prices: Numbers, first: Indices
 
 
 def _differences(amounts: Numbers, first: Indices) -> tuple[Indices, Indices]:
-    """By pairs of rows the first and the last stage in which some arc takes not the same of both: after all, and −1, where none."""
+    """Find by pairs of rows the first and the last stage in which some arc takes not the same of both (none: after all, and −1)."""
     rows, stages = amounts.shape[1], len(first) - 1
     begins, ends = np.full((rows, rows), stages), np.full((rows, rows), -1)
     if not len(amounts):
