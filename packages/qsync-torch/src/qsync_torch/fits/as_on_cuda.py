@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from qsync_core.ir.functions import UnderAutocast, function_of
 from qsync_core.kinds import KINDS
@@ -20,6 +21,8 @@ from qsync_torch.torch_internals import pytree
 
 _MOST_HEAD = 256
 """Elements of a head in fused attention."""
+_FUSED = {operator.__name__: operator for operator in flop_registry}
+"""Operators whose operations PyTorch counts, fused attention among them."""
 _OTHER_NAMES = {"cross_entropy": "cross_entropy_loss", "multi_head_attention_forward": "linear"}
 """Functions of ``torch.nn.functional`` by the name of the row that tells their format."""
 
@@ -122,11 +125,11 @@ def _attention(
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return _FUSED["_scaled_dot_product_flash_attention"](query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None:
         attn_mask = attn_mask.to(query.device, query.dtype).expand(*query.shape[:3], key.shape[2])
     keep = any(tensor.requires_grad for tensor in (query, key, value))
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    attend = _FUSED["_scaled_dot_product_efficient_attention"]
     return attend(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]
 
 
