@@ -2,6 +2,8 @@
 
     python bench/way.py --only W1 --public FOLDER     a copy of the profiles of eth-easl/sailor (*.csv); no GPU
     python bench/way.py --only W2                     seconds and peaks of `qsync fits` on a CPU; with a GPU, its peaks too
+    python bench/way.py --only W3                     a slow rank is named; W3b: what the watch costs; two processes on a CPU
+    python bench/way.py --only W5                     from a script of another style to training: commands, edits, warnings
 
 A row is written as soon as it has a value.
 """
@@ -9,12 +11,12 @@ A row is written as soon as it has a value.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fitting import across_chips, peaks
 from results import parser_of, write_rows
 
 COMMAND = "python bench/way.py"
@@ -23,7 +25,19 @@ Row = Mapping[str, Any]
 
 def parts(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """What measures rows, by the name that ``--only`` takes."""
-    return {"W1": partial(across_chips.rows, options.public), "W2": peaks.rows}
+    return {
+        "W1": partial(_rows, "fitting.across_chips", "rows", options.public),
+        "W2": partial(_rows, "fitting.peaks", "rows"),
+        "W3": partial(_rows, "watching.slow_rank", "rows"),
+        "W3b": partial(_rows, "watching.slow_rank", "overhead"),
+        "W5": partial(_rows, "journey.first_hour", "rows"),
+    }
+
+
+def _rows(module: str, name: str, *arguments: Any) -> Iterator[Row]:
+    """Import what measures a part when it is wanted, so that one needs nothing of the others."""
+    found: Iterator[Row] = getattr(importlib.import_module(module), name)(*arguments)
+    return found
 
 
 def main() -> None:

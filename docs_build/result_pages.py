@@ -29,6 +29,7 @@ TITLES = {
     "path": "The path: from a script to a hybrid run",
     "robustness": "Robustness: other scripts, other machines, faults",
     "today": "8 bit over bfloat16, as people train today",
+    "way": "The way in: from a laptop to a cluster",
     "cluster": "Real clusters: groups of several ranks, autocast, shares, faults",
 }
 COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}

@@ -1,6 +1,6 @@
 """Times of one transformer layer on six kinds of GPU, as published by eth-easl/sailor (MIT), read from a copy on this machine.
 
-Its files are ``CHIP__PRECISION__MODEL_mbsB_tp1_algo0.csv``: microseconds by operator, forward and backward, at a sequence length of 2048.
+Its files are ``CHIP__PRECISION__MODEL_mbsB_tp1_algo0.csv``: microseconds by operator, forward and backward, of 2048 tokens.
 What it calls RTX-2080 multiplies float16 at 56 TFLOP/s and copies 490 GB/s, which a RTX 2080 cannot and a RTX 2080 Ti can, so it is
 taken for one.  Nothing of the set is kept here.
 """
@@ -43,8 +43,8 @@ CHIPS = {
 
 BLOCK = (
     "enc-1st-layernorm", "enc-attention-qkv", "enc-attention-score", "enc-attention-softmax", "enc-attention-dropout",
-    "enc-attention-context", "enc-attention-dense", "enc-post-attention-dropout", "enc-2nd-layernorm", "enc-MLP-GEMM-1", "enc-MLP-gelu",
-    "enc-MLP-GEMM-2", "enc-post-MLP-dropout",
+    "enc-attention-context", "enc-attention-dense", "enc-post-attention-dropout", "enc-2nd-layernorm", "enc-MLP-GEMM-1",
+    "enc-MLP-gelu", "enc-MLP-GEMM-2", "enc-post-MLP-dropout",
 )  # fmt: skip
 LARGEST = ("enc-MLP-GEMM-1", "enc-MLP-GEMM-2")
 

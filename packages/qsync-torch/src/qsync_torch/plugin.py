@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
-    """``qsync prepare``, ``trace``, ``profile``, ``communicate``, ``observe``, ``tune`` and ``demo``."""
+    """``qsync prepare``, ``trace``, ``profile``, ``communicate``, ``observe``, ``tune``, ``watch`` and ``demo``."""
     from qsync_torch.cli.communicate import communicate
     from qsync_torch.cli.demo import demo
     from qsync_torch.cli.fits import fits
@@ -32,8 +32,9 @@ def qsync_register_commands(cli: click.Group) -> None:
     from qsync_torch.cli.profile import profile
     from qsync_torch.cli.trace import trace
     from qsync_torch.cli.tune import tune
+    from qsync_torch.cli.watch import watch
 
-    for command in (prepare, trace, profile, communicate, observe, tune, demo, fits):
+    for command in (prepare, trace, profile, communicate, observe, tune, watch, demo, fits):
         cli.add_command(command)
 
 

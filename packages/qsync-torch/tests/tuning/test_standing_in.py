@@ -25,7 +25,7 @@ from qsync_torch.kernels import canary as canaries
 from qsync_torch.kernels import selection
 from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning import job_tuning
 
@@ -189,7 +189,7 @@ def test_a_profile_measures_the_kernels_that_it_names(install):
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         batch_size=4,
     )
-    found = profile(job, trace(job), device="cpu", ladder=(INT8,), backend="late+ready+aten")
+    found = profile(job, trace(job), ProfileRequest(ladder=(INT8,), backend="late+ready+aten"))
     named = {cost.config for cost in found.costs if "late" in cost.backend}
     assert named
     assert {op for op, _ in late.ran} == set(PRODUCTS)

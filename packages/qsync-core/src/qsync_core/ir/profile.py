@@ -134,7 +134,7 @@ class ChainCost:
         chains: the names of those that it holds for.
         cost: of the producer's kernels.  ``saved_own_bytes`` is all that it keeps but an input kept as it is: the 8-bit copy of the
             input with its scales, a sum, statistics, bits; the copy that readers keep is theirs.  ``saves_inputs`` and
-            ``saves_output`` say nothing: :func:`qsync_core.ir.semantics.keeps_input` says whether the input is kept.
+            ``saves_output`` say nothing: :func:`qsync_core.ir.semantics.operands_kept` says what is kept.
     """
 
     chains: tuple[OpId, ...]

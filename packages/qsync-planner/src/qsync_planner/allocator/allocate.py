@@ -30,7 +30,7 @@ from qsync_planner.allocator.dynamic_batch import balance_batches
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs
-from qsync_planner.allocator.exact.search import Progress
+from qsync_planner.allocator.exact.search import Progress, TimeLeft
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
 from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
 from qsync_planner.allocator.free_batch import Freed, fastest_batches, free_batches
@@ -40,6 +40,7 @@ from qsync_planner.allocator.keep import kept_operators
 from qsync_planner.allocator.notes import (
     accumulation_notes,
     baseline_notes,
+    chain_notes,
     contention_notes,
     slow_base_notes,
     uniform_notes,
@@ -48,7 +49,6 @@ from qsync_planner.allocator.notes import (
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.request import Request
 from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
-from qsync_planner.allocator.time_left import TimeLeft
 from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.estimating.marks import estimate_notes, estimated_groups
 from qsync_planner.matching import Inputs
@@ -291,6 +291,7 @@ class _Allocation:
         yield from waiting_notes(inputs)
         yield from memory_notes(problem, {name: one.peak_bytes for name, one in solution.prediction.groups.items()})
         yield from contention_notes(inputs)
+        yield from chain_notes(problem)
         yield from slow_base_notes(inputs)
         yield from accumulation_notes(inputs.dag)
         if keep := self._request.keep:

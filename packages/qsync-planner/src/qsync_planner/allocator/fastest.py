@@ -18,7 +18,7 @@ from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_planner.allocator.dynamic_batch import balance, largest_batch
-from qsync_planner.allocator.exact.group_program import Quantity
+from qsync_planner.allocator.exact.group_program import Quantity, Replayed
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs, least
 from qsync_planner.allocator.exact.solve import NO_PROGRAM
@@ -349,12 +349,19 @@ def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Run
         starts: rungs that keep the memory budgets, by group.
     """
     found: dict[str, Rungs] = {}
-    for group in problem.groups if is_installed() else ():
+    known: dict[int, list[Replayed]] = {}
+    # Of groups of one kind the roomiest first: a plan that is the fastest of more plans, and fits, is the fastest of fewer.
+    roomiest = sorted(problem.groups, key=lambda group: -(group.group.memory_bytes or math.inf))
+    for group in roomiest if is_installed() else ():
         try:
-            program, budget = programs.of(group), group.group.memory_bytes
-            best = least(program, Quantity.TIME, budget_bytes=budget, start=starts[group.name], gap=_NEAR)
+            alike = known.setdefault(programs.kind(group), [])
+            best = min((plan for plan in alike if group.fits(plan.peak_bytes)), key=lambda plan: plan.period_ns, default=None)
+            if best is None:
+                program, budget = programs.of(group), group.group.memory_bytes
+                best = least(program, Quantity.TIME, budget_bytes=budget, start=starts[group.name], gap=_NEAR)
         except NO_PROGRAM:
             continue
         if best is not None:
+            alike.append(best)
             found[group.name] = best.rungs
     return found

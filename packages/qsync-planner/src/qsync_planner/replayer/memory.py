@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from qsync_core.ir.chain import chains_of
+from qsync_core.chains.finding import chains_of
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.plan import OUTSIDE
 from qsync_core.ir.profile import Profile

@@ -37,6 +37,7 @@ from qsync_torch.distributed.groups_present import groups_present, run_folder_of
 from qsync_torch.distributed.process_group import keep_until_exit
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.elastic.resizing import Resize
+from qsync_torch.failures import tell_torchrun_of_refusals
 from qsync_torch.job import without_shape
 from qsync_torch.sharing.job_check import check_job
 from qsync_torch.sharing.share import refuse_deferred
@@ -133,6 +134,7 @@ def apply_for(
         QSyncError: as :func:`apply_`.
     """
     keep_until_exit()
+    tell_torchrun_of_refusals()
     whole_plan = not isinstance(plan, Mapping)
     run, what = caller.run, caller.call
     present = groups_present(what, run, group) if run else None

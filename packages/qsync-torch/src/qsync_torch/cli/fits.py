@@ -50,6 +50,14 @@ def fits(
     emit(json_flag, _facts(found, alone, answers, notes), lambda console: _render(found, answers, notes, console))
 
 
+def _largest(batch: int | None, own: int) -> str:
+    from qsync_torch.fits.fits import MOST_TIMES
+
+    if batch is None:
+        return "unknown"
+    return f"≥ {batch}" if batch >= MOST_TIMES * own else str(batch)
+
+
 def _notes(job: Job, answers: list[Fit]) -> list[str]:
     from qsync_torch.fits.fits import MEMORY_ERROR, TIME_ERROR
     from qsync_torch.fits.load import tf32_allowed
@@ -111,7 +119,7 @@ def _render(job: Job, answers: list[Fit], notes: list[str], console: Console) ->
             way.name,
             format_bytes(way.process_bytes),
             "yes" if way.fits else "no",
-            "unknown" if way.largest_batch is None else str(way.largest_batch),
+            _largest(way.largest_batch, job.batch_size),
             format_ns(way.pace.step_ns),
             f"{way.samples_per_s:.3g}",
         )

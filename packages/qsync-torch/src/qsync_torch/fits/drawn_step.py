@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -140,7 +141,7 @@ class _Drawing(TorchDispatchMode):
     """Counts what every operator allocates, and what its kernels do."""
 
     def __init__(self, memory: _Memory, tf32: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.part, self.tf32 = memory, ACTIVATIONS, tf32
         self.kernels: Counter[Kernel] = Counter()
 
@@ -315,8 +316,9 @@ def _step(job: Job, batch: Batch, optimizer: torch.optim.Optimizer, rules: AsOnC
             loss = job.loss(job.model(*batch.args, **batch.kwargs), batch)
             rules.forget_casts()
             drawing.part = WORKSPACE
-            torch.autograd.backward(loss)  # Tensor.backward would leave the mode, in which checkpoints compute again
+            end, seed = get_gradient_edge(loss), torch.ones_like(loss)
             del loss
+            torch.autograd.backward(end, seed)  # of a tensor it would leave the mode, in which checkpoints compute again
         optimizer.step()
 
 

@@ -12,7 +12,7 @@ from qsync_core.errors import JobError
 from qsync_core.ir.precision import Precision
 from qsync_planner.estimating.chips import Datasheet
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.fits.drawn_step import GRADIENTS, PARTS, WORKSPACE, DrawnStep, draw
+from qsync_torch.fits.drawn_step import PARTS, WORKSPACE, DrawnStep, draw
 from qsync_torch.fits.pace import Pace, pace
 from qsync_torch.job import Job
 
@@ -24,6 +24,8 @@ RESERVED = 0.03
 MEMORY_ERROR, TIME_ERROR = "1%", "a third"
 """How far estimates were off: peaks of 12 jobs at the worst, and whole steps (docs/fits.md#how-well-it-holds)."""
 _LARGEST_TRIES = 3
+MOST_TIMES = 64
+"""The largest batch is looked for up to so many times the job's."""
 
 
 @attrs.frozen
@@ -33,7 +35,8 @@ class Way:
     Attributes:
         name: ``as it is``, or the format of a plan.
         parts: bytes of one process by what they hold.
-        largest_batch: the most samples that fit; 0 where not even one does, None where the job makes no other batches.
+        largest_batch: the most samples that fit, looked for up to :data:`MOST_TIMES` those of the job; 0 where not even one does,
+            None where the job makes no other batches.
     """
 
     name: str
@@ -123,8 +126,8 @@ class Fits:
         """Bytes of the process."""
         parts = {part: step.peak[part] for part in PARTS}
         if not self.alone:
-            parts[GRADIENTS], parts[BUCKETS] = step.peak[GRADIENTS], step.trained_bytes
-        parts[WORKSPACE] += 2 * (_CUBLAS_HOPPER if float(sheet.chip.compute_capability or 0) >= 9 else _CUBLAS)
+            parts[BUCKETS] = 2 * step.trained_bytes  # those of the first step, which NCCL still holds, too
+        parts[WORKSPACE] += cublas_bytes(sheet)
         parts[RESERVE] = round(RESERVED * sum(parts.values()))
         parts[CONTEXT] = CONTEXT_BYTES
         return parts
@@ -138,7 +141,7 @@ class Fits:
         try:
             high = 2 * low
             at_low, at_high = (self._process_bytes(size, sheet, plan, tf32) for size in (low, high))
-            found = int(low + (memory - at_low) * (high - low) / max(1, at_high - at_low))
+            found = min(MOST_TIMES * low, int(low + (memory - at_low) * (high - low) / max(1, at_high - at_low)))
             for _ in range(_LARGEST_TRIES):
                 if found < 1:
                     return 0
@@ -151,5 +154,6 @@ class Fits:
         return max(0, int(found))
 
 
-_CUBLAS, _CUBLAS_HOPPER = 8_519_680, 33_554_432
-"""What PyTorch gives each of two cuBLAS handles, of forward and backward, before and from compute capability 9.0 on."""
+def cublas_bytes(sheet: Datasheet) -> int:
+    """What PyTorch gives the cuBLAS handles of forward and backward: 32 MiB each from compute capability 9.0 on."""
+    return 2 * (33_554_432 if float(sheet.chip.compute_capability or 0) >= 9 else 8_519_680)

@@ -194,6 +194,10 @@ _NO_TENSORS = (None,) * 7
 """Gradients of an operator's arguments from the binding on."""
 
 
+def _in_float32(scale: Copy) -> Copy:
+    return scale if scale is None or scale.dtype is torch.float32 else scale.float()
+
+
 def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tuple[torch.Tensor | None, ...]:
     """The gradients of a quantized operator's inputs, refused to be differentiated as :func:`first_derivative` does.
 
@@ -212,8 +216,7 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
     needs = ctx.needs_input_grad[:3]
     x, x_scale, w, w_scale, stream, inverse = ctx.saved_tensors
     # Hooks may keep 16 bits of all that autograd saves (saved_tensors_hooks).
-    x_scale, w_scale, inverse = (None if scale is None else scale.float() for scale in (x_scale, w_scale, inverse))
-    saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype, inverse)
+    saved = Saved(x, _in_float32(x_scale), w, _in_float32(w_scale), x_shape, x_dtype, _in_float32(inverse))
     gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, stream, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
     if grad_x is not None and grad_x.dtype is not x_dtype:

@@ -23,8 +23,8 @@ _ROUNDS = 200
 _ARCS, _WIDER, _PART = 64, 2, 0.1
 """Arcs that a plan is looked for among at first, times as many where there was none, and the part of the gap up to which more arcs
 do not count."""
-_FEW, _MORE, _LABELS = 2_000, 4, 20_000
-"""Labels that are kept at first, times as many where these are not all, and the most."""
+_QUICK, _FEW, _MORE, _LABELS = 200, 2_000, 4, 20_000
+"""Labels that are kept at first and then, times as many where these are not all, and the most."""
 _MANY, _FARTHER = 300, 1.5
 """Labels from which on they grow fast, and times as far that one looks then."""
 _ROUNDING = 1e-9
@@ -152,11 +152,13 @@ class ExtremeSearch:
         spread = np.sort(priced.excess[np.isfinite(priced.excess)])
         # Arcs of the paths that the bound is a mean of are no farther than any.
         nearest = int(np.searchsorted(spread, _PART * self._gap * self.size(self.best), side="right"))
-        arcs, reached, cap, halves, looked_farther = nearest + _ARCS, math.inf, _FEW, False, False
+        arcs, reached, cap, halves, looked_farther = nearest + _ARCS, math.inf, _QUICK, False, False
         while not self.is_near() and not self._is_late():
             most = self.size(self.best) - 1
             distance = min(reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
             sought = (self.least + most) // 2 if halves else most
+            if cap == _QUICK:  # a plan that is near enough may be found by few labels
+                distance = max(distance, _PART * self._gap * priced.bound)
             sought = max(self.least, math.floor(min(sought, priced.bound + distance)))
             if looked_farther:
                 sought = min(most, sought + max(1, sought - math.floor(priced.bound)))
@@ -168,10 +170,12 @@ class ExtremeSearch:
                 self._known.append(plan.rungs)
                 if not self._offer(plan) or self.size(plan) > sought:
                     return self._add_violated(network.values(labelled.path, self._program.program.columns), plan, sought)
-                halves, looked_farther = True, False
+                halves, looked_farther, cap = True, False, max(cap, _FEW)
+            elif cap == _QUICK and not labelled.complete:
+                cap = _FEW
             elif labelled.complete:
                 self.least = min(max(self.least, sought + 1), self.size(self.best))
-                arcs = nearest + _WIDER * (arcs - nearest)
+                arcs, cap, looked_farther = nearest + _WIDER * (arcs - nearest), max(cap, _FEW), False
                 reached = _FARTHER * max(distance, 1.0) if labelled.most > _MANY else math.inf
             elif not looked_farther and sought < most:
                 looked_farther = True  # a few labels may lead to a plan that is somewhat larger

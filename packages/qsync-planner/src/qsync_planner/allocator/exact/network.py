@@ -58,6 +58,32 @@ class Priced:
     reduced: Numbers
 
 
+class _Tables:
+    """The arcs of all stages, those that lead nowhere too, one stage after another.
+
+    Attributes:
+        begins: by stage the first of its arcs, and the end of all.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.begins: Indices = np.concatenate([[0], np.cumsum([len(stage.table.values) for stage in stages])])
+        alike: dict[int, list[int]] = {}
+        for number, stage in enumerate(stages):
+            alike.setdefault(id(stage.table), []).append(number)
+        self._alike = []
+        for numbers in alike.values():
+            values = stages[numbers[0]].table.values
+            places = self.begins[numbers][:, None] + np.arange(len(values))
+            self._alike.append((values, np.stack([stages[number].columns for number in numbers]), places))
+
+    def sums(self, amounts: Numbers) -> Numbers:
+        """What every arc makes of an expression, given by the program's columns."""
+        found: Numbers = np.empty(self.begins[-1])
+        for values, columns, places in self._alike:
+            found[places] = amounts[columns] @ values.T
+        return found
+
+
 class Network:
     """The arcs of all stages, sorted by stage, state and next state.
 
@@ -77,25 +103,25 @@ class Network:
 
     def __init__(self, stages: Sequence[Stage], costs: Numbers, constant: float, most_alone: float) -> None:
         self.stages = stages
-        begin, at, source, target, cost, arcs, number = 0, [], [], [], [], [], []
-        for position, stage in enumerate(stages):
-            own = stage.table.values @ costs[stage.columns] + (0.0 if position else constant)
-            kept = np.flatnonzero(stage.table.allowed & (own <= most_alone))
-            source.append(begin + kept // len(stage.table.rungs))
-            begin += stage.states
-            target.append(begin + stage.target[kept])
-            arcs.append(kept)
-            cost.append(own[kept])
-            number.append(np.full(len(kept), position))
-            at.append(len(kept))
-        self.states = begin + 1
-        self.source, self.target, self.arc = (np.concatenate(entry) for entry in (source, target, arcs))
-        self.cost: Numbers = np.concatenate(cost)
-        self.stage: Indices = np.concatenate(number)
-        self.first: Indices = np.concatenate([[0], np.cumsum(at)])
+        tables = self._tables = _Tables(stages)
+        own = tables.sums(costs)
+        own[: tables.begins[1]] += constant
+        kept = np.flatnonzero(np.concatenate([stage.table.allowed for stage in stages]) & (own <= most_alone))
+        states = np.concatenate([[0], np.cumsum([stage.states for stage in stages])])
+        self.states = int(states[-1]) + 1
+        self.stage = np.searchsorted(tables.begins, kept, side="right") - 1
+        self.arc = kept - tables.begins[self.stage]
+        combinations = np.asarray([len(stage.table.rungs) for stage in stages])
+        self.source: Indices = states[self.stage] + self.arc // combinations[self.stage]
+        self.target: Indices = states[self.stage + 1] + np.concatenate([stage.target for stage in stages])[kept]
+        self.cost: Numbers = own[kept]
+        self.first: Indices = np.searchsorted(self.stage, np.arange(len(stages) + 1))
         order = np.lexsort((self.target, self.source))
         self.source, self.target, self.arc = self.source[order], self.target[order], self.arc[order]
         self.cost, self.stage = self.cost[order], self.stage[order]
+        self._at: Indices = tables.begins[self.stage] + self.arc
+        self._place_of: Indices = np.full(tables.begins[-1], -1)
+        self._place_of[self._at] = np.arange(len(self._at))
         key = self.source * self.states + self.target
         self._groups = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.zeros(0, dtype=np.int64)
         self._group_of = np.cumsum(np.concatenate([[0], (key[1:] != key[:-1]).astype(np.int64)])) if len(key) else self._groups
@@ -106,9 +132,7 @@ class Network:
 
     def row(self, amounts: Numbers, constant: float, most: float) -> Row:
         """The row of an expression: ``amounts`` by the program's columns, and a constant, together at most ``most``."""
-        found = [stage.table.values @ amounts[stage.columns] for stage in self.stages]
-        offsets = np.concatenate([[0], np.cumsum([len(entry) for entry in found])])
-        return Row(np.concatenate(found)[offsets[self.stage] + self.arc], most - constant)
+        return Row(self._tables.sums(amounts)[self._at], most - constant)
 
     def least(self, costs: Numbers, arcs: Indices) -> Numbers:
         """What the rest of a path over some arcs costs at least, by state, for several costs at once; infinite where none leads on.
@@ -183,18 +207,13 @@ class Network:
 
     def path(self, rungs: Sequence[int]) -> Indices | None:
         """The arcs of a plan; None where one of them was left out."""
-        state, found, begin = 0, [], 0
-        for number, stage in enumerate(self.stages):
-            wanted = stage.arc(state, [rungs[unit] for unit in stage.units])
-            place = begin + state
-            low, high = int(self.first[number]), int(self.first[number + 1])
-            own = np.flatnonzero((self.arc[low:high] == wanted) & (self.source[low:high] == place))
-            if not len(own):
-                return None
-            found.append(low + int(own[0]))
-            state = int(stage.target[wanted])
-            begin += stage.states
-        return np.asarray(found)
+        state, found = 0, []
+        for stage, begin in zip(self.stages, self._tables.begins.tolist(), strict=False):
+            arc = stage.arc(state, [rungs[unit] for unit in stage.units.tolist()])
+            found.append(begin + arc)
+            state = int(stage.target[arc])
+        path = self._place_of[found]
+        return None if (path < 0).any() else path
 
     def rungs(self, path: Indices, units: int) -> tuple[int, ...]:
         """The rung of every unit on a path."""

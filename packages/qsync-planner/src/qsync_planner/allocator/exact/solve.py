@@ -23,11 +23,10 @@ from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Quantity
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.programs import Programs, least
-from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
+from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search, TimeLeft
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
 from qsync_planner.allocator.recovery import History, Refusal, new_history, overruns, slack_ns, sweep_until_stable
 from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, rounded_up, slack_text
-from qsync_planner.allocator.time_left import TimeLeft
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "sync_batch_norm")
 

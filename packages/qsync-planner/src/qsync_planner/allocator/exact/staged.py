@@ -22,8 +22,8 @@ from qsync_planner.allocator.problem import GroupProblem
 _ROUNDS = 200
 _ARCS, _WIDER = 64, 2
 """Arcs beside the nearest that a plan is looked for among at first, and times as many where none was found."""
-_FEW, _MORE = 2_000, 4
-"""Labels that are kept at first, and times as many where these are not all."""
+_QUICK, _FEW, _MORE = 200, 2_000, 4
+"""Labels that are kept for a plan that is near enough, that are kept at first else, and times as many where these are not all."""
 _MANY, _FARTHER, _LEAST = 300, 1.5, 1e-6
 """Labels from which on they grow fast, times as far that one looks then, and the part of the bound that is not worth less."""
 _BETTER = 0.9
@@ -222,18 +222,20 @@ class StagedSearch:
         nearest = int(np.searchsorted(spread, _LEAST * abs(bound), side="right"))
         arcs, looked_farther = nearest + _ARCS, False
 
-        def look(distance: float) -> Labelled:
+        def look(distance: float, labels: int) -> Labelled:
             nonlocal found, most
-            labelled = best_path(network, rows, priced, distance, most, cap)
+            labelled = best_path(network, rows, priced, distance, most, labels)
             if labelled.path is not None:
                 found, most = labelled.path, float(network.cost[labelled.path].sum())
             return labelled
 
+        if self._enough:  # a plan that is near enough may be found by few labels
+            look(self._enough * abs(bound), min(_QUICK, self._labels))
         while not self._is_late() and (most == math.inf or most - proven > self._enough * most):
             # How many arcs are within a distance says how much there is to look through, whatever Ω and time are counted in.
             before, whole = most, min(most - priced.bound, float(spread.sum()))
             distance = min(whole, reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
-            labelled = look(distance)
+            labelled = look(distance, cap)
             if labelled.complete:
                 # Every path up to this distance was considered; one found may be farther.
                 proven = most if distance >= min(whole, most - priced.bound) else min(most, priced.bound + distance)
@@ -247,7 +249,7 @@ class StagedSearch:
                 continue
             elif not looked_farther and distance < whole:
                 # A plan that is farther from the bound rules out many paths that are nearer to it.
-                look(min(whole, _WIDER * distance))
+                look(min(whole, _WIDER * distance), cap)
                 looked_farther = True
             elif cap < self._labels:
                 cap, looked_farther = min(self._labels, _MORE * cap), False
