@@ -18,14 +18,13 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Compiled, Compiler
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
-from qsync_torch.compiling.whole_model import compiled_model
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
 from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import layer_kinds
 from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.profile import ProfileRequest, profile
-from qsync_torch.profiling.whole_step import StepRunner, measure_step
+from qsync_torch.profiling.whole_step import StepRunner, compiled_model, measure_step
 from qsync_torch.timing import CudaStopwatch, Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
 

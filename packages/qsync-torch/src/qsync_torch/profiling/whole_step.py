@@ -9,21 +9,21 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import qsync_torch as qsync
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.profile import AlternatingDispatch, Compiled, RungMemory, StepMeasurement
+from qsync_core.ir.profile import AlternatingDispatch, Compiled, Compiler, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
-from qsync_torch.compiling.whole_model import compiled_model
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.job import Batch, Job
@@ -186,6 +186,12 @@ class StepRunner:
         """Weights, buffers, optimizer state and one batch."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return storage_bytes(tensors) + self.optimizer_state_bytes + self.batches[0].nbytes
+
+
+def compiled_model(model: torch.nn.Module, how: Compiled, applied: AppliedPlan | None) -> torch.nn.Module:
+    """Compile a model, under a plan or none, or DistributedDataParallel around it, as a script does."""
+    compiler = qsync.compile if how.by is Compiler.QSYNC and applied is not None else torch.compile
+    return cast(torch.nn.Module, compiler(model, backend=how.backend))
 
 
 def measure_step(
