@@ -51,7 +51,9 @@ def main() -> None:
     if unknown := [name for name in wanted if name not in known]:
         raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
     if "W1" in wanted and options.public is None:
-        raise SystemExit("W1 reads eth-easl/sailor's profiles: say where their copy is with --public FOLDER, or leave it out of --only")
+        raise SystemExit(
+            "W1 reads eth-easl/sailor's profiles: say where their copy is with --public FOLDER, or leave it out of --only"
+        )
     for name in wanted:
         line = f"{COMMAND} --only {name}" + (" --public FOLDER" if name == "W1" else "")
         for row in known[name]():

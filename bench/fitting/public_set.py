@@ -86,7 +86,9 @@ def read(folder: Path) -> Times:
                     times[found["chip"]][case] = microseconds * 1e3
     if not all(times.values()):
         missing = [name for name, of in times.items() if not of]
-        raise SystemExit(f"{folder} holds no times of {', '.join(missing)}: --public is a copy of eth-easl/sailor's profiles (*.csv)")
+        raise SystemExit(
+            f"{folder} holds no times of {', '.join(missing)}: --public is a copy of eth-easl/sailor's profiles (*.csv)"
+        )
     return times
 
 

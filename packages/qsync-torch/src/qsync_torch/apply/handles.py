@@ -38,14 +38,13 @@ class OperatorCall(Protocol):
         label: what it runs as, where that is not what the job does by itself; else empty.
     """
 
+    forms: set[tuple[str, bool]]
     follows_casts: bool
 
     @property
     def label(self) -> str:
-        """For ``print(model)``."""
+        """Say for ``print(model)`` how it runs."""
         ...
-
-    forms: set[tuple[str, bool]]
 
     def is_on(self, owner: nn.Module) -> bool:
         """Whether it runs now, in place of PyTorch's operator."""

@@ -57,7 +57,7 @@ class Way:
         return self.samples / self.pace.step_ns * 1e9
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Say it as JSON has it."""
         return {
             "way": self.name,
             "bytes": self.parts,

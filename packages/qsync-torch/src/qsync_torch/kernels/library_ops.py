@@ -100,7 +100,7 @@ def _no_stream(device: torch.device) -> torch.Tensor:
 
 
 _NO_STREAM = Memo(_no_stream)
-"""By device, what stands for the stream of what nothing reads one of: it holds nothing, and is never written."""
+"""What stands on each device for a stream that nothing reads: it holds nothing, and is never written."""
 
 
 def _quantized(x: torch.Tensor, quantization: Quantization, scale_count: int, no_stream: torch.Tensor | None = None) -> Copied:
