@@ -18,6 +18,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS, Kind
 
@@ -94,6 +95,9 @@ class Operator:
         also_read_by: what reads its result and is no operator of the graph, or reads more of it than its values: ``loss``, a
             function that delivers no floating-point tensor (``argmax``), one that is given its format (``to``, ``h.dtype``), a
             view that PyTorch's gradients sum up entry by entry (``as_strided``).
+        weight_format: format in which the script holds the weight (adjustable operators).
+        frozen: the weight is not trained: it has no gradient, and a plan may store it in another format.
+        not_storable: empty where ``apply_`` can store a frozen weight in another format; else the reason why not.
     """
 
     op_id: OpId
@@ -114,6 +118,9 @@ class Operator:
     views: tuple[int, ...] = ()
     in_place: bool = False
     also_read_by: tuple[str, ...] = ()
+    weight_format: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
+    frozen: bool = False
+    not_storable: str = ""
 
     def __attrs_post_init__(self) -> None:
         if self.is_adjustable and self.kind not in KINDS:
@@ -148,8 +155,21 @@ class Operator:
         return KINDS[self.kind]
 
     def runs_in(self, variant: Variant) -> bool:
-        """Whether its kind runs in a variant; profiles, truths and sensitivities leave the others out."""
-        return self.row.in_8_bit or not variant.compute.needs_scale
+        """Whether its kind runs in a variant, and its weight may be stored so; profiles, truths and sensitivities leave the others
+        out."""
+        return not self.not_stored_as(variant.storage) and (self.row.in_8_bit or not variant.compute.needs_scale)
+
+    def not_stored_as(self, storage: Storage) -> str:
+        """Why its weight cannot be stored so; empty where it can."""
+        if not storage.is_quantized or (self.frozen and not self.not_storable):
+            return ""
+        why = self.not_storable or "it is trained, and only weights that are not trained are stored in another format"
+        return f"the weight of {self.op_id} cannot be stored as {storage}: {why}"
+
+    def stored_bytes(self, storage: Storage) -> int:
+        """Bytes of its weight, stored so, with scales and constants; 0 where it has none."""
+        rows = self.weight_shape[0] if self.weight_shape else 0
+        return storage.nbytes(rows, math.prod(self.weight_shape[1:]) if rows else 0, self.weight_format.nbytes)
 
     @property
     def is_convolution(self) -> bool:
@@ -207,6 +227,8 @@ class Operator:
             self.weight_shape,
             len(self.parameters),
             tuple(sorted(self.attributes.items())),
+            self.weight_format,
+            self.frozen,
         )
 
 
