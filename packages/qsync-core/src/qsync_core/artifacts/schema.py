@@ -49,7 +49,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionDag", 3): {},
     ("PrecisionDag", 4): {"accumulate": 1},
     ("PrecisionDag", 5): {"calls_are_known": False},
-    ("PrecisionDag", 6): {},
+    ("PrecisionDag", 6): {"autocast": True},
     ("PrecisionPlan", 2): {
         "base": "float32",
         "software": {},
@@ -87,7 +87,10 @@ _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("CollectiveCosts", 2): ("measured", {"transfer_share": {}}),
     ("PrecisionDag", 3): ("operators", {"views": []}),
     ("PrecisionDag", 5): ("operators", {"in_place": False, "also_read_by": []}),
-    ("PrecisionDag", 6): ("operators", {"weight_format": "float32", "frozen": False, "not_storable": ""}),
+    ("PrecisionDag", 6): (
+        "operators",
+        {"weight_format": "float32", "frozen": False, "result_format": "float32", "not_storable": ""},
+    ),
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
     ("PrecisionPlan", 4): ("groups", {"chain_forms": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),

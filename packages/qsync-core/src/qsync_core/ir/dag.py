@@ -97,6 +97,8 @@ class Operator:
             view that PyTorch's gradients sum up entry by entry (``as_strided``).
         weight_format: format in which the script holds the weight (adjustable operators).
         frozen: the weight is not trained: it has no gradient, and a plan may store it in another format.
+        result_format: format of a fixed operator's floating-point result, as the script has it: 16 bits only in models that hold
+            parameters in 16 bits, all of whose other operators are fixed.
         not_storable: empty where ``apply_`` can store a frozen weight in another format; else the reason why not.
     """
 
@@ -120,6 +122,7 @@ class Operator:
     also_read_by: tuple[str, ...] = ()
     weight_format: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
     frozen: bool = False
+    result_format: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
     not_storable: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -229,6 +232,7 @@ class Operator:
             tuple(sorted(self.attributes.items())),
             self.weight_format,
             self.frozen,
+            self.result_format,
         )
 
 
@@ -242,14 +246,16 @@ class PrecisionDag:
         buckets: gradient buckets in the order DDP reduces them (first = ready first), as formed after DDP's first iteration.
         loss: kind of the loss (``cross_entropy``, ``mse``, ``custom``); ``loss_reduction``: ``mean``, ``sum`` or ``none``.
         batch_size: size of dimension 0 of the traced batch.
-        base: format that an operator runs in where nothing is lowered: float32, or the job's autocast format
-            (docs/design/precision-semantics.md#jobs-under-amp).
+        base: format that an operator runs in where nothing is lowered: float32, the job's autocast format
+            (docs/design/precision-semantics.md#jobs-under-amp), or the 16-bit format in which most weights are held
+            (docs/design/precision-semantics.md#models-in-16-bits).
         batch_axes: which dimension of which of the model's arguments has ``batch_size`` elements, by the argument's name; ``*0`` is
             the first of those without a name, ``batch.0`` and ``batch.pixels`` are parts of one.
         accumulate: micro-batches of ``batch_size`` samples whose gradients add up to an optimizer step's; gradients are exchanged
             in the last one.
         calls_are_known: whether operators say which calls are in place and what else reads their results; graphs of schema version
             4 and before do not.
+        autocast: whether a 16-bit base is that of autocast; else weights are held in it, and the script runs without autocast.
     """
 
     model: str
@@ -263,6 +269,7 @@ class PrecisionDag:
     batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int), hash=False)
     accumulate: int = attrs.field(default=1, validator=checks.micro_batches)
     calls_are_known: bool = True
+    autocast: bool = True
 
     def __attrs_post_init__(self) -> None:
         if not self.operators:
@@ -294,6 +301,11 @@ class PrecisionDag:
             self._facts[work_out] = work_out(self)
         fact: T = self._facts[work_out]
         return fact
+
+    @property
+    def autocast_base(self) -> Precision:
+        """The format of the job's autocast; float32 where there is none."""
+        return self.base if self.autocast else Precision.FLOAT32
 
     @cached_property
     def index(self) -> dict[OpId, int]:

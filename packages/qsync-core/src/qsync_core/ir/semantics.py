@@ -102,6 +102,8 @@ def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Aut
     if autocast is not None and (forced := autocast.format_of(operator.kind)) is not None:
         return forced
     follows = operator.op_class is not OpClass.FIXED or (autocast is not None and function_of(operator.kind).fixed_for_plans_alone)
+    if operator.result_format is not Precision.FLOAT32:  # a script that holds 16 bits says by itself what it computes in
+        return operator.result_format
     return promote(*inputs) if follows and inputs else Precision.FLOAT32
 
 

@@ -17,6 +17,7 @@ from qsync_core.kernels.backend import CompilingBackend, KernelConfig
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.apply.plan_fit import Addressed, Assigned
+from qsync_torch.apply.stored_modules import STORED
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.canary import Canary, WrongKernel
@@ -135,8 +136,11 @@ def _nominal(module: nn.Module) -> CallShapes:
     """Return nominal shapes of a module's own call."""
     kind = kind_of_module(module)
     assert kind is not None
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    return _nominal_call(kind, tuple(weight.shape), tuple(getattr(module, name) for name in kind.settings))
+    held = module.__dict__.get(STORED)
+    weight: torch.Tensor = module.weight if held is None else held.parameter  # type: ignore[assignment]
+    shape = tuple(weight.shape) if held is None else held.shape
+    call = _nominal_call(kind, shape, tuple(getattr(module, name) for name in kind.settings))
+    return attrs.evolve(call, weight_gradient=weight.requires_grad)
 
 
 def _nominal_call(kind: OperatorKind, stored: tuple[int, ...], settings: Settings) -> CallShapes:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
+import attrs
 import torch
 
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
@@ -40,13 +41,18 @@ def activation_precisions(ladder: Sequence[Variant]) -> tuple[Precision, ...]:
     return tuple(sorted(formats, key=list(Precision).index))
 
 
-def possible_casts(ladder: Sequence[Variant]) -> dict[CastKey, frozenset[CastSite]]:
+def possible_casts(
+    ladder: Sequence[Variant], held: Collection[Precision] = (Precision.FLOAT32,)
+) -> dict[CastKey, frozenset[CastSite]]:
     """Each kind of cast that some operator of some model may need, with the places where it happens.
 
     Args:
         ladder: all variants that a plan may use, the base precision's included.
+        held: formats in which the model holds its weights.
     """
     formats = activation_precisions(ladder)
+    if any(precision is not Precision.FLOAT32 for precision in held):
+        formats = tuple(sorted({*formats, *held, Precision.FLOAT32}, key=list(Precision).index))
     found: dict[CastKey, set[CastSite]] = {}
 
     def ask(operator: Operator, variant: Variant | None, inputs: Sequence[Precision]) -> None:
@@ -54,13 +60,13 @@ def possible_casts(ladder: Sequence[Variant]) -> dict[CastKey, frozenset[CastSit
             found.setdefault(cast.key, set()).add(cast.site)
 
     adjustable = _any_operator(OpClass.ADJUSTABLE, 1)
-    for variant, source in itertools.product(ladder, formats):
-        ask(adjustable, variant, (source,))
+    for variant, source, weight_format in itertools.product(ladder, formats, held):
+        ask(attrs.evolve(adjustable, weight_format=weight_format), variant, (source,))
     dependent, fixed = _any_operator(OpClass.DEPENDENT, 2), _any_operator(OpClass.FIXED, 1)
     for pair in itertools.product(formats, repeat=2):
         ask(dependent, None, pair)
-    for source in formats:
-        ask(fixed, None, (source,))
+    for source, result_format in itertools.product(formats, {Precision.FLOAT32, *held}):
+        ask(attrs.evolve(fixed, result_format=result_format), None, (source,))
     return {key: frozenset(sites) for key, sites in found.items()}
 
 

@@ -142,7 +142,8 @@ def profile(
     kept, cut = ladder_under(dag.base, ladder)
     variants = tuple(dict.fromkeys((*kept, base)))
     if cut:
-        note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} trains under autocast in {dag.base}")
+        how = "trains under autocast" if dag.autocast else "holds its weights"
+        note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} {how} in {dag.base}")
     type_ = device_type(target, share, memory_cap_bytes)
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
@@ -193,7 +194,8 @@ def profile(
         note(advice)
     layouts = dict(job.model.named_parameters())
     bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts, note)
-    cast_sites = possible_casts(variants)
+    held = {operator.weight_format for operator in dag.adjustable} | {operator.result_format for operator in dag.operators}
+    cast_sites = possible_casts(variants, sorted(held))
     total = len(items) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(complete) + 1
     done = 0
 
@@ -371,14 +373,15 @@ class _Bench:
         try:
             with self._noting(f"operator {item.holders[0]} in {item.variant.label}"):
                 cost = measure_operator(
-                    item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort, self.dag.base
+                    item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort, self.dag.autocast_base
                 )
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
             if item.operator.is_adjustable:
                 raise
-            is_float32, free = item.variant == FLOAT32, _free(item.operator)
+            is_float32 = item.variant in (FLOAT32, Variant.plain(item.operator.result_format))
+            free = _free(item.operator)
             if not is_float32 and self.operator(attrs.evolve(item, variant=FLOAT32), choice) == free:
                 cost = free  # which is said
             elif is_float32 or item.variant == Variant.plain(self.dag.base):
@@ -391,7 +394,9 @@ class _Bench:
         make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0], runner.alone)
         try:
             with self._noting(f"operator {operator.op_id}"):
-                return measure_case(make, KernelChoice(), self.stopwatch, self.operator_effort, autocast(self.dag.base, device))
+                return measure_case(
+                    make, KernelChoice(), self.stopwatch, self.operator_effort, autocast(self.dag.autocast_base, device)
+                )
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:

@@ -25,6 +25,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
+from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
@@ -77,9 +78,16 @@ class StepRunner:
     alone: Alone | None = None
 
     @classmethod
-    def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
-        """Copy the job's model to ``device`` in training mode; the job's own is not touched."""
+    def start(cls, job: Job, device: torch.device, batches: int = BATCHES, *, widened: bool = False) -> StepRunner:
+        """Copy the job's model to ``device`` in training mode; the job's own is not touched.
+
+        Args:
+            widened: 16-bit parameters and buffers are float32 in the copy.
+        """
         model = job.copy_model().to(device).train()
+        for tensor in (*model.parameters(), *model.buffers()) if widened else ():
+            if tensor.dtype in LOW_FLOATS:
+                tensor.data = tensor.data.float()
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         runner = cls(job, model, optimizer, [job.batch(step, job.batch_size).to(device) for step in range(batches)])
         if rank_count() > 1 and batches:
