@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -328,10 +327,7 @@ class Operator:
             with DisableTorchFunction():
                 self._check_call(input, held.device)
                 casts, seeds = self._in_force.casts_of(input), self._seeds(stored.values)
-                under = (
-                    nullcontext() if self._in_force.base is Precision.FLOAT32 else torch.autocast(held.device.type, enabled=False)
-                )
-                with under:
+                with torch.autocast(held.device.type, enabled=False):
                     return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
         except NumericsError as error:
             raise self._named(error) from None

@@ -1,8 +1,8 @@
 """A frozen weight that a plan stores in another format: it lies packed in its module, where the parameter was.
 
-It is neither parameter nor buffer, so that optimizers and DistributedDataParallel do not see it, and ranks may store it in different
-formats.  Whatever else reads the module sees the weight that the script has: ``module.weight``, ``state_dict()`` and copies hold it
-dequantized, in the script's format, and what is written there is rounded to the format in which it is stored.
+It is neither parameter nor buffer, so that optimizers and DistributedDataParallel do not see it, and ranks may store it in
+different formats.  Whatever else reads the module sees the weight that the script has: ``module.weight``, ``state_dict()`` and
+copies hold it dequantized, in the script's format, and what is written there is rounded to the format in which it is stored.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HeldWeight:
         return dequantize(self.tensors, self.storage, self.shape, self.dtype)
 
     def known(self) -> torch.Tensor:
-        """The weight as its checkpoint has it, else dequantized; on the CPU, where it takes none of the memory it is stored to save."""
+        """The weight as its checkpoint has it, else dequantized; on the CPU, where it takes nothing of what storing it saves."""
         return self.dequantized().cpu() if self.original is None else self.original()
 
     def write(self, weight: torch.Tensor, device: torch.device | None = None) -> None:
@@ -79,8 +79,8 @@ class HeldWeight:
         """Store another weight, and say what that does to it."""
         self.write(weight)
         warnings.warn(
-            f"{self.fqn} is stored as {self.storage}: what is written into it, such as a merged adapter, is rounded to that format; "
-            "merge into the model as its checkpoint has it to keep all of it",
+            f"{self.fqn} is stored as {self.storage}: what is written into it, such as a merged adapter, is rounded to that "
+            "format; merge into the model as its checkpoint has it to keep all of it",
             stacklevel=3,
         )
 
@@ -90,7 +90,8 @@ class HeldWeight:
 
     def restored(self) -> nn.Parameter:
         """The script's parameter, with the weight in it again."""
-        self.parameter.data = self.known().to(self.device)
+        is_meta = self.device.type == "meta"
+        self.parameter.data = self.parameter.data.new_empty(self.shape) if is_meta else self.known().to(self.device)
         return self.parameter
 
 
@@ -126,8 +127,8 @@ class ReadWeight(torch.Tensor):
         if args and isinstance(args[0], ReadWeight) and name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
             held = args[0].held
             raise PlanError(
-                f"{name} changes {held.fqn} in place, which a plan stores as {held.storage}: assign to weight.data, which stores it, or "
-                "call remove() first"
+                f"{name} changes {held.fqn} in place, which a plan stores as {held.storage}: assign to weight.data, which stores "
+                "it, or call remove() first"
             )
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
@@ -155,8 +156,8 @@ def store_weights(model: nn.Module, addressed: Addressed) -> Callable[[], None]:
         done.clear()
         if lost:
             warnings.warn(
-                f"the weights that the plan stored ({lost[0]} and so on, {len(lost)} in all) are given back dequantized, as they were "
-                "rounded to be stored: load the checkpoint again for those that it has",
+                f"the {len(lost)} weights that the plan stored ({lost[0]} first) are given back dequantized, as they were rounded "
+                "to be stored: load the checkpoint again for those that it has",
                 stacklevel=4,
             )
 
@@ -183,7 +184,8 @@ def _wanted(model: nn.Module, addressed: Addressed) -> Iterable[tuple[WeightPlac
         kind = None if module is None else kind_of_module(module)
         why = ""
         if place is None or place.weight is None:
-            why = "it is computed in each step"
+            tied = module is not None and module._parameters.get("weight") is not None  # under the other module's name
+            why = "another module has it too (tied weights)" if tied else "it is computed in each step"
         elif place.weight.requires_grad:
             why = "it is trained, and only weights that are not trained are stored in another format"
         elif module is None or kind is None:
@@ -247,8 +249,8 @@ def save_to(module: Any, save: Callable[..., None], destination: Any, prefix: st
     held: HeldWeight = module.__dict__[STORED]
     if held.original is None:
         warnings.warn(
-            "the state_dict() of a model whose plan stores weights holds them dequantized, on the CPU: they are not the bits of the "
-            "checkpoint that they came from",
+            "the state_dict() of a model whose plan stores weights holds them dequantized, on the CPU: they are not the bits of "
+            "the checkpoint that they came from",
             stacklevel=2,
         )
     destination[f"{prefix}weight"] = held.known()
@@ -258,7 +260,7 @@ def save_to(module: Any, save: Callable[..., None], destination: Any, prefix: st
 def load_from(module: Any, load: Callable[..., None], state: Any, prefix: str, *args: Any) -> None:
     """``module._load_from_state_dict``: a weight that is loaded is stored."""
     held: HeldWeight = module.__dict__[STORED]
-    strict, missing, unexpected, errors = args[1:5]
+    strict, missing, _, errors = args[1:5]
     key = f"{prefix}weight"
     mine = {name: value for name, value in state.items() if name != key}
     load(module, mine, prefix, *args)

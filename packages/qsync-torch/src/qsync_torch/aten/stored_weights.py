@@ -1,11 +1,11 @@
-"""Stored weights: frozen weights in int8 or NF4, and what products read of them (docs/design/precision-semantics.md#stored-weights).
+"""Frozen weights in int8 or NF4, and what products read of them (docs/design/precision-semantics.md#stored-weights).
 
-The reference for every device, in PyTorch's own operators.  Weights are worked through in parts, so that quantizing and dequantizing
-one takes little memory beside what is read and written.
+The reference for every device, in PyTorch's own operators.  Weights are worked through in parts, so that quantizing and
+dequantizing one takes little memory beside what is read and written.
 
 NF4 is what bitsandbytes 0.50 stores with double quantization: element and constant times the inverse of the largest magnitude of
-their block, to the nearest code by the midpoints between codes; what is left over a whole number of blocks is divided instead.  (That
-library's kernel for a CPU takes the second nearest code for one constant in a thousand.)
+their block, to the nearest code by the midpoints between codes; what is left over a whole number of blocks is divided instead.
+(That library's kernel for a CPU takes the second nearest code for one constant in a thousand.)
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ _LIBRARY.impl(
 )
 
 
+@torch.compiler.allow_in_graph  # traced, it would save its operands past the hooks of a checkpoint that runs it again
 class StoredProduct(torch.autograd.Function):
     """The product with a stored weight, and the gradients of activation and bias.
 
