@@ -189,3 +189,13 @@ def test_weights_in_sixteen_bits_that_are_trained() -> None:
     assert all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert all(not torch.equal(parameter, before) for parameter, before in zip(model.parameters(), reference, strict=True))
+
+
+def test_layers_of_bitsandbytes_are_no_operators() -> None:
+    """Their weights are packed already: a plan for them is refused, and others run beside them."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = nn.Sequential(nn.Linear(64, 64), bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4"), nn.Linear(64, 4)).to("cpu")
+    with pytest.raises(PlanError, match=r"the weight of 1 is uint8, and plans are for float32 parameters"):
+        apply_(model, {"1": "float32@nf4"})
+    apply_(model, {"0": "bfloat16"})
+    model(torch.randn(8, 64)).sum().backward()

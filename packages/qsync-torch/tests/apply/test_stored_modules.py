@@ -269,3 +269,15 @@ def test_what_cannot_be_stored_is_refused_and_nothing_is_changed(model, name, re
         apply_(model, {**also, name: "float32@nf4"})
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not any(STORED in module.__dict__ for module in model.modules())
+
+
+def test_weights_that_are_kept_come_back_bit_by_bit():
+    model = Model(torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    applied = apply_(model, {"frozen": "bfloat16@nf4"}, keep_stored=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = model.state_dict()
+        applied.remove()
+    for found in (state, model.state_dict()):
+        assert all(torch.equal(value, before[name]) for name, value in found.items())

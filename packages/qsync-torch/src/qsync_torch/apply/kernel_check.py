@@ -16,8 +16,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.kernels.backend import CompilingBackend, KernelConfig
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
-from qsync_torch.apply.plan_fit import Addressed, Assigned
-from qsync_torch.apply.stored_modules import STORED
+from qsync_torch.apply.plan_fit import STORED, Addressed, Assigned
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.canary import Canary, WrongKernel

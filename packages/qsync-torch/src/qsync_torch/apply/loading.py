@@ -19,7 +19,8 @@ from torch import nn
 from qsync_core.errors import PlanError
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.apply import apply_
-from qsync_torch.apply.stored_modules import STORED, HeldWeight
+from qsync_torch.apply.plan_fit import STORED
+from qsync_torch.apply.stored_modules import HeldWeight
 
 _INDEX = "model.safetensors.index.json"
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -24,6 +24,8 @@ from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.kinds.table import MODULES, WEIGHT_DIMENSIONS, kind_of_module
 
 Call = TypeVar("Call")
+STORED = "_qsync_stored"
+"""Attribute of a module whose weight a plan in force stores: its :class:`~qsync_torch.apply.stored_modules.HeldWeight`."""
 _NAMED = 3
 """How many FQNs an error names."""
 
@@ -241,7 +243,7 @@ def locate(
         module = modules.get(fqn)
         name = fqn if module is None else f"{fqn}.weight"
         owner, _, leaf = name.rpartition(".")
-        if module is not None and is_own_forward(module):
+        if module is not None and (is_own_forward(module) or STORED in module.__dict__):
             found_modules.append((op_id, module))
         elif not _calls_functions(module) or name not in parameters or parameters[name].dim() not in WEIGHT_DIMENSIONS:
             missing.append(fqn)

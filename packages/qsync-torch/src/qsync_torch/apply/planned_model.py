@@ -47,6 +47,7 @@ class PlannedModel:
         model: parameters as they train.
         seed: of the random numbers, of which each rank draws its own.
         lower_eval: whether the plan is in force in eval mode too.
+        keep_stored: whether weights that it stores are kept on the CPU as they were.
 
     Attributes:
         variants: what every named operator runs as.
@@ -57,8 +58,9 @@ class PlannedModel:
         base: the format of the job: where it has 16 bits, the model runs under autocast to it.
     """
 
-    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
+    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool, keep_stored: bool = False) -> None:
         self.model = model
+        self._keep_stored = keep_stored
         self.planned = planned
         self._addressed = locate(model, planned.on(device_of(model)), planned.plan, planned.caller)
         check_weights(model, self._addressed, planned.plan, planned.caller, planned.base)
@@ -186,7 +188,10 @@ class PlannedModel:
         self._in_force.begins = self._begin
         self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
-        self._restores = [ignore_in_ddp(self.model, stored_names(plan, entries)), store_weights(self.model, addressed)]
+        self._restores = [
+            ignore_in_ddp(self.model, stored_names(plan, entries)),
+            store_weights(self.model, addressed, self._keep_stored),
+        ]
         self._take_out = put_plan(self.model, calls, self._around)
 
     def remove(self) -> None:

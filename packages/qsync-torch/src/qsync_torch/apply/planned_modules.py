@@ -17,7 +17,8 @@ from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
-from qsync_torch.apply.stored_modules import STORED, ReadWeight, apply_to, load_from, save_to, whole, without_storage
+from qsync_torch.apply.plan_fit import STORED
+from qsync_torch.apply.stored_modules import ReadWeight, apply_to, load_from, save_to, whole, without_storage
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
 

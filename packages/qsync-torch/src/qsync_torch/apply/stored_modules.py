@@ -19,14 +19,12 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.storage import Storage
-from qsync_torch.apply.plan_fit import Addressed, WeightPlace
+from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
 from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
 from qsync_torch.kinds.table import kind_of_module
 from qsync_torch.operators.stored import dequantize
 from qsync_torch.torch_internals import DisableTorchFunction
 
-STORED = "_qsync_stored"
-"""Attribute of a module whose weight is stored: its :class:`HeldWeight`."""
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a model by which DistributedDataParallel knows what it does not synchronise."""
 
@@ -41,10 +39,13 @@ class HeldWeight:
         original: gives the weight as its checkpoint has it; None where that is not known.
     """
 
-    def __init__(self, fqn: str, parameter: nn.Parameter, storage: Storage) -> None:
+    def __init__(self, fqn: str, parameter: nn.Parameter, storage: Storage, keep: bool = False) -> None:
         self.fqn, self.storage, self.parameter = fqn, storage, parameter
         self.shape, self.dtype = tuple(parameter.shape), parameter.dtype
         self.original: Callable[[], torch.Tensor] | None = None
+        if keep:
+            kept = parameter.detach().cpu().clone()
+            self.original = kept.clone
         if parameter.device.type == "meta":
             self.tensors = empty_stored(self.shape, storage, "meta")
         else:
@@ -89,9 +90,13 @@ class HeldWeight:
         self.tensors = StoredWeight(*(None if tensor is None else tensor.to(device) for tensor in self.tensors))  # type: ignore[arg-type]
 
     def restored(self) -> nn.Parameter:
-        """The script's parameter, with the weight in it again."""
-        is_meta = self.device.type == "meta"
-        self.parameter.data = self.parameter.data.new_empty(self.shape) if is_meta else self.known().to(self.device)
+        """The script's parameter, with the weight in it again; another one where that was on the meta device."""
+        if self.device.type == "meta":
+            self.parameter.data = self.parameter.data.new_empty(self.shape)
+        elif self.parameter.device.type == "meta":
+            return nn.Parameter(self.known().to(self.device), requires_grad=False)
+        else:
+            self.parameter.data = self.known().to(self.device)
         return self.parameter
 
 
@@ -135,8 +140,8 @@ class ReadWeight(torch.Tensor):
         return result.as_subclass(torch.Tensor) if isinstance(result, ReadWeight) and name != "as_subclass" else result
 
 
-def store_weights(model: nn.Module, addressed: Addressed) -> Callable[[], None]:
-    """Store the weights of a model as their variants say, and empty their parameters.
+def store_weights(model: nn.Module, addressed: Addressed, keep: bool = False) -> Callable[[], None]:
+    """Store the weights of a model as their variants say, and empty their parameters; ``keep``: what they held, on the CPU.
 
     Returns:
         What gives the parameters back.
@@ -164,7 +169,7 @@ def store_weights(model: nn.Module, addressed: Addressed) -> Callable[[], None]:
     for place, storage in wanted:
         parameter = place.weight
         assert isinstance(parameter, nn.Parameter)
-        held = HeldWeight(f"{place.fqn}.{place.name}", parameter, storage)
+        held = HeldWeight(f"{place.fqn}.{place.name}", parameter, storage, keep)
         place.module._parameters["weight"] = None
         place.module.__dict__[STORED] = held
         done.append((place.module, held))

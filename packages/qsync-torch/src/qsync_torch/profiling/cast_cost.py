@@ -21,9 +21,11 @@ from qsync_core.ir.semantics import CastSite, casts
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kinds import KINDS
+from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import quantization_of
 from qsync_torch.kernels.library_ops import quantize
+from qsync_torch.operators.stored import dequantize
 from qsync_torch.profiling.linear_fit import fit_line
 from qsync_torch.timing import Effort, Stopwatch, repeat, rotation_count
 from qsync_torch.tuning.chooser import KernelChooser
@@ -80,13 +82,15 @@ def _any_operator(op_class: OpClass, arity: int) -> Operator:
 def cast_shapes(dag: PrecisionDag, sites: Collection[CastSite], granularity: Granularity) -> list[tuple[int, ...]]:
     """Shapes to time: real ones of the model, spread evenly over the logarithm of the number of elements.
 
-    Weights where only weights are cast that way (their channels matter to per-channel scales), else activations and weights.
+    Weights where only weights are cast that way (their channels matter to per-channel scales; stored ones are dequantized), else
+    activations and weights.
     """
     shapes: set[tuple[int, ...]] = set()
+    only_weights = granularity is Granularity.PER_CHANNEL or CastSite.WEIGHT_AGAIN in sites
     for operator in dag.operators:
         if operator.is_adjustable and CastSite.WEIGHT in sites:
             shapes.add(operator.weight_shape)
-        if granularity is not Granularity.PER_CHANNEL:
+        if not only_weights:
             shapes.update(operator.input_shapes)
             shapes.add(operator.output_shape)
     by_numel = {math.prod(shape): shape for shape in sorted(shapes) if shape and math.prod(shape) > 1}
@@ -121,10 +125,12 @@ def measure_cast(
     device = stopwatch.device
     rows: list[tuple[int, int, int]] = []
     for shape in shapes:
-        cast = make_cast(key, chooser.for_cast(key, shape))
+        stored = key.storage.is_quantized
+        cast = partial(_dequantize, key) if stored else make_cast(key, chooser.for_cast(key, shape))
         sets = rotation_count(math.prod(shape) * key.source.nbytes, device, most=_MOST_SETS, cache_bytes=_CACHE_BYTES)
         dtype = TORCH_DTYPE[key.source]
-        calls = [partial(cast, torch.randn(shape, device=device).to(dtype)) for _ in range(sets)]
+        tensors = (torch.randn(shape, device=device).to(dtype) for _ in range(sets))
+        calls = [partial(cast, (shape, quantize_weight(tensor, key.storage)) if stored else tensor) for tensor in tensors]
         with torch.no_grad():
             dispatch_ns, compute_ns = repeat(partial(stopwatch.time_series, calls), effort).median_ns
         rows.append((math.prod(shape), dispatch_ns, compute_ns))
@@ -136,6 +142,11 @@ def measure_cast(
     line = fit_line(samples)
     dispatch_ns = sorted(dispatch for _, dispatch, _ in rows)[len(rows) // 2]
     return CastModel(key, dispatch_ns, line.intercept, line.slope, line.r2, samples)
+
+
+def _dequantize(key: CastKey, operand: tuple[tuple[int, ...], StoredWeight]) -> torch.Tensor:
+    """Dequantize a weight of that shape as a stored product does."""
+    return dequantize(operand[1], key.storage, operand[0], TORCH_DTYPE[key.target])
 
 
 def make_cast(key: CastKey, chosen: KernelChoice) -> Callable[[torch.Tensor], object]:

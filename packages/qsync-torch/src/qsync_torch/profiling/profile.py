@@ -412,6 +412,7 @@ class _Bench:
     def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
         """The costs of one kind of cast at the model's sizes."""
         name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}{'' if key.symmetric else ' affine'}"
+        name += f" {key.storage}" if key.storage.is_quantized else ""
         shapes = cast_shapes(self.dag, sites, key.granularity)
         return self.store.read(name, CastModel) or self.store.write(
             name, measure_cast(key, shapes, self.stopwatch, self.cast_effort, self.chooser)

@@ -236,7 +236,7 @@ def _lowered(
     for op_id, run in OutputFormats.of(dag).decided(runs).items():
         kernel = chosen.get(op_id, plain) if op_id in lowered else plain
         entries[op_id] = Assignment(run, kernel.backend, kernel.config, "")
-    applied = apply_(runner.model, entries, base=dag.base)
+    applied = apply_(runner.model, entries, base=dag.base, keep_stored=True)
     try:
         yield
     finally:
