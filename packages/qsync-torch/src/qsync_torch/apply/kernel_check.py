@@ -133,9 +133,9 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 
 def _nominal(module: nn.Module) -> CallShapes:
     """Return nominal shapes of a module's own call."""
-    kind = kind_of_module(module)
-    assert kind is not None
     held = module.__dict__.get(STORED)
+    kind = kind_of_module(module) if held is None else held.kind
+    assert kind is not None
     weight: torch.Tensor = module.weight if held is None else held.parameter  # type: ignore[assignment]
     shape = tuple(weight.shape) if held is None else held.shape
     call = _nominal_call(kind, shape, tuple(getattr(module, name) for name in kind.settings))

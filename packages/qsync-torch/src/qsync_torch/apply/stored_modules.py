@@ -21,6 +21,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.storage import Storage
 from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
 from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
+from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import kind_of_module
 from qsync_torch.operators.stored import dequantize
 from qsync_torch.torch_internals import DisableTorchFunction
@@ -33,14 +34,16 @@ class HeldWeight:
     """The stored weight of one module.
 
     Attributes:
-        fqn: of the parameter; storage: how it is stored.
+        fqn: of the parameter; storage: how it is stored; kind: of the operator that reads it.
         tensors: what is stored; shape: of the weight; dtype: in which the script has it.
         parameter: the script's, which is empty meanwhile.
         original: gives the weight as its checkpoint has it; None where that is not known.
     """
 
-    def __init__(self, fqn: str, parameter: nn.Parameter, storage: Storage, keep: bool = False) -> None:
-        self.fqn, self.storage, self.parameter = fqn, storage, parameter
+    def __init__(
+        self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind | None = None, keep: bool = False
+    ) -> None:
+        self.fqn, self.storage, self.parameter, self.kind = fqn, storage, parameter, kind
         self.shape, self.dtype = tuple(parameter.shape), parameter.dtype
         self.original: Callable[[], torch.Tensor] | None = None
         if keep:
@@ -169,7 +172,7 @@ def store_weights(model: nn.Module, addressed: Addressed, keep: bool = False) ->
     for place, storage in wanted:
         parameter = place.weight
         assert isinstance(parameter, nn.Parameter)
-        held = HeldWeight(f"{place.fqn}.{place.name}", parameter, storage, keep)
+        held = HeldWeight(f"{place.fqn}.{place.name}", parameter, storage, kind_of_module(place.module), keep)
         place.module._parameters["weight"] = None
         place.module.__dict__[STORED] = held
         done.append((place.module, held))
