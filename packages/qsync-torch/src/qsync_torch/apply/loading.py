@@ -107,7 +107,8 @@ def _load_module(
             held.original = partial(read_weight, where[name], name, held.shape)
         else:
             held.to_device(target)
-    for kind in (module._parameters, module._buffers):
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for kind in tables:
         for leaf, tensor in kind.items():
             if tensor is None:
                 continue
@@ -196,7 +197,7 @@ class _Files:
             except ImportError:
                 raise PlanError("load_planned reads safetensors files: install safetensors") from None
             try:
-                self._open[file] = safe_open(str(file), framework="pt", device="cpu").__enter__()
+                self._open[file] = safe_open(str(file), framework="pt", device="cpu").__enter__()  # type: ignore[no-untyped-call]
             except Exception as error:
                 raise PlanError(f"{file} cannot be read as a safetensors file ({error})") from None
         return self._open[file]

@@ -116,7 +116,7 @@ class ReadWeight(torch.Tensor):
         return read
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """A tensor of its own, which can be changed."""
         return self.as_subclass(torch.Tensor)
 

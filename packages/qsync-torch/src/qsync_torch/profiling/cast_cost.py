@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -126,7 +127,7 @@ def measure_cast(
     rows: list[tuple[int, int, int]] = []
     for shape in shapes:
         stored = key.storage.is_quantized
-        cast = partial(_dequantize, key) if stored else make_cast(key, chooser.for_cast(key, shape))
+        cast: Callable[[Any], object] = partial(_dequantize, key) if stored else make_cast(key, chooser.for_cast(key, shape))
         sets = rotation_count(math.prod(shape) * key.source.nbytes, device, most=_MOST_SETS, cache_bytes=_CACHE_BYTES)
         dtype = TORCH_DTYPE[key.source]
         tensors = (torch.randn(shape, device=device).to(dtype) for _ in range(sets))
