@@ -143,8 +143,8 @@ def loading() -> Iterator[dict[str, Any]]:
                     optimizer.zero_grad()
             print(f"{name}: {loads.most / 2**20:.1f} MiB while loading, {steps.most / 2**20:.1f} MiB in a step", file=sys.stderr)
             what = (
-                f"{BLOCKS} blocks of {WIDTH} and {INNER} with adapters of rank 16, {TOKENS} tokens, stored as {name}, on a CPU: most "
-                "bytes of tensors while loading over those of a training step"
+                f"{BLOCKS} blocks of {WIDTH} and {INNER} with adapters of rank 16, {TOKENS} tokens, stored as {name}, on a CPU: "
+                "most bytes of tensors while loading over those of a training step"
             )
             yield row("F6-cpu" if name == "nf4" else "F6b-cpu", what, loads.most / steps.most, "≤ 1.05")
 

@@ -35,8 +35,8 @@ from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
-from qsync_torch.observing.observe import observe
-from qsync_torch.profiling.profile import profile
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.tracing.trace import trace
 from results import write_rows
 
@@ -115,7 +115,7 @@ def measure(name: str, out: Path) -> Iterator[list[dict[str, object]]]:
     job = fresh(name)
     dag: PrecisionDag = trace(job)
     lap(f"trace ({len(dag.operators)} operators, {len(dag.adjustable)} adjustable)")
-    profile_ = profile(job, dag, device="cuda:0", ladder=LADDER, progress=report)
+    profile_ = profile(job, dag, ProfileRequest(device="cuda:0", ladder=LADDER), progress=report)
     lap("profile")
     release()
     profiles = {"train": profile_, "infer": profile_}
@@ -128,7 +128,7 @@ def measure(name: str, out: Path) -> Iterator[list[dict[str, object]]]:
     for run, variants in {"full": None, **uniform}.items():
         yield compared(name, run, variants, replayer)
         lap(f"train {run}")
-    observations = observe(job, dag, LADDER, device="cuda:0", steps=10)
+    observations = observe(job, dag, ObserveRequest(LADDER, device="cuda:0", steps=10))
     lap(f"observe ({observations.stopped})")
     sensitivity = indicate(observations, dag, LADDER)
     plan = allocate(Inputs(dag, cluster, profiles, sensitivity))

@@ -27,7 +27,7 @@ from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.tracing.trace import trace
 
 SMALL_BERT = "bert-base:seq=16,hidden=64,heads=2,intermediate=128,vocab=1000"
@@ -91,7 +91,7 @@ def main() -> None:
     dag = trace(job)
     plans = configurations(dag)  # "half": every other operator in bfloat16
     found = measured_in_turn(job, plans, options.rounds)
-    calibrated = calibrated_by(profile(job, dag, ladder=LADDER, with_collectives=False), found)
+    calibrated = calibrated_by(profile(job, dag, ProfileRequest(ladder=LADDER, with_collectives=False)), found)
     more = [
         max(0, round(half - (none + every) / 2))
         for half, none, every in zip(found["half"], found["float32"], found["bfloat16"], strict=True)

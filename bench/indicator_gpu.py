@@ -34,7 +34,7 @@ from qsync_torch.load_job import load_job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 from results import write_rows
@@ -58,7 +58,9 @@ def cost_rows(device: torch.device, where: str, collectors: Sequence[type[Any]])
             seconds: list[float] = []
             torch.cuda.reset_peak_memory_stats(device)
             # The warm-up is one update, which is not part of what is timed.
-            found = observe(job, dag, LADDER, warmup=2, device=device, collectors=[_timed(collector(), device, seconds)])
+            found = observe(
+                job, dag, ObserveRequest(LADDER, warmup=2, device=device, collectors=[_timed(collector(), device, seconds)])
+            )
             peak = torch.cuda.max_memory_allocated(device)
             updates = len(found.iterations)
             # An observed update also trains on its half batch.
@@ -122,9 +124,9 @@ def agreement_rows(
         started = time.perf_counter()
         # The same updates for both: another batch has another gradient.
         options = {"warmup": warmup, "steps": 16, "device": device, "settled": None}
-        observed = observe(job, dag, LADDER, collectors=[collector() for collector in collectors], **options)
+        observed = observe(job, dag, ObserveRequest(LADDER, collectors=[collector() for collector in collectors], **options))
         print(f"{name}: observed in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        truth = observe(job, dag, LADDER, collectors=[MonteCarloCollector(8)], **options)
+        truth = observe(job, dag, ObserveRequest(LADDER, collectors=[MonteCarloCollector(8)], **options))
         print(f"{name}: measured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

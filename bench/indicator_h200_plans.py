@@ -36,7 +36,7 @@ from qsync_planner.indicators.series import UpdateMean
 from qsync_torch.load_job import load_job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from results import ROOT, write_rows
 
 JOBS = {"resnet50": "resnet50:batch=128,channels_last=true", "bert-base": "bert-base:batch=12,seq=128"}
@@ -79,7 +79,9 @@ def _rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if kept is not None and kept.exists():
         observed = load(kept, Observations)
     else:
-        observed = observe(job, dag, LADDER, steps=options.steps, collectors=[HutchinsonCollector(), LossVarCollector()], **common)
+        observed = observe(
+            job, dag, ObserveRequest(LADDER, steps=options.steps, collectors=[HutchinsonCollector(), LossVarCollector()], **common)
+        )
         if kept is not None:
             save(observed, kept)
     rated = {who: indicate(observed, dag, LADDER, who) for who in ("hutchinson", "lossvar")}
@@ -117,7 +119,7 @@ def _rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _errors(job: Any, dag: PrecisionDag, plans: Sequence[Plan], steps: int, draws: int, common: Mapping[str, Any]) -> list[float]:
     """True error of each plan of a device that helps; equal plans are measured once."""
     different = list({frozenset(plan.items()): plan for plan in plans}.values())
-    found = observe(job, dag, LADDER, steps=steps, collectors=[PlanErrors(different, draws)], **common)
+    found = observe(job, dag, ObserveRequest(LADDER, steps=steps, collectors=[PlanErrors(different, draws)], **common))
     mean = UpdateMean.of(found).mean
     values = [mean(found.values(PlanErrors.name, f"plan {i}")) for i in range(len(different))]
     return [values[different.index(plan)] for plan in plans]

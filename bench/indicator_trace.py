@@ -28,7 +28,7 @@ from qsync_core.ir.observations import Observations
 from qsync_planner.indicate import indicate
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import SettledRule, spearman
 from qsync_torch.tracing.trace import trace
 from results import write_rows
@@ -46,7 +46,7 @@ def rows_of(model: str) -> Iterator[Row]:
     dag = trace(job)
     collectors = [HutchinsonCollector(), LossVarCollector(), PaperCollector()]
     for state, warmup in STATES.items():
-        found = observe(job, dag, SETS["ladder"], warmup=warmup, steps=UPDATES, collectors=collectors, settled=None)
+        found = observe(job, dag, ObserveRequest(SETS["ladder"], warmup=warmup, steps=UPDATES, collectors=collectors, settled=None))
         stop = _stop(found)
         for indicator in INDICATORS:
             rankings = [

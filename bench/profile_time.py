@@ -28,7 +28,9 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
-from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling import bench
+from qsync_torch.profiling.items import Item, distinct_items
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.trace import trace
 from results import write_rows
@@ -49,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     job = load_job(options.job, options.batch_size)
     dag = trace(job)
-    items = profile_module.distinct_items(dag, LADDER)
+    items = distinct_items(dag, LADDER)
     calls = sum(len(item.holders) for item in items)
     print(f"{len(items)} distinct measurements for {calls} (operator, variant) pairs")
     runs = [_run(job, dag, items, options.really) for _ in range(options.runs)]
@@ -91,28 +93,28 @@ class Run:
         return f"profile {self.whole:.1f} s, of that operators {self.operators:.1f} s; every operator for itself {self.every:.1f} s"
 
 
-def _run(job: Job, dag: PrecisionDag, items: Sequence[profile_module.Item], really: bool) -> Run:
+def _run(job: Job, dag: PrecisionDag, items: Sequence[Item], really: bool) -> Run:
     """Profile once."""
     seconds: dict[str, float] = {}
-    original = profile_module.measure_operator
+    original = bench.measure_operator
 
     def timed(operator: Operator, variant: Variant, *rest: object) -> object:
         start = time.perf_counter()
         try:
             return original(operator, variant, *rest)
         finally:
-            seconds[profile_module.Item(operator, variant, ()).name] = time.perf_counter() - start
+            seconds[Item(operator, variant, ()).name] = time.perf_counter() - start
 
-    profile_module.measure_operator = timed
+    bench.measure_operator = timed
     moments: list[tuple[float, str]] = []
     try:
         start = time.perf_counter()
-        profile_module.profile(
-            job, dag, ladder=LADDER, progress=lambda done, total, what: moments.append((time.perf_counter(), what))
+        profile(
+            job, dag, ProfileRequest(ladder=LADDER), progress=lambda done, total, what: moments.append((time.perf_counter(), what))
         )
         whole = time.perf_counter() - start
     finally:
-        profile_module.measure_operator = original
+        bench.measure_operator = original
     for (begin, what), (end, _) in itertools.pairwise(moments):
         if what.startswith(("cast", "whole", "all-reduce")):
             print(f"{what}: {end - begin:.1f} s")
@@ -124,7 +126,7 @@ def _run(job: Job, dag: PrecisionDag, items: Sequence[profile_module.Item], real
         for item in items:
             for _ in item.holders:
                 with contextlib.suppress(RuntimeError):  # ATen has no such kernel
-                    original(item.operator, item.variant, layouts, KernelChoice(), stopwatch, profile_module.OPERATOR_EFFORT)
+                    original(item.operator, item.variant, layouts, KernelChoice(), stopwatch, bench.Efforts().operators)
         every = time.perf_counter() - start
     return Run(whole, sum(seconds.values()), every)
 

@@ -58,6 +58,20 @@ def write_rows(
     return _merge(topic, rows, {**(measured or provenance()), "command": command}, directory)
 
 
+def drop_rows(topic: str, ids: str, *, directory: Path = RESULTS) -> list[str]:
+    """Take the rows out whose ids a regular expression matches as a whole: what nothing measures any more.
+
+    Returns:
+        Their ids.
+    """
+    path = directory / f"{topic}.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    dropped = [row["id"] for row in stored["rows"] if re.fullmatch(ids, row["id"])]
+    stored["rows"] = [row for row in stored["rows"] if row["id"] not in dropped]
+    _write(path, stored)
+    return dropped
+
+
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """Make the parser of a script with this docstring, which writes rows into the folder ``--out``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,11 +103,14 @@ def _merge(topic: str, rows: Iterable[Mapping[str, Any]], run: Mapping[str, Any]
             own = {name: row[name] for name in run if name in row}
             merged[row["id"]] = run | own | _complete({name: row[name] for name in row if name not in own})
         ordered = [_without(merged[key], run) for key in sorted(merged, key=_natural)]
-        text = json.dumps({**run, "rows": ordered}, ensure_ascii=False, indent=2, allow_nan=False)
-        write_atomically(path, (text + "\n").encode())
+        _write(path, {**run, "rows": ordered})
     finally:
         os.close(handle)
     return path
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, (json.dumps(content, ensure_ascii=False, indent=2, allow_nan=False) + "\n").encode())
 
 
 def machine() -> dict[str, Any]:
@@ -155,7 +172,11 @@ def _natural(key: str) -> list[tuple[bool, int, str]]:
 
 
 if __name__ == "__main__":
-    import sys
-
-    for name in sys.argv[1:]:
-        print(f"merged into {merge_file(Path(name))}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="results of another machine, which are merged")
+    parser.add_argument("--drop", nargs=2, metavar=("TOPIC", "IDS"), help="take out rows: structure 'H.*'")
+    asked = parser.parse_args()
+    for name in asked.files:
+        print(f"merged into {merge_file(name)}")
+    if asked.drop:
+        print(f"dropped {', '.join(drop_rows(*asked.drop)) or 'nothing'}")

@@ -2,8 +2,9 @@
 
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
-A1 to A3 (plans; with OMP_NUM_THREADS=1) and P4 (and P4b, minutes of a CPU) need no GPU.  P1 to P3 need a CUDA device, P1 and P1b
-torchao too.  ``--tiny`` tries all on a CPU, with small models; such rows are printed only.
+A1 to A3 (plans; with OMP_NUM_THREADS=1) and P4 (and P4b, minutes of a CPU) need no GPU.  The others need a CUDA device, P1 and P1b
+torchao too; P6 needs nvcc, and no other work on the machine.  P7 and P10 keep what they have measured in the folder of ``--save``,
+from which the same command goes on.  ``--tiny`` tries all on a CPU, with small models; such rows are printed only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from allocator import rows_today
-from eight_bit import scales, steps
+from eight_bit import curves, first_step, predicted, scales, steps
 from kernels.bench import Bench, Row
 from results import write_rows
 
@@ -29,7 +30,9 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
     """What measures rows, by the name that ``--only`` takes."""
     steps_of = {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
     plans_of = {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
-    return {**steps_of, "P4": partial(scales.rows, bench), **plans_of}
+    others = {"P6": partial(first_step.rows, bench), "P10": partial(curves.rows, bench, options.save)}
+    others["P7"] = partial(predicted.rows, bench, options.save / "predicted")
+    return {**steps_of, "P4": partial(scales.rows, bench), **others, **plans_of}
 
 
 ON_A_CPU = {"P4", *rows_today.PARTS}
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts, comma-separated")
     parser.add_argument("--contenders", default="", help="of P1 to P3, by name (a|b); bf16 is always one")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    parser.add_argument("--save", type=Path, default=Path("today-runs"), help="folder of what P7 and P10 have finished")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too; nothing is written")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()

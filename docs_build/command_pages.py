@@ -18,9 +18,17 @@ EXPECTED = {
 """Commands that must be there: a page without them would only mean that a package was not installed."""
 INTRODUCTION = """# Command line
 
-Every command takes `--help` and `--json`. Results go to standard output; progress and warnings go to standard error, progress only
-on a terminal. A command that cannot do what was asked prints one sentence that says what, where and what to do next, writes no
-file, and exits with 1 (2 where the command line itself is wrong).
+Every command takes `--help` and, but for `watch`, `--json`. Results go to standard output; progress and warnings go to standard
+error, progress only on a terminal. A command that cannot do what was asked prints one sentence that says what, where and what to do
+next, writes no file, and exits with 1 (2 where the command line itself is wrong).
+
+A shell completes commands, options and files once it is told so, by a line in its start-up file:
+
+| shell | file | line |
+|---|---|---|
+| Bash (4.4 or later) | `~/.bashrc` | `eval "$(_QSYNC_COMPLETE=bash_source qsync)"` |
+| Zsh | `~/.zshrc` | `eval "$(_QSYNC_COMPLETE=zsh_source qsync)"` |
+| fish | `~/.config/fish/completions/qsync.fish` | `_QSYNC_COMPLETE=fish_source qsync \\| source` |
 
 Commands come from the installed packages: `doctor`, `backends`, `launch` and `show` from qsync-core, `indicate`, `plan`, `replay`,
 `explain`, `verify` and `report` from qsync-planner, the others from qsync-torch.

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def extend_section(nav: list[Any], section: str, pages: Iterable[str]) -> None:
-    """Append page paths to the section of that title."""
+def extend_section(nav: list[Any], section: str, pages: Iterable[Any]) -> None:
+    """Append pages, or groups of pages, to the section of that title."""
     for entry in nav:
         if isinstance(entry, dict) and section in entry:
             entry[section].extend(pages)

@@ -1,4 +1,4 @@
-"""mkdocs hook: ARCHITECTURE.md, CONTRIBUTING.md and SECURITY.md, which stand at the top of the repository, become pages."""
+"""mkdocs hook: what stands at the top of the repository, and the packages' changelogs, become pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+PAGES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"} | {
+    f"packages/{name}/CHANGELOG.md": f"changelog/{name}.md"
+    for name in ("qsync-core", "qsync-planner", "qsync-torch", "qsync-kernels-triton", "qsync-kernels-cutlass")
+}
 
 
 def page_text(name: str) -> str:

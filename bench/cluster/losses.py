@@ -31,8 +31,9 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Job
-from qsync_torch.observing.observe import observe
-from qsync_torch.profiling.profile import profile
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 from results import parser_of, write_rows
@@ -143,13 +144,13 @@ def _fault_of(job: Job) -> str:
     plain = trace(attrs.evolve(job, loss=lambda output, batch: output.square().mean()))
     if dag.adjustable != plain.adjustable or dag.buckets != plain.buckets:
         return "the model's operators or buckets are not those under a loss that is exported"
-    measured = profile(job, dag, with_collectives=False, operator_effort=_ONCE, cast_effort=_ONCE, step_effort=_ONCE)
+    measured = profile(job, dag, ProfileRequest(with_collectives=False, efforts=Efforts(_ONCE, _ONCE, _ONCE)))
     unmeasured = [
         operator.op_id for operator in dag.operators if operator.kind != "input" and operator.op_id not in measured.cost_index
     ]
     if unmeasured:
         return f"no cost of {unmeasured[0]}"
-    observed = observe(job, dag, [Variant.plain(Precision.BFLOAT16)], warmup=1, steps=1)
+    observed = observe(job, dag, ObserveRequest([Variant.plain(Precision.BFLOAT16)], warmup=1, steps=1))
     return "" if observed.iterations else "nothing was observed"
 
 

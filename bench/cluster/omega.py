@@ -38,7 +38,7 @@ from qsync_planner.allocator.verdict import plan_error
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.series import UpdateMean
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 from results import parser_of, write_rows
 
@@ -104,8 +104,8 @@ def measure(name: str, effort: Effort) -> Measured:
     dag = trace(job)
     plans = drawn(dag, effort.plans)
     options: dict[str, Any] = {"warmup": effort.warmup, "steps": effort.updates, "settled": None}
-    sensitivity = indicate(observe(job, dag, LADDER, collectors=[HutchinsonCollector()], **options), dag, LADDER)
-    found = observe(job, dag, LADDER, collectors=[PlanErrors(list(plans.values()), effort.draws)], **options)
+    sensitivity = indicate(observe(job, dag, ObserveRequest(LADDER, collectors=[HutchinsonCollector()], **options)), dag, LADDER)
+    found = observe(job, dag, ObserveRequest(LADDER, collectors=[PlanErrors(list(plans.values()), effort.draws)], **options))
     averaged = UpdateMean.of(found)
     ratios, errors = {}, {}
     for number, (plan, variants) in enumerate(plans.items()):

@@ -24,7 +24,8 @@ from qsync_planner.matching import Inputs, under_base
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch import apply_
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -346,7 +347,7 @@ def memory_of(seed: int) -> list[Kept]:
     """A random job under several plans."""
     job = random_job(seed)
     dag = trace(job)
-    found = profile(job, dag, ladder=LADDER, with_collectives=False, operator_effort=ONCE, cast_effort=ONCE, step_effort=ONCE)
+    found = profile(job, dag, ProfileRequest(ladder=LADDER, with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
     group = DeviceGroup("g", found.device.name, 1, Role.INFER, Precision.FLOAT32, LADDER)
     cluster, _ = under_base(Cluster("c", (group,)), dag)
     replayer = Replayer(Inputs(dag, cluster, {"g": attrs.evolve(found, steps=())}))

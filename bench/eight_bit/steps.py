@@ -89,7 +89,7 @@ BOUNDS = {"P1": 0.83, "P1b": 0.79, "P2": 0.74, "P2b": 0.80, "P3-bert": 0.92, "P3
 TINY: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def made(shape: Shape, quick: bool) -> nn.Module:
+def made(shape: Shape, quick: bool, seed: int = 0) -> nn.Module:
     """The model with random weights."""
     import transformers
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -97,7 +97,7 @@ def made(shape: Shape, quick: bool) -> nn.Module:
     arguments = dict(shape.arguments) | (TINY if quick else {})
     if quick and "num_key_value_heads" in arguments:
         arguments |= {"num_key_value_heads": 1, "vocab_size": 256}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{shape.model}Config")(**arguments)
     if shape.causal:  # a name without a function that makes masks: none is made, and SDPA is told that it is causal
         ALL_ATTENTION_FUNCTIONS.register("causal", _causal)
@@ -126,22 +126,26 @@ def batch_of(shape: Shape, device: torch.device, quick: bool) -> dict[str, torch
     return {"input_ids": ids, "labels": ids}
 
 
-def stepped(way: Way, shape: Shape, bench: Bench) -> Callable[[], None]:
-    """What trains one step, after it has done so; compiled as a trainer would."""
+def run_of(way: Way, shape: Shape, bench: Bench, seed: int = 0) -> tuple[nn.Module, Callable[..., Any]]:
+    """The model, and what calls it compiled as a trainer would."""
     device, backend = bench.device, {} if bench.device.type == "cuda" else {"backend": "aot_eager"}
-    model = made(shape, bench.quick).to(device).train()
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and _in_a_layer(name)]
+    model = made(shape, bench.quick, seed).to(device).train()
+    linears = linears_of(model)
     if way.spec:
-        applied = qsync.apply_(model, {f"{name}#0": way.spec for name in linears}, base=Precision.BFLOAT16)
-        run = qsync.compile(applied, saved=way.saved or None, **backend)
-    elif way is TORCHAO:
+        applied = qsync.apply_(model, {f"{name}#0": way.spec for name in linears}, base=Precision.BFLOAT16, seed=seed)
+        return model, qsync.compile(applied, saved=way.saved or None, **backend)
+    if way is TORCHAO:
         from torchao.float8 import convert_to_float8_training
 
         inside = frozenset(linears)
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in inside)
-        run = torch.compile(model, **backend)
-    else:
-        run = torch.compile(model, **backend)
+    return model, torch.compile(model, **backend)
+
+
+def stepped(way: Way, shape: Shape, bench: Bench) -> Callable[[], None]:
+    """What trains one step, after it has done so; compiled as a trainer would."""
+    device = bench.device
+    model, run = run_of(way, shape, bench)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     batch = batch_of(shape, device, bench.quick)
 
@@ -157,9 +161,10 @@ def stepped(way: Way, shape: Shape, bench: Bench) -> Callable[[], None]:
     return step
 
 
-def _in_a_layer(name: str) -> bool:
-    """Whether a linear is of the repeated layers, not the head."""
-    return any(part.isdigit() for part in name.split("."))
+def linears_of(model: nn.Module) -> list[str]:
+    """The linears of the repeated layers, by name; not the head."""
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name, _ in named if any(part.isdigit() for part in name.split("."))]
 
 
 @attrs.frozen

@@ -65,9 +65,9 @@ from qsync_torch.apply.apply import apply_  # noqa: E402
 from qsync_torch.distributed.communication import options_of  # noqa: E402
 from qsync_torch.distributed.nccl import nccl_options  # noqa: E402
 from qsync_torch.job import Job  # noqa: E402
-from qsync_torch.observing.observe import observe  # noqa: E402
+from qsync_torch.observing.observe import ObserveRequest, observe  # noqa: E402
 from qsync_torch.profiling.communication import measure_communication  # noqa: E402
-from qsync_torch.profiling.profile import profile  # noqa: E402
+from qsync_torch.profiling.profile import ProfileRequest, profile  # noqa: E402
 from qsync_torch.tracing.trace import trace  # noqa: E402
 from results import provenance  # noqa: E402
 
@@ -197,13 +197,13 @@ def main() -> None:
     if not all(earlier):
         dag = trace(job)
         lap("trace")
-        save(profile(job, dag, device=device, share=SHARE, ladder=HYBRID_LADDER), out / f"{GROUP}.qsync")
+        save(profile(job, dag, ProfileRequest(device=device, share=SHARE, ladder=HYBRID_LADDER)), out / f"{GROUP}.qsync")
         lap("profile")
         if RANK == 0:
             for stale in out.glob("*.plan.qsync"):
                 stale.unlink()
             save(dag, out / "dag.qsync")
-            sensitivity = indicate(observe(job, dag, HYBRID_LADDER, device=device, steps=10), dag, HYBRID_LADDER)
+            sensitivity = indicate(observe(job, dag, ObserveRequest(HYBRID_LADDER, device=device, steps=10)), dag, HYBRID_LADDER)
             save(sensitivity, out / "sensitivity.qsync")
             lap("observe")
     dist.init_process_group(**backend)

@@ -18,7 +18,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_planner.allocator.verdict import plan_error
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.montecarlo import MonteCarloCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 A, B = OpId("a"), OpId("b")
@@ -43,7 +43,11 @@ def test_plans_of_one_kind_are_what_montecarlo_measures() -> None:
     names = [operator.op_id for operator in dag.adjustable]
     plans = [dict.fromkeys(names, BFLOAT16), {names[1]: BFLOAT16, names[0]: FLOAT32}, {}, dict.fromkeys(names, INT8)]
     found = observe(
-        job(), dag, [BFLOAT16, INT8], warmup=1, steps=2, settled=None, collectors=[PlanErrors(plans, 4), MonteCarloCollector(4)]
+        job(),
+        dag,
+        ObserveRequest(
+            [BFLOAT16, INT8], warmup=1, steps=2, settled=None, collectors=[PlanErrors(plans, 4), MonteCarloCollector(4)]
+        ),
     )
     values = [found.values(PlanErrors.name, f"plan {i}") for i in range(len(plans))]
     assert values[0] == pytest.approx(found.values(terms.MONTECARLO, terms.FIRST_HALF, None, BFLOAT16))

@@ -20,12 +20,15 @@ class Script:
         after_import: the import below which QSync's is added.
         after: the line below which the line is added.
         line: the line.
+        wrapper: the line below it, with DistributedDataParallel, and the same with what the plan says of communication; none where
+            the wrapper stands elsewhere.
     """
 
     name: str
     after_import: str
     after: str
     line: str
+    wrapper: tuple[str, str] | None = None
 
     @property
     def plain(self) -> str:
@@ -40,7 +43,12 @@ class Script:
             [before] = [found for found in text.splitlines() if found.strip() == place]
             indent = before[: len(before) - len(place)]
             text = text.replace(f"{before}\n", f"{before}\n{indent}{line}\n")
-        return text
+        return text if self.wrapper is None else text.replace(*self.wrapper)
+
+    def edits(self) -> int:
+        """Places in which the scripts differ, the import aside: lines one below the other are one."""
+        old, new = self.plain.splitlines(), self.hybrid.replace(f"{IMPORT}\n", "").splitlines()
+        return sum(tag != "equal" for tag, *_ in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes())
 
     def added(self) -> list[str]:
         """Lines that ``diff`` shows as added to the plain script; those that it shows as taken away with a minus."""
@@ -68,3 +76,26 @@ ALL = (
         "qsync.hybrid(model, optimizer, loss_fn, loader)",
     ),
 )
+
+STYLES = (
+    Script(
+        "plain_loop.py",
+        "from torch.utils.data.distributed import DistributedSampler",
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)",
+        "applied = qsync.hybrid(net, optimizer, criterion, loader, accumulate=ACCUMULATE)",
+        ("model = DDP(net)", "model = DDP(net, **applied.ddp_options())"),
+    ),
+    Script(
+        "trainer_class.py",
+        "from torch.utils.data import DataLoader, Dataset, DistributedSampler",
+        "loader = DataLoader(dataset, args.batch_size, sampler=DistributedSampler(dataset), drop_last=True)",
+        "qsync.hybrid(model, optimizer, sequence_loss, loader)",
+    ),
+    Script(
+        "functions.py",
+        "import torch.distributed as dist",
+        "data = functools.partial(batches, dist.get_rank(), 128, steps)",
+        "qsync.hybrid(model, optimizer, loss_fn, data)",
+    ),
+)
+"""Of other styles than :data:`ALL`."""

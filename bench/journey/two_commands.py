@@ -47,16 +47,16 @@ def rows() -> list[dict[str, Any]]:
 
 def _go(script: Script, folder: Path) -> tuple[tuple[float, float], str]:
     (folder / "train.py").write_text(script.hybrid)
-    prepared, _ = _on_both_machines(PREPARE, folder, 29631)
+    prepared, _ = both_machines(PREPARE, folder, 29631)
     if not (folder / "run" / "report.html").is_file():
         raise RuntimeError("qsync prepare ended without a report")
-    trained, output = _on_both_machines(TRAIN, folder, 29632)
+    trained, output = both_machines(TRAIN, folder, 29632)
     [*_, last] = [line for line in output.splitlines() if line.strip()]
     return (prepared, trained), last
 
 
-def _on_both_machines(command: Sequence[str], folder: Path, port: int) -> tuple[float, str]:
-    """Type one torchrun command on both; how long it took, and what the first machine printed."""
+def both_machines(command: Sequence[str], folder: Path, port: int) -> tuple[float, str]:
+    """Type one torchrun command on both; how long it took, and what they printed, the first machine last."""
     packages = os.pathsep.join(map(str, ROOT.glob("packages/*/src")))
     started = time.perf_counter()
     running = []
@@ -77,4 +77,4 @@ def _on_both_machines(command: Sequence[str], folder: Path, port: int) -> tuple[
     for process, output in zip(running, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
-    return time.perf_counter() - started, outputs[0]
+    return time.perf_counter() - started, "\n".join(reversed(outputs))

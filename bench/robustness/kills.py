@@ -128,14 +128,11 @@ def prepare_server() -> None:
     import qsync_torch.observing.collectors
     import qsync_torch.observing.observe
     import qsync_torch.tuning.job_tuning  # noqa: F401
-    from qsync_torch.profiling import profile
-    from qsync_torch.timing import Effort
+    from qsync_torch.profiling import resume_store
+    from robustness.short import shorten_profiles
 
-    short = Effort(min_repeats=2, max_repeats=5, budget_s=0.02, warmup=0)
-    assert profile.profile.__kwdefaults__ is not None
-    for name in ("operator_effort", "cast_effort", "step_effort"):
-        profile.profile.__kwdefaults__[name] = short
-    profile._WRITE_EVERY_S = 0.0
+    shorten_profiles(5, 0.02)
+    resume_store._WRITE_EVERY_S = 0.0
     cli.list_commands(None)  # type: ignore[arg-type]  # loads the plugins
 
 

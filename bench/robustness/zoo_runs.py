@@ -108,13 +108,9 @@ class Outcome:
 
 def made_plan(name: str) -> PrecisionPlan:
     """Through the commands, with the least effort."""
-    from qsync_torch.profiling import profile
-    from qsync_torch.timing import Effort
+    from robustness.short import shorten_profiles
 
-    short = Effort(min_repeats=2, max_repeats=3, budget_s=0.01, warmup=0)
-    assert profile.profile.__kwdefaults__ is not None
-    for key in ("operator_effort", "cast_effort", "step_effort"):
-        profile.profile.__kwdefaults__[key] = short
+    shorten_profiles(3, 0.01)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("job.py").write_text(f"from robustness.zoo import ZOO\njob = ZOO[{name!r}]\n")
         Path("cluster.toml").write_text(CLUSTER)

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from kernels.job_kernels import offered
 from kernels.whole_model import Setting
-from qsync_core.ir.chain import Producer, chains_of
+from qsync_core.chains.finding import chains_of
+from qsync_core.ir.chain import Producer
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
@@ -67,6 +68,8 @@ def floor_bytes(dag: PrecisionDag, setting: Setting, device: torch.device) -> Co
         copied, floats = low and bool(chain.product_readers), len(chain.readers) > len(chain.product_readers) or not low
         forward = 2 * passes + 2 * (chain.residual is not None) + 2 * floats + copied + (1 if setting.saved else 0)
         backward = passes * (2 + kept) + 2 + 2 * (chain.residual is not None)
+        if chain.factor is not None:
+            forward, backward = forward + 2 + (1 if setting.saved else 0), backward + kept + 2
         found[part] += numel * (forward + backward)
     return found
 

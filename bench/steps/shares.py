@@ -35,9 +35,10 @@ from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import find_backends
 from qsync_torch.load_job import load_job
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.memory import memory_rise
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import distinct_requests, tune_requests
@@ -50,11 +51,11 @@ STRONG, WEAK = "strong", "weak"
 FLOAT32 = Variant.of(Precision.FLOAT32)
 LINK = Link((STRONG, WEAK), 20_000, 0.04)
 """20 µs and 25 GB/s between the two devices."""
-EFFORTS = {
-    "operator_effort": Effort(min_repeats=3, max_repeats=15, budget_s=0.1),
-    "cast_effort": Effort(min_repeats=3, max_repeats=10, budget_s=0.03),
-    "step_effort": Effort(min_repeats=2, max_repeats=10, target=0.01, budget_s=0.5, warmup=0),
-}
+EFFORTS = Efforts(
+    operators=Effort(min_repeats=3, max_repeats=15, budget_s=0.1),
+    casts=Effort(min_repeats=3, max_repeats=10, budget_s=0.03),
+    steps=Effort(min_repeats=2, max_repeats=10, target=0.01, budget_s=0.5, warmup=0),
+)
 """A third of what ``qsync profile`` takes: whole steps correct what single operators are off by."""
 OBSERVED = {"warmup": 2, "steps": 2}
 """Updates; enough for an order of operators by Ω, which is all that is asked for here."""
@@ -147,16 +148,18 @@ class JobShares:
 
         def profiled() -> Profile:
             self._tune(dag)
-            return profile(
-                job, dag, device=self.device, ladder=self.how.ladder, backend=self.how.kernels, with_chains=True,
-                note=self.bench.say, **EFFORTS,
-            )  # fmt: skip
+            asked = ProfileRequest(self.device, ladder=self.how.ladder, backend=self.how.kernels, with_chains=True, efforts=EFFORTS)
+            return profile(job, dag, asked, note=self.bench.say)
 
         def rated() -> Sensitivity:
             samples = max(2, self.batch // 4)
             collectors = [HutchinsonCollector()]
             observed = observe(
-                job, dag, self.how.ladder, device=self.device, batch_size=samples, collectors=collectors, settled=None, **OBSERVED
+                job,
+                dag,
+                ObserveRequest(
+                    self.how.ladder, device=self.device, batch_size=samples, collectors=collectors, settled=None, **OBSERVED
+                ),
             )
             return indicate(observed, dag, self.how.ladder)
 

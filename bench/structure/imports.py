@@ -1,4 +1,4 @@
-"""Rows H1 to H4: who imports whom in the five packages, read from the source without importing anything.
+"""Reads who imports whom in the five packages from their source, without importing anything.
 
 An import counts wherever it stands: at module level, inside a function, under ``TYPE_CHECKING``.  ``from package import name`` is
 an import of the module ``package.name`` where there is one, else of ``package``.  That importing a module also runs the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 Graph = Mapping[str, Collection[str]]
@@ -24,34 +24,20 @@ def modules(tree: Path) -> dict[str, Path]:
     return found
 
 
-def import_graph(files: Mapping[str, Path], *, at_import: bool = False) -> dict[str, set[str]]:
-    """The modules that each module imports.
-
-    Args:
-        files: by module name.
-        at_import: count only what is imported when the module itself is.
-    """
+def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The modules that each of ``files`` (by module name) imports."""
     graph = {}
     for name, path in files.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        found = {target for node in _imports(ast.parse(path.read_text()), at_import) for target in _targets(node, package, files)}
+        found = {target for node in ast.walk(ast.parse(path.read_text())) for target in _targets(node, package, files)}
         graph[name] = found - {name}
     return graph
 
 
-def _imports(node: ast.AST, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        yield node
-    for child in ast.iter_child_nodes(node):
-        lazy = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        if not (at_import and (lazy or typing)):
-            yield from _imports(child, at_import)
-
-
-def _targets(node: ast.Import | ast.ImportFrom, package: str, files: Collection[str]) -> Iterator[str]:
+def _targets(node: ast.AST, package: str, files: Collection[str]) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name in files)
+    if not isinstance(node, ast.ImportFrom):
         return
     source = node.module or ""
     if node.level:
@@ -119,12 +105,12 @@ def cycles(graph: Graph) -> list[list[str]]:
     return [group for group in components(graph) if len(group) > 1]
 
 
-def floors(graph: Graph, weight: Callable[[list[str]], int] = len) -> int:
-    """Nodes on the longest chain of imports; a cycle counts as ``weight`` of its members, by default as each of them."""
+def floors(graph: Graph) -> int:
+    """Nodes on the longest chain of imports; the members of a cycle count one by one."""
     height: dict[str, int] = {}
     for group in components(graph):
         below = max((height[target] for node in group for target in graph[node] if target not in group), default=0)
-        height |= dict.fromkeys(group, below + weight(group))
+        height |= dict.fromkeys(group, below + len(group))
     return max(height.values(), default=0)
 
 

@@ -1,10 +1,9 @@
-"""Rows H5 to H7: what is traced and timed in processes of their own, which import the packages of a given tree."""
+"""Rows S7 and S8: what is traced and timed in processes of their own, which import the packages of a given tree."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import statistics
 import subprocess
@@ -14,7 +13,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -72,12 +70,6 @@ def null_plugin() -> Iterator[Path]:
         yield Path(folder)
 
 
-def call_path(tree: Path) -> dict[str, Any]:
-    """What :mod:`structure.call_path` finds in a tree."""
-    found: dict[str, Any] = json.loads(run_in(tree, "call_path.py"))
-    return found
-
-
 def step_profile(tree: Path) -> str:
     """Where the time of the layers of :mod:`structure.step_driver` goes."""
     with null_plugin() as plugins:
@@ -85,7 +77,6 @@ def step_profile(tree: Path) -> str:
 
 
 KINDS = ("linear", "conv2d")
-IN_PYTORCH = tuple(f"{kind} in PyTorch" for kind in KINDS)
 TURNS = 30
 
 
@@ -95,9 +86,9 @@ class Round:
 
     turns: Mapping[str, list[tuple[float, float]]]
 
-    def ratio(self, kinds: Sequence[str] = KINDS) -> float:
+    def ratio(self) -> float:
         """Median over the turns of the kinds' times together, now over before."""
-        together = zip(*(self.turns[kind] for kind in kinds), strict=True)
+        together = zip(*(self.turns[kind] for kind in KINDS), strict=True)
         return statistics.median(sum(now for now, _ in pairs) / sum(before for _, before in pairs) for pairs in together)
 
     def time_us(self, kind: str) -> tuple[float, float]:
@@ -113,7 +104,7 @@ def times_in_turns(now: Path, before: Path) -> Round:
         core = {max(os.sched_getaffinity(0))}
         for driver in drivers:
             os.sched_setaffinity(driver.pid, core)
-        turns = {kind: [_turn(drivers, kind, first=turn % 2) for turn in range(TURNS)] for kind in (*KINDS, *IN_PYTORCH)}
+        turns = {kind: [_turn(drivers, kind, first=turn % 2) for turn in range(TURNS)] for kind in KINDS}
         for driver in drivers:
             assert driver.stdin is not None
             driver.stdin.close()

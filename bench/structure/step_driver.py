@@ -3,7 +3,7 @@
     PYTHONPATH=... python bench/structure/step_driver.py TREE [--profile]
 
 Runs in a process of its own, with the packages of the tree and the backend ``null`` on its path.  It answers each line on stdin
-(``linear``, ``conv2d in PyTorch``) with the microseconds of processor time that one layer takes, so that two trees can take turns
+(``linear``, ``conv2d``) with the microseconds of processor time that one layer takes, so that two trees can take turns
 every few milliseconds and whatever else the machine does slows both.  ``--profile`` prints where the time goes instead.
 """
 
@@ -39,14 +39,13 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
 KINDS = {"linear": linears, "conv2d": convolutions}
 
 
-def make_step(kind: str, backend: str | None) -> Callable[[], None]:
-    """A forward and a backward pass in int8, or in float32 without QSync if there is no backend."""
+def make_step(kind: str) -> Callable[[], None]:
+    """A forward and a backward pass in int8."""
     import qsync_torch
 
     model, x = KINDS[kind]()
     x.requires_grad_()
-    if backend:
-        qsync_torch.apply_(model, {f"{index}#0": "int8" for index in range(LAYERS)}, backend=backend)
+    qsync_torch.apply_(model, {f"{index}#0": "int8" for index in range(LAYERS)}, backend="null")
     leaves = (x, *model.parameters())
     grad = torch.zeros_like(model(x))
 
@@ -66,8 +65,7 @@ def time_us(step: Callable[[], None]) -> float:
 
 def serve() -> None:
     """Answer each line on stdin, the name of a step, with its time once more."""
-    steps = {kind: make_step(kind, "null") for kind in KINDS}
-    steps |= {f"{kind} in PyTorch": make_step(kind, None) for kind in KINDS}
+    steps = {kind: make_step(kind) for kind in KINDS}
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
@@ -102,6 +100,6 @@ if __name__ == "__main__":
     if arguments.profile:
         for kind in KINDS:
             print(kind)
-            profile(make_step(kind, "null"))
+            profile(make_step(kind))
     else:
         serve()

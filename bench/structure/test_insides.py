@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from structure.kinds import files_that_name_kinds, named_kinds
+from structure.kinds import files_of_patch, files_that_name_kinds, named_kinds
 from structure.private_names import frame_walks, private_uses
 from structure.replaced import modes_entered, replaced, standing
 
@@ -94,3 +94,8 @@ def conv_transpose2d(x):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     assert list(files_that_name_kinds(tmp_path)) == ["packages/qsync-torch/src/qsync_torch/apply/a.py"]
+
+
+def test_the_rung_with_block_scales_still_applies_and_touches_few_files() -> None:
+    """Row S6, within its bound."""
+    assert len(files_of_patch(Path(__file__).resolve().parents[2])) <= 8

@@ -1,4 +1,4 @@
-"""Rows H8 and H9: lines of source, citations that lead nowhere, and "cannot" written as two words.
+"""Finds citations that lead nowhere, and "cannot" written as two words.
 
 Cited are: a document by its name in capitals, pages below ``docs/`` (also ``#anchor``), files by a name or path in code quotes,
 modules and what is in them by their dotted names, and what Markdown links to.
@@ -29,11 +29,6 @@ _DOTTED = re.compile(r"(?<![\w./-])qsync_(?:core|planner|torch|kernels_triton|ke
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE_BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+\s+(.+?)\s*$", re.MULTILINE)
-
-
-def source_lines(tree: Path) -> int:
-    """Lines of the packages' sources, as ``wc -l`` counts them."""
-    return sum(path.read_bytes().count(b"\n") for path in tree.glob("packages/*/src/**/*.py"))
 
 
 def text_files(tree: Path) -> dict[str, str]:

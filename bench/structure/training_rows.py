@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from structure.rows import Row, row, shortened
-from structure.running import KINDS, call_path, checkout, run_in, times_in_turns
+from structure.running import KINDS, checkout, run_in, times_in_turns
 
 BEFORE_RIDING = "72d2ea3"
 """The commit against which row S8 is told."""
@@ -40,7 +40,7 @@ RESUMED = (
 
 def path_rows(tree: Path) -> Iterator[Row]:
     """S7, of the second forward of ``nn.Linear`` in int8 with the backend ``aten``."""
-    stack = call_path(tree)["stacks"]["product"]
+    stack = json.loads(run_in(tree, "call_path.py"))
     files = list(dict.fromkeys(file for file, _ in stack))
     what = "from the forward of an int8 linear to the kernel of its product, which is counted"
     yield row("S7", f"files {what}", len(files), "files", ", ".join(files), "≤ 5")

@@ -18,6 +18,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from clusters import cluster_text
 from qsync_core.artifacts.files import digest, save
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
@@ -31,20 +32,7 @@ KILLED_RANK = Path(__file__).with_name("killed_rank.py")
 GROUPS = ("train", "infer")
 LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
 STARTED = re.compile(r"(\w+)/0: plan in force in ([\d.]+) s, (\d) ranks, step (\d+)")
-_CLUSTER = """
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-
-[[group]]
-name = "infer"
-device = "cpu"
-count = 1
-role = "infer"
-ladder = ["int8", "bfloat16", "float32"]
-"""
+_CLUSTER = cluster_text(train={}, infer={"ladder": ["int8", "bfloat16", "float32"]})
 
 
 def make_run_folder(path: Path, batch_size: int = 8) -> RunFolder:

@@ -10,23 +10,11 @@ import pytest
 import torch
 from launching import EXAMPLES
 
+from clusters import cluster_text
 from qsync_core.run_folder import RunFolder
 
 pytestmark = pytest.mark.distributed
-CLUSTER = """
-[[group]]
-name = "infer"
-device = "cpu"
-count = 1
-role = "infer"
-ladder = ["int8", "bfloat16", "float32"]
-
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-"""
+CLUSTER = cluster_text(infer={"ladder": ["int8", "bfloat16", "float32"]}, train={})
 
 
 @pytest.fixture

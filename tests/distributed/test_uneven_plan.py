@@ -11,6 +11,7 @@ import uneven_script
 from launching import run_ranks
 from torch.utils.data import DataLoader
 
+from clusters import cluster_text
 from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.plan import PrecisionPlan
@@ -24,7 +25,8 @@ from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.planning import Planning
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -32,23 +34,7 @@ pytestmark = pytest.mark.distributed
 
 FLOAT32, BFLOAT16 = Variant.plain(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
 ONCE = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-CLUSTER = """
-[[group]]
-name = "fast"
-device = "cpu"
-count = 1
-role = "train"
-[[group]]
-name = "slow"
-device = "cpu"
-count = 1
-role = "infer"
-ladder = ["bfloat16", "float32"]
-[[link]]
-between = ["fast", "slow"]
-latency_us = 1
-bandwidth_gbps = 100
-"""
+CLUSTER = cluster_text(link=(1, 100), fast={}, slow={"ladder": ["bfloat16", "float32"]})
 
 
 def slowed(measured: Profile, factor: float) -> Profile:
@@ -73,8 +59,9 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
     model, optimizer, criterion, data = uneven_script.make()
     job = capture(model, optimizer, criterion, DataLoader(data, batch_size=uneven_script.BATCH))
     dag = trace(job)
-    efforts = {"operator_effort": ONCE, "cast_effort": ONCE, "step_effort": ONCE}
-    measured = profile(job, dag, ladder=(BFLOAT16, FLOAT32), with_collectives=False, **efforts)
+    measured = profile(
+        job, dag, ProfileRequest(ladder=(BFLOAT16, FLOAT32), with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE))
+    )
     omega = {operator.op_id: {BFLOAT16: 1.0, FLOAT32: 0.0} for operator in dag.adjustable}
     folder = Folder(RunFolder(tmp_path / "run"), None, writes=True)
     folder.run.ledger.parent.mkdir(parents=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("QSYNC_WAIT_FOR_KERNELS", "1")  # a test is of the kernels that it names
 
 
 def _why_not() -> str | None:

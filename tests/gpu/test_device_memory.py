@@ -17,7 +17,7 @@ def test_a_rungs_peak_is_that_of_training(precision):
     from qsync_core.ir.variant import Variant
     from qsync_torch.apply.apply import apply_
     from qsync_torch.load_job import load_job
-    from qsync_torch.profiling.device_memory import outside_bytes
+    from qsync_torch.profiling.memory import outside_bytes
     from qsync_torch.profiling.whole_step import StepRunner, _peak_bytes
     from qsync_torch.tracing.trace import trace
 

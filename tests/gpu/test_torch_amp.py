@@ -86,12 +86,12 @@ def test_the_predicted_full_step_is_the_measured_one(text):
     from qsync_core.cluster_file import parse_cluster
     from qsync_planner.matching import Inputs, under_base
     from qsync_planner.replayer.replay import Replayer
-    from qsync_torch.profiling.profile import profile
+    from qsync_torch.profiling.profile import ProfileRequest, profile
     from qsync_torch.tracing.trace import trace
 
     job = job_of(text)
     dag = trace(job)
-    measured = profile(job, dag, device="cuda", ladder=(INT8, BASE))
+    measured = profile(job, dag, ProfileRequest(device="cuda", ladder=(INT8, BASE)))
     group = f'[[group]]\nname = "train"\ndevice = "{measured.device.name}"\ncount = 1\nrole = "train"\nbase = "bfloat16"\n'
     cluster, _ = under_base(parse_cluster(group), dag)
     predicted = Replayer(Inputs(dag, cluster, {"train": measured})).replay({})

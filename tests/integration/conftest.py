@@ -13,6 +13,7 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
+from clusters import cluster_text
 from nightly import nightly_but
 from qsync_core.cli.root import cli
 
@@ -23,27 +24,7 @@ JOBS = {
     "bert-base": "bert-base:layers=2,hidden=32,heads=2,seq=16,vocab=100,batch=4",
     "roberta-base": "roberta-base:layers=2,hidden=32,heads=2,seq=16,vocab=100,choices=2,batch=4",
 }
-CLUSTER = """
-name = "one machine"
-
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-
-[[group]]
-name = "infer"
-device = "cpu"
-count = 1
-role = "infer"
-ladder = ["int8", "bfloat16", "float32"]
-
-[[link]]
-between = ["train", "infer"]
-latency_us = 10
-bandwidth_gbps = 10
-"""
+CLUSTER = cluster_text("one machine", (10, 10), train={}, infer={"ladder": ["int8", "bfloat16", "float32"]})
 
 
 @attrs.frozen

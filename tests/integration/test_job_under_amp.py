@@ -24,9 +24,10 @@ from qsync_planner.verify import verify  # noqa: E402
 from qsync_torch import apply_  # noqa: E402
 from qsync_torch.job import Batch, Job  # noqa: E402
 from qsync_torch.observing.montecarlo import MonteCarloCollector  # noqa: E402
-from qsync_torch.observing.observe import observe  # noqa: E402
+from qsync_torch.observing.observe import ObserveRequest, observe  # noqa: E402
+from qsync_torch.profiling.bench import Efforts  # noqa: E402
 from qsync_torch.profiling.measured_timeline import measured_timeline  # noqa: E402
-from qsync_torch.profiling.profile import profile  # noqa: E402
+from qsync_torch.profiling.profile import ProfileRequest, profile  # noqa: E402
 from qsync_torch.timing import Effort  # noqa: E402
 from qsync_torch.tracing.trace import trace  # noqa: E402
 
@@ -84,8 +85,8 @@ def make_job(amp: str | None = "bfloat16") -> Job:
 
 def quick_profile(job: Job, dag):
     notes: list[str] = []
-    efforts = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": attrs.evolve(QUICK, budget_s=0.2)}
-    found = profile(job, dag, ladder=LADDER, note=notes.append, **efforts)
+    efforts = Efforts(QUICK, QUICK, attrs.evolve(QUICK, budget_s=0.2))
+    found = profile(job, dag, ProfileRequest(ladder=LADDER, efforts=efforts), note=notes.append)
     return found, notes
 
 
@@ -99,7 +100,7 @@ def made():
     job = make_job()
     dag = trace(job)
     measured, notes = quick_profile(job, dag)
-    observations = observe(job, dag, LADDER, warmup=1, steps=2, settled=None)
+    observations = observe(job, dag, ObserveRequest(LADDER, warmup=1, steps=2, settled=None))
     return dag, measured, notes, observations, indicate(observations, dag, LADDER)
 
 
@@ -263,7 +264,7 @@ def test_the_truth_is_measured_under_autocast(made):
     dag, *_ = made
     job = make_job()
     steps = {"warmup": 0, "steps": 1, "settled": None, "batch_size": 16}
-    truth = observe(job, dag, LADDER, collectors=[MonteCarloCollector(2)], **steps)
+    truth = observe(job, dag, ObserveRequest(LADDER, collectors=[MonteCarloCollector(2)], **steps))
     model = make_job().model.train()
     with torch.autocast("cpu", torch.bfloat16):
         data = batch(0, 16)
@@ -282,7 +283,7 @@ def test_what_does_not_go_together_is_refused(made):
     with pytest.raises(QSyncError, match=r"the amp of net is the format of its autocast, 'bfloat16', or None.*got 'half'"):
         make_job("half")
     with pytest.raises(ObservationError, match="only bfloat16 is asked about"):
-        observe(make_job(), dag, LADDER[1:])
+        observe(make_job(), dag, ObserveRequest(LADDER[1:]))
     volta = parse_cluster(CLUSTER.replace("MEMORY", "").replace('device = "cpu"', 'device = "V100"', 1))
     with pytest.raises(ClusterError, match=r"autocast in bfloat16, which group 'train' cannot run: .*V100"):
         under_base(volta, dag)

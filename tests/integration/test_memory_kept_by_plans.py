@@ -24,8 +24,9 @@ from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch import apply_
 from qsync_torch.job import Batch, Job
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.handing_on import handed_on
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -87,8 +88,8 @@ def measured() -> tuple[Job, PrecisionDag, Profile]:
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         3,
     )
-    dag, efforts = trace(job), dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), ONCE)
-    found = profile(job, dag, ladder=LADDER, with_collectives=False, **efforts)
+    dag = trace(job)
+    found = profile(job, dag, ProfileRequest(ladder=LADDER, with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
     uncalibrated = tuple(attrs.evolve(step, peak_bytes=0) for step in found.steps)
     attention = [operator.op_id for operator in dag.operators if operator.kind == "scaled_dot_product_attention"]
     kept = {position for op_id in attention for position in found.cost_index[op_id].values()}

@@ -22,7 +22,8 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.matching import Inputs, under_base
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.tracing.trace import trace
 
 
@@ -80,7 +81,7 @@ def memory(model: nn.Module, width: int) -> Memory:
     loss = lambda output, batch: F.mse_loss(output, batch.target)  # noqa: E731
     job = Job("amp", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, 0.1), 128, BASE.value)
     dag = trace(job)
-    found = profile(job, dag, ladder=LADDER, with_collectives=False, operator_effort=ONCE, cast_effort=ONCE, step_effort=ONCE)
+    found = profile(job, dag, ProfileRequest(ladder=LADDER, with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
     group = DeviceGroup("g", found.device.name, 1, Role.INFER, Precision.FLOAT32, LADDER)
     cluster, _ = under_base(Cluster("c", (group,)), dag)
     replayer = Replayer(Inputs(dag, cluster, {"g": attrs.evolve(found, steps=())}))

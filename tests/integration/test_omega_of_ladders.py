@@ -22,7 +22,7 @@ from qsync_planner.indicate import indicate
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 INT8, BF16, FP16, FP32 = Precision.INT8, Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32
@@ -64,7 +64,7 @@ def _dag():
 @functools.lru_cache(maxsize=256)
 def _observed(*variants: Variant):
     collectors = [collector() for collector in COLLECTORS]
-    return observe(_job(), _dag(), variants, warmup=0, steps=1, batch_size=4, collectors=collectors, settled=None)
+    return observe(_job(), _dag(), ObserveRequest(variants, warmup=0, steps=1, batch_size=4, collectors=collectors, settled=None))
 
 
 def _omega(observed, variant: Variant) -> dict[str, dict[str, float]]:

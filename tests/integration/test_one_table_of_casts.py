@@ -24,7 +24,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.binding import operator_binding
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 INT8, BF16 = Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)
@@ -79,7 +79,7 @@ def _charged(variant):
 def _noise(variant):
     """What each collector sums up at the first update, by operator and term."""
     collectors = [HutchinsonCollector(), LossVarCollector()]
-    found = observe(_job(), _dag(), [variant], warmup=0, steps=1, batch_size=4, collectors=collectors, settled=None)
+    found = observe(_job(), _dag(), ObserveRequest([variant], warmup=0, steps=1, batch_size=4, collectors=collectors, settled=None))
     return {
         (series.collector, series.term, series.op_id): series.values[0] for series in found.series if series.variant is not None
     }

@@ -16,7 +16,7 @@ from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 WARMUP, STEPS = 400, 16
@@ -33,7 +33,7 @@ def observed(model: str, folder: Path, say: Callable[[str], None]) -> tuple[Prec
         dag = trace(job)
         collectors = [HutchinsonCollector(), HessianCollector(), PaperCollector()]
         say(f"{model}: observing {len(dag.adjustable)} operators")
-        found = observe(job, dag, OBSERVED, warmup=WARMUP, steps=STEPS, collectors=collectors, settled=None)
+        found = observe(job, dag, ObserveRequest(OBSERVED, warmup=WARMUP, steps=STEPS, collectors=collectors, settled=None))
         folder.mkdir(parents=True, exist_ok=True)
         save(dag, paths[0])
         save(found, paths[1])

@@ -14,7 +14,7 @@ from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 OBSERVED = (INT8, FLOAT32)
@@ -31,7 +31,9 @@ def observed(model: str, folder: Path, device: str, warmup: int, steps: int, say
         dag = trace(job)
         say(f"{model}: observing {len(dag.adjustable)} operators")
         collectors = [HutchinsonCollector(), PaperCollector()]
-        found = observe(job, dag, OBSERVED, warmup=warmup, steps=steps, device=device, collectors=collectors, settled=None)
+        found = observe(
+            job, dag, ObserveRequest(OBSERVED, warmup=warmup, steps=steps, device=device, collectors=collectors, settled=None)
+        )
         folder.mkdir(parents=True, exist_ok=True)
         save(dag, paths[0])
         save(found, paths[1])

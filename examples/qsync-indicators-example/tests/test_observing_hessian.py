@@ -18,7 +18,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.aten.quantize import dequantize
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.quantize import quantize
 from qsync_torch.tracing.trace import trace
 
@@ -285,8 +285,10 @@ def test_checkpointing_of_a_frozen_weight_alone_is_refused():
     """It would be differentiated for in the first run only."""
     job, plain = _step(Checkpointed()).job, _step(Checkpointed(checkpoints=False)).job
     options = {"warmup": 0, "steps": 1, "collectors": [HessianCollector()]}
-    assert observe(job, trace(plain), [INT8, FLOAT32], **options).values(terms.HESSIAN, terms.TOP_EIGENVALUE, OpId("middle"))
+    assert observe(job, trace(plain), ObserveRequest([INT8, FLOAT32], **options)).values(
+        terms.HESSIAN, terms.TOP_EIGENVALUE, OpId("middle")
+    )
     job.model.middle.requires_grad_(False)
     plain.model.middle.requires_grad_(False)
     with pytest.raises(Exception, match="cannot observe net: operator middle#0 runs under activation checkpointing"):
-        observe(job, trace(plain), [INT8, FLOAT32], **options)
+        observe(job, trace(plain), ObserveRequest([INT8, FLOAT32], **options))

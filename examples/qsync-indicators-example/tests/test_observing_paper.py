@@ -13,7 +13,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collectors import default_collectors, installed_collectors
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
@@ -32,7 +32,7 @@ def test_paper_terms_by_hand():
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         batch_size=4,
     )
-    found = observe(job, trace(job), [INT8], warmup=0, steps=1, batch_size=4, collectors=[PaperCollector()])
+    found = observe(job, trace(job), ObserveRequest([INT8], warmup=0, steps=1, batch_size=4, collectors=[PaperCollector()]))
 
     def first(term, variant=None):
         return found.values(terms.PAPER, term, OpId("0"), variant)[0]

@@ -28,6 +28,8 @@ from qsync_core.ir.profile import (
     CastModel,
     ChainCost,
     CollectiveModel,
+    Compiled,
+    Compiler,
     DeviceKind,
     DeviceMemory,
     DeviceType,
@@ -141,7 +143,8 @@ cast_keys = st.builds(CastKey, precisions, precisions, st.sampled_from(Granulari
 pairs = tuples(st.tuples(measured, measured))
 cast_models = st.builds(CastModel, cast_keys, measured, rates, rates, finite, pairs)
 collectives = st.builds(CollectiveModel, counts, texts, rates, rates, pairs, tuples(st.integers(-(2**60), 2**60)), st.floats(0, 1))
-steps = st.builds(StepMeasurement, variants, *[measured] * 8, finite)
+steps = st.builds(StepMeasurement, variants, *[measured] * 8, finite, st.none() | measured)
+compiled = st.builds(Compiled, st.sampled_from(Compiler), st.booleans(), texts)
 
 
 forms = st.builds(ChainForm, st.sampled_from(Activation), st.booleans(), st.booleans())
@@ -174,6 +177,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         memory=draw(st.none() | st.builds(DeviceMemory, measured, tuples(st.builds(RungMemory, variants, measured, measured)))),
         estimated_from=draw(st.sampled_from(["", "NVIDIA H200"])),
         chains=draw(tuples(chain_costs, 2, unique_by=lambda entry: (entry.form, entry.variant))),
+        compiled=draw(st.none() | compiled),
     )
 
 

@@ -8,10 +8,9 @@ import warnings
 
 from compile_kernels import compiled
 
-from qsync_kernels_triton.producers.activation import activate_rows, activation_gradient, round_activated
+from qsync_kernels_triton.producers.activation import activate_rows, activation_gradient, glu_gradient, round_activated
 from qsync_kernels_triton.producers.batch_norm import channel_coefficients, channel_statistics, normalize_positions
 from qsync_kernels_triton.producers.batch_norm_gradient import apply_gradient, gradient_reach, reduce_gradient
-from qsync_kernels_triton.producers.glu import gate_rows, glu_gradient, round_gated
 from qsync_kernels_triton.producers.layer_norm import normalize_rows, round_normalized
 from qsync_kernels_triton.producers.layer_norm_gradient import layer_norm_gradient
 from qsync_kernels_triton.producers.sums import finish_sums
@@ -70,14 +69,14 @@ def cases(capability):
     yield "layer_norm_gradient rms", layer_norm_gradient, gradient | {"CENTERED": False}, {"x_ptr": "*fp32", "grad_ptr": "*fp32"}
     long = {"BLOCK": 4096, "ROWS": 1, "HELD": 0, "EIGHT_BIT": True}
     yield "layer_norm_gradient long", layer_norm_gradient, gradient | long, {"x_ptr": "*i8"}
-    activating = ROWS | {"ACTIVATION": 2, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING | added
+    activating = ROWS | {"ACTIVATION": 2, "GATED": False, "WRITE_OUT": False, "SCALES": 1} | KEPT | ROUNDING | added
     yield "activate_rows", activate_rows, activating, {}
     yield "activate_rows in one", activate_rows, activating | {"BLOCK": 1024, "HELD": 1}, {}
-    yield "round_activated", round_activated, again | {"ACTIVATION": 4}, {}
+    yield "round_activated", round_activated, again | {"ACTIVATION": 4, "GATED": False}, {}
     types = {"factor_ptr": "*fp16", "factor_q_ptr": "*i8", "grad_factor_ptr": "*fp16"}
-    gating = {"ROWS": 1, "BLOCK": 1024, "HELD": 1, "ACTIVATION": 4}
-    yield "gate_rows", gate_rows, activating | gating, types
-    yield "round_gated", round_gated, again | {"ACTIVATION": 4}, types
+    gating = {"ROWS": 1, "BLOCK": 1024, "HELD": 1, "ACTIVATION": 4, "GATED": True}
+    yield "activate_rows gated", activate_rows, activating | gating, types
+    yield "round_activated gated", round_activated, again | {"ACTIVATION": 4, "GATED": True}, types
     tile = {"UNIT": 8, "ROWS": 4, "BLOCK": 1024, "ACTIVATION": 3, "EIGHT_BIT": True}
     yield "activation_gradient", activation_gradient, tile, {"x_ptr": "*i8"}
     wanted = {"WRITE_INPUT": True, "WRITE_FACTOR": True, "SCALES": 1}

@@ -19,7 +19,7 @@ from qsync_kernels_triton.launching import signed_words
 WITH_PARTIALS = {
     "partial_absmax", "quantize_from_partials", "quantize_twice_from_partials", "channel_statistics", "channel_coefficients",
     "normalize_positions", "reduce_gradient", "apply_gradient", "finish_sums", "normalize_rows", "round_normalized",
-    "activate_rows", "round_activated", "layer_norm_gradient", "gate_rows", "round_gated", "maxima_of_rows_and_columns",
+    "activate_rows", "round_activated", "layer_norm_gradient", "maxima_of_rows_and_columns",
     "quantize_by_row_and_column",
 }  # fmt: skip
 """Kernels with scratch memory, whose address changes from call to call."""
@@ -41,7 +41,7 @@ def test_the_second_launch_passes_on_what_the_first_one_did(tmp_path):
         "activation_gradient",
     } <= names
     assert {"normalize_positions", "round_normalized", "round_activated", "layer_norm_gradient", "apply_gradient"} <= names
-    assert {"gate_rows", "round_gated", "glu_gradient"} <= names
+    assert {"activate_rows", "glu_gradient"} <= names
     for first, second in cases:
         assert len(first) == len(second) > 0
         for one, other in zip(first, second, strict=True):

@@ -175,8 +175,8 @@ def _needs(
     for place, one in enumerate(walked):
         if one.cost.saves_output:
             outputs[_tensor_of(walker, place)].add((BACKWARD, place))
-        if one.keeps is not None:
-            outputs[_tensor_of(walker, one.keeps)].add((BACKWARD, place))
+        for source in one.keeps:
+            outputs[_tensor_of(walker, source)].add((BACKWARD, place))
         for source in walker.sources[place]:
             copy = walked[source].copy
             if copy is None or place not in copy[1]:

@@ -34,7 +34,7 @@ class Walked:
         runs_at: the place where it really runs: that of the last operator of a fused chain.
         has_result: whether its output is a tensor: not inside a fused chain, nor where nothing reads a chain's floats.
         copy: the 8-bit copy of its output that it writes, and the operators that read it.
-        keeps: of a fused chain, by its last operator: the source that it keeps for backward as it is.
+        keeps: of a fused chain, by its last operator: the sources that it keeps for backward as they are.
         members: of a fused chain, by its last operator: all of them.
     """
 
@@ -47,7 +47,7 @@ class Walked:
     runs_at: int = -1
     has_result: bool = True
     copy: tuple[CastKey, tuple[int, ...]] | None = None
-    keeps: int | None = None
+    keeps: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
 
 
@@ -134,9 +134,9 @@ class Walker:
         (cost,) = [
             row.cost for row in self.profile.chains if chain.name in row.chains and (row.form, row.variant) == (form, runs_as)
         ]
-        keeps = None
-        if how.saved is None and not (chain.producer == "layer_norm" and chain.residual is not None):
-            keeps = self.place[chain.x]
+        keeps: tuple[int, ...] = ()
+        if how.saved is None and not (chain.producer in ("layer_norm", "rms_norm") and chain.residual is not None):
+            keeps = tuple(self.place[name] for name in (chain.x, chain.factor) if name is not None)
         written = None if copy is None else (CastKey(floats, *copy), served)
         return Walked(None, alone.arriving, floats, cost, (), (), place, has_result, written, keeps, members)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from random_models import RUNGS, TIME, profiles
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core.ir.chain import UNFUSED, Chain, ChainForm, ChainVariant, chains_of
+from qsync_core.chains.finding import chains_of
+from qsync_core.ir.chain import UNFUSED, Chain, ChainForm, ChainVariant
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
@@ -25,19 +26,43 @@ CHOSEN = (UNFUSED, ChainVariant(), ChainVariant(saved=INT8))
 class ChainBuilder(GraphBuilder):
     """A builder whose operators carry their calls, as traced ones do."""
 
-    def called(self, fqn: str, kind: str, *inputs: OpId, affine: int = 0) -> OpId:
-        """A norm, a function or an addition; norms have a weight and a bias of ``affine`` elements where that is not 0."""
+    def called(
+        self,
+        fqn: str,
+        kind: str,
+        *inputs: OpId,
+        affine: int = 0,
+        arguments: Sequence[Any] | None = None,
+        shape: tuple[int, ...] = (),
+        op_class: OpClass | None = None,
+    ) -> OpId:
+        """A norm, a function, an addition or a product; a norm's weight and bias have ``affine`` elements, where that is not 0."""
         reads: list[Any] = [{"input": i} for i in range(len(inputs))]
         scale: list[Any] = [{"parameter": 0, "shape": [affine]}, {"parameter": 1, "shape": [affine]}] if affine else [None, None]
-        shape = self._by_id[inputs[0]].output_shape
-        arguments = {
+        shape = shape or self._by_id[inputs[0]].output_shape
+        known = {
             "batch_norm": [*reads, *scale, None, None, True, 0.1, 1e-5, False],
             "layer_norm": [*reads, [shape[-1]], *scale, 1e-5, False],
-        }.get(kind, reads)
-        call = json.dumps({"op": f"aten.{kind}.default", "args": arguments, "kwargs": {}})
-        op_class = OpClass.GUARDED if kind.endswith("_norm") else OpClass.DEPENDENT
+            "rms_norm": [*reads, [shape[-1]], scale[0], 1e-5],
+        }
+        given = known.get(kind, reads) if arguments is None else arguments
+        call = json.dumps({"op": f"aten.{kind}.default", "args": given, "kwargs": {}})
+        op_class = op_class or (OpClass.GUARDED if kind.endswith("_norm") else OpClass.DEPENDENT)
         parameters = {"weight": (affine,), "bias": (affine,)} if affine else None
         return self.add(fqn, kind, op_class, inputs, shape, parameter_shapes=parameters, attributes={"call": call})
+
+    def written_out(self, at: str, x: OpId, affine: int = 0) -> OpId:
+        """An RMS norm as transformers writes it, with a weight of ``affine`` elements where that is not 0."""
+        rows = (*self._by_id[x].output_shape[:-1], 1)
+        squares = self.called(f"{at}.pow", "pow", x, arguments=[{"input": 0}, 2])
+        mean = self.called(f"{at}.mean", "mean", squares, arguments=[{"input": 0}, [-1], True], shape=rows)
+        inside = self.called(f"{at}.add", "add", mean, arguments=[{"input": 0}, 1e-6], shape=rows)
+        result = self.called(f"{at}.mul", "mul", x, self.called(f"{at}.rsqrt", "rsqrt", inside))
+        if not affine:
+            return result
+        weight = {"parameter": 0, "shape": [affine]}
+        fixed = OpClass.FIXED  # float32 numbers beside whatever arrives
+        return self.called(f"{at}.scaled", "mul", result, affine=affine, arguments=[weight, {"input": 0}], op_class=fixed)
 
 
 def block(at: str, g: ChainBuilder, x: OpId, residual: OpId | None = None) -> OpId:
@@ -87,9 +112,8 @@ def chained_dags(draw: st.DrawFn, most: int = 10, image: tuple[int, ...] = IMAGE
     g = ChainBuilder("chained")
     known = [g.input("x", image)]
     for i in range(draw(st.integers(1, most))):
-        kind = draw(
-            st.sampled_from(["conv", "conv", "block", "block", "residual", "batch_norm", "layer_norm", "add", "relu", "pool"])
-        )
+        kinds = ["conv", "conv", "block", "block", "residual", "batch_norm", "layer_norm", "add", "relu", "pool"]
+        kind = draw(st.sampled_from([*kinds, "rms_norm", "written", "gated"]))
         x = draw(st.sampled_from(known[-3:]))
         if kind == "conv":
             known.append(g.conv2d(f"op{i}", x, 3, 1))
@@ -99,6 +123,11 @@ def chained_dags(draw: st.DrawFn, most: int = 10, image: tuple[int, ...] = IMAGE
             known.append(block(f"op{i}", g, x, draw(st.sampled_from(known))))
         elif kind == "add":
             known.append(g.called(f"op{i}", "add", x, draw(st.sampled_from(known))))
+        elif kind == "written":
+            known.append(g.written_out(f"op{i}", x, affine=draw(st.sampled_from([0, 2]))))
+        elif kind == "gated":
+            function = g.called(f"op{i}.silu", "silu", x)
+            known.append(g.called(f"op{i}", "mul", function, draw(st.sampled_from(known))))
         elif kind == "pool":
             known.append(g.unary(f"op{i}", "pool", x))
         else:

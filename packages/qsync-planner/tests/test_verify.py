@@ -165,3 +165,16 @@ def test_settings_that_the_job_has_otherwise_are_named() -> None:
     (difference,) = verify(predicted, measured).differences["weak"]
     assert (difference.name, difference.profile, difference.job) == ("cudnn_tf32", "True", "False")
     assert verify(PREDICTED, MEASURED).differences == {}
+
+
+@pytest.mark.parametrize(("was", "job"), [("False", "True"), ("True", "False"), ("True", "True")])
+def test_a_compiled_step_beside_one_that_is_not_is_said_and_tells_no_operators(was: str, job: str) -> None:
+    predicted = attrs.evolve(PREDICTED, software={"weak": {"compiled": was}})
+    rows = MEASURED.intervals if job == "False" else tuple(attrs.evolve(one, op_id=None) for one in MEASURED.intervals)
+    found = verify(predicted, attrs.evolve(MEASURED, intervals=rows, software={"weak": {"compiled": job}}))
+    said = [f"compiled (whether the model is compiled) was {was} when group 'weak' was profiled and is {job} in this job"]
+    assert [d.sentence("weak").partition(";")[0] for d in found.differences.get("weak", ())] == (said if was != job else [])
+    assert bool(found.only_predicted) == (job == "False")
+    if job == "True":
+        times = {row.phase: row.time for row in found.unattributed}
+        assert (times[F].measured, times[B].measured) == (round((90 + 112 + 380 + 420 + 7) / 2), 490)

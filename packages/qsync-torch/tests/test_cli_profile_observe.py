@@ -1,9 +1,11 @@
 import json
+from functools import partial
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from clusters import cluster_text
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.ir.observations import Observations
@@ -13,6 +15,8 @@ from qsync_core.ir.variant import Variant
 from qsync_torch import devices
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -39,29 +43,13 @@ def wider():
     return job
 """
 
-CLUSTER = """
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-
-[[group]]
-name = "infer"
-device = "cpu"
-count = 1
-role = "infer"
-share = 0.25
-ladder = ["int8", "float32"]
-rounding = "nearest"
-"""
+CLUSTER = cluster_text(train={}, infer={"share": 0.25, "ladder": ["int8", "float32"], "rounding": "nearest"})
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    for name in ("operator_effort", "cast_effort", "step_effort"):
-        monkeypatch.setitem(profile_module.profile.__kwdefaults__, name, quick)
+    monkeypatch.setattr(profile_module, "ProfileRequest", partial(ProfileRequest, efforts=Efforts(quick, quick, quick)))
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     monkeypatch.chdir(tmp_path)

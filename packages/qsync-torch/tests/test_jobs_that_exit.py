@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ from click.testing import CliRunner, Result
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError
+from qsync_core.ir.profile import CastModel
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling import resume_store
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -99,8 +105,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    for name in ("operator_effort", "cast_effort", "step_effort"):
-        monkeypatch.setitem(profile_module.profile.__kwdefaults__ or {}, name, quick)
+    monkeypatch.setattr(profile_module, "ProfileRequest", partial(ProfileRequest, efforts=Efforts(quick, quick, quick)))
     monkeypatch.chdir(tmp_path)
     for name in ("dag.qsync", "observed.qsync"):
         (tmp_path / name).write_bytes((made / name).read_bytes())
@@ -150,7 +155,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_whole_files(command: str, folder
     (folder / "out").write_bytes(b"old")
     calls = 0
 
-    def fsync(descriptor: int, real: Any = profile_module.write_atomically.__globals__["os"].fsync) -> None:
+    def fsync(descriptor: int, real: Any = os.fsync) -> None:
         nonlocal calls
         calls += 1
         if command == "trace" or calls > 2:  # a file and its folder
@@ -177,7 +182,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_whole_files(command: str, folder
 
 def test_an_interrupted_profile_with_damaged_values_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.partial"
-    path.write_text(json.dumps({"format": profile_module._FORMAT, "settings": {}, "values": {"cast": {"key": 1}}}))
-    store = profile_module.ResumeStore(path, {})
+    path.write_text(json.dumps({"format": resume_store._FORMAT, "settings": {}, "values": {"cast": {"key": 1}}}))
+    store = resume_store.ResumeStore(path, {})
     with pytest.raises(ArtifactError, match=r"p\.partial is damaged, cast has .*; remove it, or start anew with --fresh"):
-        store.read("cast", profile_module.CastModel)
+        store.read("cast", CastModel)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
 from qsync_core.printable import printable
 
 
@@ -67,3 +73,13 @@ class RankError(QSyncError):
 
 class NumericsError(QSyncError):
     """A tensor holds NaN or infinite values where a quantizer needs its range."""
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Have torchrun's last lines say what ended this process, in the place of where to read about tracebacks.
+
+    It reads what its processes leave in a file; nothing happens without torchrun, or where the file cannot be written.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")

@@ -60,6 +60,7 @@ SETTINGS: dict[str, Setting] = {
     "expandable_segments": Setting(
         "whether the CUDA allocator's segments can grow", "start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:{}"
     ),
+    "compiled": Setting("whether the model is compiled", "have it compiled: {} (docs/compiling.md)"),
     "memory_format": Setting("the layout of the convolutions' weights", "bring model and batches to the layout {}"),
     "threads": Setting("the threads of an operator", "torch.set_num_threads({}), or OMP_NUM_THREADS={}"),
     "torch": Setting("PyTorch's version", "install torch {}"),

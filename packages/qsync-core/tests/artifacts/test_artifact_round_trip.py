@@ -27,7 +27,17 @@ from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import ChainAssignment, PrecisionPlan, RecommendedWay
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import AlternatingDispatch, ChainCost, KernelCheck, OpCost, Profile, WrongKernels
+from qsync_core.ir.profile import (
+    AlternatingDispatch,
+    ChainCost,
+    Compiled,
+    Compiler,
+    KernelCheck,
+    MixedStep,
+    OpCost,
+    Profile,
+    WrongKernels,
+)
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
@@ -228,6 +238,21 @@ def test_profiles_that_say_nothing_of_their_kernels_are_stored_as_before() -> No
     assert artifact.from_bytes(artifact.to_bytes(saying), Profile) == saying
     with pytest.raises(ValueError, match=r"kernels"):
         KernelCheck(-1)
+
+
+def test_profiles_of_eager_steps_are_stored_as_before() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    compiled = attrs.evolve(profile, compiled=Compiled(Compiler.QSYNC, around_ddp=True))
+    keeping = attrs.evolve(compiled, steps=tuple(attrs.evolve(step, saved_bytes=123) for step in profile.steps))
+    first = next(iter(profile.cost_index))
+    mixing = attrs.evolve(keeping, mixed=(MixedStep((first,), keeping.steps[0]),))
+    assert [version_of(p) for p in (profile, compiled, keeping, mixing)] == [2, 8, 8, 8]
+    for newer in (compiled, keeping, mixing):
+        assert artifact.from_bytes(artifact.to_bytes(newer), Profile) == newer
+    with pytest.raises(ValueError, match=r"Profile\.mixed lowers stray#0, which it has no cost of"):
+        attrs.evolve(mixing, mixed=(MixedStep((OpId("stray"),), keeping.steps[0]),))
+    with pytest.raises(ValueError, match="saved_bytes"):
+        attrs.evolve(profile.steps[0], saved_bytes=-1)
 
 
 def test_graphs_without_views_are_stored_as_before() -> None:

@@ -19,7 +19,7 @@ from plugin_doubles import offering, plugin, registry
 
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
 from qsync_core.ir.precision import Precision
-from qsync_core.kernels.backend import CompilingBackend, KernelConfig, KernelRequest, KernelSpec
+from qsync_core.kernels.backend import BackgroundCompilingBackend, CompilingBackend, KernelConfig, KernelRequest, KernelSpec
 from qsync_core.plugins import registry as registry_module
 from qsync_core.plugins.backends import Answer
 from qsync_core.plugins.doctor import DoctorLine
@@ -226,6 +226,26 @@ def test_a_backend_that_compiles_ahead_still_does() -> None:
     assert isinstance(one, CompilingBackend)
     assert one.compile_ahead([], "sm_90", lambda done, total, what: None) == ("sm_90", 0)
     assert not isinstance(other, CompilingBackend)
+
+
+def test_a_backend_that_compiles_in_the_background_still_does() -> None:
+    asked: list[str] = []
+    ahead = {"compile_ahead": lambda self, requests, arch, progress: None}
+    later = {
+        "is_compiled": lambda self, request, config: {"old": True, "new": False}.get(config.text),
+        "compile_later": lambda self, request, config: asked.append(config.text),
+    }
+    kinds = [type("Compiling", (FakeBackend,), methods) for methods in (ahead, ahead | later)]
+    plain, background = registry(one=offering(kinds[0]("a"), kinds[1]("b"))).backends()
+    assert isinstance(plain, BackgroundCompilingBackend)
+    assert isinstance(background, BackgroundCompilingBackend)
+    assert plain.is_compiled(LINEAR_INT8, KernelConfig("new"))  # there is nothing that it could compile meanwhile
+    plain.compile_later(LINEAR_INT8, KernelConfig("new"))
+    assert [background.is_compiled(LINEAR_INT8, KernelConfig(text)) for text in ("old", "new")] == [True, False]
+    background.compile_later(LINEAR_INT8, KernelConfig("new"))
+    assert asked == ["new"]
+    with pytest.raises(BackendError, match="backend b: its is_compiled must return True or False, got NoneType None"):
+        background.is_compiled(LINEAR_INT8, KernelConfig("other"))
 
 
 def test_two_backends_of_one_name_are_refused() -> None:

@@ -11,10 +11,12 @@ from qsync_core.progress import ProgressCallback
 from qsync_kernels_cutlass import support
 from qsync_kernels_cutlass.architectures import Architecture, architecture_of
 from qsync_kernels_cutlass.compiling import ahead
-from qsync_kernels_cutlass.compiling.compile import interrupt, print_progress
+from qsync_kernels_cutlass.compiling.background import BACKGROUND
+from qsync_kernels_cutlass.compiling.compile import TALLY, compile_files, interrupt, must_compile, print_progress
 from qsync_kernels_cutlass.configs import candidates, validity
 from qsync_kernels_cutlass.configs.config import Config, ConvConfig, GemmConfig
 from qsync_kernels_cutlass.configs.problem import ConvProblem, problem_of
+from qsync_kernels_cutlass.sources import KernelSource, needed_sources
 
 
 class CutlassBackend:
@@ -76,6 +78,20 @@ class CutlassBackend:
         """End all compilers that run for this process; builds that wait for one raise a BackendError."""
         interrupt()
 
+    def is_compiled(self, request: KernelRequest, config: KernelConfig) -> bool:
+        """Whether ``build`` would run no compiler: all that it needs is in the cache, or it refuses.
+
+        What :meth:`compile_later` was asked for stays missing for this process.
+        """
+        try:
+            return not any(source in BACKGROUND.given or must_compile(source) for source in _sources(request, config))
+        except BackendError:
+            return True
+
+    def compile_later(self, request: KernelRequest, config: KernelConfig) -> None:
+        """Compile what ``build`` would need, beside whatever this process does next; how that ended is said on standard error."""
+        BACKGROUND.add(_sources(request, config))
+
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel, compiled now if it is not in the cache; the signatures are in ``docs/writing-a-backend.md``.
 
@@ -92,6 +108,7 @@ class CutlassBackend:
         if found := validity.reasons(chosen, arch, problem_of(request)):
             raise BackendError(f"backend cutlass cannot run {what} with the configuration {config.text}: {'; '.join(found)}")
         try:
+            compile_files(needed_sources(request, chosen, arch), progress=TALLY.update)  # side by side, before each is loaded
             if request.op.startswith("linear"):
                 from qsync_kernels_cutlass.kernels import linear
 
@@ -119,6 +136,16 @@ def parse_config(request: KernelRequest, text: str) -> Config:
         return ConvConfig.parse(text) if isinstance(problem, ConvProblem) else GemmConfig.parse(text)
     except ValueError as error:
         raise BackendError(f"backend cutlass, {request.op} on {list(request.shapes)}: {error}") from None
+
+
+def _sources(request: KernelRequest, config: KernelConfig) -> list[KernelSource]:
+    """What a kernel of a supported request loads for dense operands; nothing where the configuration does not fit.
+
+    Raises:
+        BackendError: when the text is not a configuration.
+    """
+    chosen, arch = parse_config(request, config.text), _architecture(request)
+    return [] if validity.reasons(chosen, arch, problem_of(request)) else needed_sources(request, chosen, arch)
 
 
 def _architecture(request: KernelRequest) -> Architecture:

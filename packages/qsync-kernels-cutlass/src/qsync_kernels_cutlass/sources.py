@@ -15,6 +15,7 @@ import attrs
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_kernels_cutlass.architectures import Architecture
+from qsync_kernels_cutlass.configs import candidates, validity
 from qsync_kernels_cutlass.configs.config import (
     AddressIterator,
     Config,
@@ -305,8 +306,29 @@ def request_sources(request: KernelRequest, config: Config, arch: Architecture) 
         shaping = turn_source(arch) if request.op == Op.CONV2D_GRAD_INPUT else fold_source(arch)
         return [conv_source(config, arch, problem.out_format), shaping]
     if isinstance(problem, GemmProblem) and isinstance(config, GemmConfig):
-        return [gemm_source(config, arch, problem), *_copies(request, problem, arch)]
+        products = [(config, problem), *other_results(request, config, arch)]
+        return [*(gemm_source(one, arch, of) for one, of in products), *_copies(request, problem, arch)]
     raise TypeError(f"a {type(config).__name__} does not run a {type(problem).__name__}")
+
+
+def other_results(request: KernelRequest, config: GemmConfig, arch: Architecture) -> list[tuple[GemmConfig, GemmProblem]]:
+    """The 8-bit gradient of a linear's input in float32: it has the format of the activation, which no request says.
+
+    Behind a LayerNorm that is float32, whatever the operators' outputs are.
+    """
+    problem = problem_of(request)
+    if request.op != Op.LINEAR_GRAD_INPUT or BYTES[problem.a_format] > 1 or problem.out_format == "float32":
+        return []
+    assert isinstance(problem, GemmProblem)
+    other = attrs.evolve(problem, out_format="float32")
+    return [(config_for(other, config, arch), other)]
+
+
+def config_for(problem: GemmProblem, config: GemmConfig, arch: Architecture) -> GemmConfig:
+    """The configuration if it fits a problem that differs in the format of its result, else the best guess for that."""
+    chosen = candidates.ranked(problem, arch)[0] if validity.reasons(config, arch, problem) else config
+    assert isinstance(chosen, GemmConfig)
+    return chosen
 
 
 def needed_sources(request: KernelRequest, config: Config, arch: Architecture) -> list[KernelSource]:

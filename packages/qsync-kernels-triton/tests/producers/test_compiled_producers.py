@@ -22,7 +22,7 @@ CALLS = {
     "normalize_rows long": 4,
     "activate_rows": 6,
     "activate_rows in one": 4,
-    "gate_rows": 6,
+    "activate_rows gated": 6,
 }
 """Calls of the random generator that one of 256 threads makes for its share of two copies: one for eight elements, at least one
 a tile."""

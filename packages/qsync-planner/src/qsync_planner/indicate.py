@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from qsync_core.artifacts.files import digest
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import ObservationError
-from qsync_core.ir.chain import chains_of
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId

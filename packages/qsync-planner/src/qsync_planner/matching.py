@@ -150,6 +150,9 @@ class Inputs:
         check_devices(cluster, profiles)
         wanted = digest(dag)
         _check_profiles(profiles, dag, wanted)
+        _check_compiled(
+            [*((name, profile) for name, profile in profiles.items()), *((n, b.profile) for n, b in (further or {}).items())]
+        )
         if sensitivity is not None:
             _check_sensitivity(sensitivity, dag, wanted)
         if communication is not None:
@@ -201,6 +204,22 @@ def _check_profiles(profiles: Mapping[str, Profile], dag: PrecisionDag, wanted: 
                 f"the profile of group {name!r} was measured for another graph ({profile.model!r}, digest "
                 f"{profile.dag_digest[:12]}) than the one to plan ({dag.model!r}, digest {wanted[:12]}): "
                 f"{first_differences(expected, profile.cost_index)}; trace and profile the same job with the same batch size"
+            )
+
+
+def _check_compiled(profiles: Iterable[tuple[str, Profile]]) -> None:
+    """Refuse steps that were measured compiled beside others that were not, or otherwise: one script trains them all."""
+    first: tuple[str, Profile] | None = None
+    for name, profile in profiles:
+        first = first or (name, profile)
+        if profile.compiled != first[1].compiled:
+            hows = (
+                f"of the model compiled by {how}" if (how := one.compiled) else "of the model as it is"
+                for one in (first[1], profile)
+            )
+            raise PlanError(
+                f"whole steps were measured {next(hows)} for group {first[0]!r} and {next(hows)} for group {name!r}, so that their "
+                "times cannot be compared; profile both as the script runs ('qsync profile --compiled', or without)"
             )
 
 

@@ -71,7 +71,8 @@ class Verification:
         operators: those that both timelines know, the largest difference first; CPU dispatch last, because a measured one is
             slowed by the profiler.
         unattributed: computation of forward and backward that belongs to no operator, such as weights that are prepared together.
-        only_predicted, only_measured: operators that the other timeline lacks.
+        only_predicted, only_measured: operators that the other timeline lacks; of a compiled model's timeline, which tells none,
+            nothing is listed.
         memory: peak bytes of the groups that both know.
     """
 
@@ -117,11 +118,12 @@ def verify(predicted: Timeline, measured: Timeline) -> Verification:
         )
     ours, theirs = _times(predicted, groups), _times(measured, groups)
     known = {op_id for _, op_id, _, _ in ours if op_id}, {op_id for _, op_id, _, _ in theirs if op_id}
+    compiled = any(measured.software.get(name, {}).get("compiled") == "True" for name in groups)
     return Verification(
         iteration=Comparison(predicted.iteration_ns, measured.iteration_ns),
         phases=(*_phase_rows(groups, ours, theirs), *_communication_row(predicted, measured)),
         operators=_operator_rows(ours, theirs, known[0] & known[1]),
-        only_predicted=tuple(sorted(known[0] - known[1])),
+        only_predicted=() if compiled else tuple(sorted(known[0] - known[1])),
         only_measured=tuple(sorted(known[1] - known[0])),
         memory={
             name: Comparison(predicted.peak_bytes[name], measured.peak_bytes[name])

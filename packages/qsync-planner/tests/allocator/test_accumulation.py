@@ -14,6 +14,7 @@ from brute_force_instances import accumulating, random_instance
 from hand_models import profile, single_group
 from planning_cases import random_case
 from reference_simulator import reference_period
+from stepped_period import stepped_period
 from synthetic import GraphBuilder
 
 from qsync_core.artifacts.files import digest
@@ -21,7 +22,6 @@ from qsync_core.ir.profile import CollectiveModel, OpCost
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.replayer.replay import Replayer
-from qsync_planner.replayer.simulator import simulate
 
 SEED = 33
 
@@ -49,7 +49,7 @@ def test_the_evaluator_and_the_replayer_agree_to_the_nanosecond_and_the_byte() -
                 assert {name: group.peak_bytes for name, group in predicted.groups.items()} == peaks, instance.name
             if number < 5:
                 graph = replayer.global_dfg(variants)
-                assert math.ceil(simulate(graph)) == period_ns
+                assert math.ceil(stepped_period(graph)) == period_ns
                 assert math.ceil(reference_period(graph, warm_up=10)) == period_ns
 
 

@@ -11,8 +11,9 @@ from hand_models import BF16, FP32, I8, profile, single_group
 from synthetic import INT8
 
 from qsync_core.artifacts.files import digest
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import PlanError
-from qsync_core.ir.chain import UNFUSED, ChainForm, ChainVariant, chains_of
+from qsync_core.ir.chain import UNFUSED, ChainForm, ChainVariant
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
@@ -94,6 +95,26 @@ def test_with_memory_to_spare_a_chain_is_fused_where_that_is_faster() -> None:
         entry.reason.startswith(entry.variant.label) or entry.variant.label in entry.reason
         for entry in found.groups[0].chains.values()
     )
+
+
+def test_a_plan_says_which_chains_it_cannot_fuse_and_what_has_none() -> None:
+    assert not any("unfused, because" in note or "by themselves" in note for note in plan().notes)
+    g = ChainBuilder("m")
+    x = g.linear("fc", g.input("x", (4, 8)), 8)
+    x = g.linear("next", g.unary("tanh", "tanh", g.written_out("rms", x, affine=8)), 8)
+    g.loss(g.linear("last", g.called("ln", "layer_norm", x), 8))
+    dag = g.build()
+    some = {
+        chain.name: {way: OpCost(0, 1, 0, 1) for way in ways(chain, LADDER)} for chain in chains_of(dag) if "ln" in chain.name.fqn
+    }
+    cluster = single_group()
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    made = attrs.evolve(with_chains(profile(dag, {}), dag, some), dag_digest=digest(dag))
+    found = allocate(Inputs(dag, cluster, {"g": made}, rated(dag)), Request("greedy"))
+    [unmeasured, alone] = [note for note in found.notes if "unfused, because" in note or "by themselves" in note]
+    assert unmeasured.startswith("group g: 1 × rms_norm stay unfused, because its profile does not have their costs")
+    assert "qsync profile --chains" in unmeasured
+    assert alone.endswith("quantized by themselves: 1 × tanh before next: no producer computes it")
 
 
 def test_a_plan_says_the_forms_of_what_it_fuses() -> None:

@@ -16,8 +16,9 @@ from synthetic import FLOAT32, INT8
 
 from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import InfeasibleError
-from qsync_core.ir.chain import ChainVariant, chains_of
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId

@@ -205,6 +205,25 @@ def test_a_second_profile_shows_what_moving_samples_does_not_save() -> None:
     assert "from two profiles" in "\n".join(known.notes) or set(known.local_batches.values()) == {TRACED}
 
 
+@pytest.mark.parametrize("objective", ["omega", "time"])
+def test_free_batches_keep_every_limit_when_their_time_is_up(objective: str) -> None:
+    """With no time at all, and as the search without a limit where there is enough."""
+    for seed in range(3):
+        case = random_case(seed)
+        equal, best, hasty, roomy = (
+            allocate(case.inputs, Request("exact", objective=objective, batch=batch, seconds=seconds))
+            for batch, seconds in (("equal", None), ("free", None), ("free", 1e-6), ("free", 600.0))
+        )
+        assert attrs.evolve(roomy, notes=()) == attrs.evolve(best, notes=())
+        assert hasty.predicted_iteration_ns <= hasty.time_limit_ns
+        assert sum(counts_of(case)[name] * batch for name, batch in hasty.local_batches.items()) == TRACED * sum(
+            counts_of(case).values()
+        )
+        if objective == "omega":
+            assert best.objective <= hasty.objective
+            assert hasty.time_limit_ns == equal.time_limit_ns
+
+
 def test_what_does_not_go_with_free_batches_is_refused() -> None:
     case = random_case(1)
     for options, message in (
@@ -214,7 +233,6 @@ def test_what_does_not_go_with_free_batches_is_refused() -> None:
             "only the solvers auto, exact, greedy can choose local batches too, not dynamic",
         ),
         ({"objective": "memory"}, "free local batches go with the objectives omega and time"),
-        ({"seconds": 5.0}, "free local batches go with no time for solving"),
     ):
         with pytest.raises(PlanError, match=message):
             allocate(case.inputs, Request(**{"batch": "free"} | options))

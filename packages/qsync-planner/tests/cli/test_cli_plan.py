@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from synthetic import FLOAT32_RUNG, LADDER, T4, V100, roofline_profile, transformer
 
+from clusters import cluster_text
 from qsync_core.artifacts.files import digest, load, save
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError, QSyncError
 from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings, MeasuredCollectives
@@ -22,29 +23,12 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.plugin import qsync_register_commands
 
-CLUSTER = """
-name = "hybrid"
-
-[[group]]
-name = "train"
-device = "V100"
-count = 2
-role = "train"
-base = "float32"
-
-[[group]]
-name = "infer"
-device = "T4"
-count = 2
-role = "infer"
-ladder = ["int8>float32", "float16", "float32"]
-memory = "15 GiB"
-
-[[link]]
-between = ["train", "infer"]
-latency_us = 20
-bandwidth_gbps = 32
-"""
+CLUSTER = cluster_text(
+    "hybrid",
+    (20, 32),
+    train={"device": "V100", "count": 2, "base": "float32"},
+    infer={"device": "T4", "count": 2, "ladder": ["int8>float32", "float16", "float32"], "memory": "15 GiB"},
+)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from synthetic import FLOAT16_RUNG, INT8_RUNG, T4, V100, hybrid_cluster, hybrid_profiles, transformer
 
+from clusters import cluster_text
 from qsync_core.artifacts.files import digest, load, save
 from qsync_core.cli.root import cli
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan
@@ -17,26 +18,12 @@ from qsync_core.ir.timeline import Timeline
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
 
-TOML = """
-name = "hybrid"
-[[group]]
-name = "train"
-device = "V100"
-count = 2
-role = "train"
-base = "float32"
-[[group]]
-name = "infer"
-device = "T4"
-count = 2
-role = "infer"
-base = "float32"
-ladder = ["int8>float32", "float16", "float32"]
-[[link]]
-between = ["train", "infer"]
-latency_us = 20
-bandwidth_gbps = 32
-"""
+TOML = cluster_text(
+    "hybrid",
+    (20, 32),
+    train={"device": "V100", "count": 2, "base": "float32"},
+    infer={"device": "T4", "count": 2, "base": "float32", "ladder": ["int8>float32", "float16", "float32"]},
+)
 
 
 @pytest.fixture(scope="module")

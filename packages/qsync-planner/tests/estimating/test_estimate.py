@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from synthetic import FLOAT16_RUNG, INT8_RUNG, LADDER, T4, hybrid_cluster, roofline_profile, transformer
 
+from clusters import cluster_text
 from qsync_core.artifacts.files import digest, from_bytes, load, save, to_bytes
 from qsync_core.artifacts.summary import summarize
 from qsync_core.cli.root import cli
@@ -57,6 +58,20 @@ def test_the_measured_device_and_share_give_the_measured_profile(resnet: tuple[P
         found = estimate(dag, profile, "H200", profile.device.share)
         assert found.profile is profile
         assert found.notes == ("the profile was measured on NVIDIA H200 at this share: nothing is estimated",)
+
+
+def test_an_estimate_says_under_which_settings_its_source_was_measured(resnet: tuple[PrecisionDag, Profile, Profile]) -> None:
+    dag, whole, half = resnet
+    measured = "the source was measured without autocast, its linear layers in float32 and its convolutions in "
+    anew = "; for a job with other settings, profile it with those"
+    assert estimate(dag, whole, "A100").notes == (f"{measured}float32{anew}",)
+    assert estimate(dag, half, "A100").notes == (f"{measured}TF32{anew}",)
+    assert estimate(dag, half, "V100").notes[-1] == "TF32 products of the source are estimated in float32: V100 has no TF32"
+    under_amp = attrs.evolve(dag, base=BFLOAT16)
+    found = estimate(under_amp, attrs.evolve(whole, dag_digest=digest(under_amp)), "A100")
+    assert found.notes[0].startswith("the source was measured under autocast in bfloat16, ")
+    assert estimate(dag, whole, "RTX 5090").notes[-1] == "RTX 5090: the rule was never compared with a chip of its generation"
+    assert estimate(dag, whole, "H200", 0.5).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -152,8 +167,8 @@ def test_v100_and_t4_have_float16_for_bfloat16_and_v100_no_int8(resnet: tuple[Pr
     dag, whole, _ = resnet
     v100, t4 = estimate(dag, whole, "V100"), estimate(dag, whole, "Tesla T4")
     stand_in = "has no bfloat16 hardware: float16 stands in for it, at the costs measured in bfloat16"
-    assert v100.notes == ("int8>float32 is left out: V100 has no int8 hardware; it has float16, float32", f"V100 {stand_in}")
-    assert t4.notes == (f"T4 {stand_in}",)
+    assert v100.notes[:2] == ("int8>float32 is left out: V100 has no int8 hardware; it has float16, float32", f"V100 {stand_in}")
+    assert t4.notes[0] == f"T4 {stand_in}"
     assert {entry.variant.label for entry in v100.profile.steps} == {"float32", "float16"}
     assert {entry.variant.label for entry in t4.profile.steps} == {"float32", "float16", "int8>float32"}
     for found in (v100.profile, t4.profile):
@@ -202,7 +217,7 @@ def test_float16_that_was_measured_is_taken_before_bfloat16_that_stands_in() -> 
 
 def test_what_cannot_be_estimated_is_refused_in_a_sentence(resnet: tuple[PrecisionDag, Profile, Profile]) -> None:
     dag, whole, _ = resnet
-    with pytest.raises(PlanError, match="there is no datasheet of 'K80' to estimate with; estimates know V100, T4"):
+    with pytest.raises(PlanError, match=r"there is no datasheet of 'K80' to estimate with; .*estimates know P100, V100, T4"):
         estimate(dag, whole, "K80")
     with pytest.raises(PlanError, match=r"the share of a device is above 0 and at most 1, got 1\.5"):
         estimate(dag, whole, "T4", 1.5)
@@ -234,24 +249,11 @@ def test_files_of_measured_profiles_keep_their_bytes_and_estimates_say_what_they
     assert "estimated" not in dict(summarize(whole))
 
 
-CLUSTER = """
-[[group]]
-name = "train"
-device = "A100"
-count = 2
-role = "train"
-[[group]]
-name = "infer"
-device = "H200"
-share = 0.5
-count = 2
-role = "infer"
-ladder = ["int8>float32", "bfloat16", "float32"]
-[[link]]
-between = ["train", "infer"]
-latency_us = 20
-bandwidth_gbps = 100
-"""
+CLUSTER = cluster_text(
+    link=(20, 100),
+    train={"device": "A100", "count": 2},
+    infer={"device": "H200", "share": 0.5, "count": 2, "ladder": ["int8>float32", "bfloat16", "float32"]},
+)
 
 
 def test_a_plan_says_which_of_its_groups_are_estimated(resnet: tuple[PrecisionDag, Profile, Profile], tmp_path: Path) -> None:

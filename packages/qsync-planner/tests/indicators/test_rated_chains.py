@@ -13,9 +13,10 @@ from test_cli_check import run
 from test_indicators import Flat, observe
 
 from qsync_core.artifacts.files import digest, save
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import ObservationError, PluginError
 from qsync_core.ir import observations as terms
-from qsync_core.ir.chain import ChainVariant, chains_of
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId

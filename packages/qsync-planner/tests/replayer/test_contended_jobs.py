@@ -10,6 +10,7 @@ from hand_models import LADDER, profile
 from hypothesis import given
 from hypothesis import strategies as st
 from random_models import TIME, Case, assignments, cases, changes
+from stepped_period import stepped_period
 from synthetic import FLOAT32, GraphBuilder
 
 from hypothesis_profiles import tries
@@ -24,7 +25,6 @@ from qsync_core.ir.profile import CollectiveModel, DeviceKind, DeviceType, OpCos
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.contention import PARTS
 from qsync_planner.replayer.replay import Replayer
-from qsync_planner.replayer.simulator import simulate
 from qsync_planner.replayer.step_timing import Condensed
 
 SHARE = st.sampled_from([0.0, 0.125, 0.25, 0.75])
@@ -115,7 +115,7 @@ def test_the_graph_of_stretched_nodes_has_the_predicted_period(case: Case, way: 
     measured = known_to_communicate(case, data.draw(costs(case)))
     replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=measured), settings=way)
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
-    predicted, period = replayer.replay(variants).iteration_ns, simulate(replayer.global_dfg(variants))
+    predicted, period = replayer.replay(variants).iteration_ns, stepped_period(replayer.global_dfg(variants))
     assert period <= predicted
     if not any(group.sync_per_step for group in case.cluster.groups):
         assert period == predicted

@@ -18,8 +18,9 @@ from random_models import assignments, changes
 from synthetic import BFLOAT16, FLOAT32, INT8, GraphBuilder
 
 from hypothesis_profiles import tries
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import PlanError
-from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant, chains_of
+from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision

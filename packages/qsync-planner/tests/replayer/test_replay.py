@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_models import Case, assignments, cases, changes
 from reference_simulator import reference_period
+from stepped_period import stepped_period
 from synthetic import FLOAT32, INT8_TO_FLOAT16_RUNG, GraphBuilder, hybrid_cluster, hybrid_profiles, resnet, transformer
 from synthetic import LADDER as CHIP_LADDER
 
@@ -21,7 +22,6 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import CollectiveModel, DeviceKind, OpCost, Profile
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
-from qsync_planner.replayer.simulator import simulate
 
 
 @tries(45)
@@ -29,7 +29,7 @@ from qsync_planner.replayer.simulator import simulate
 def test_the_closed_form_equals_the_simulator_on_the_graph_of_nodes(case: Case, data: st.DataObject) -> None:
     replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
-    assert replayer.replay(variants).iteration_ns == simulate(replayer.global_dfg(variants))
+    assert replayer.replay(variants).iteration_ns == stepped_period(replayer.global_dfg(variants))
 
 
 @tries(25)
@@ -206,7 +206,7 @@ def test_models_of_real_shape_agree_with_the_simulator(dag: object, sync_per_ste
     replayer = Replayer(Inputs(dag, cluster, hybrid_profiles(dag)))  # type: ignore[arg-type]
     for rung in CHIP_LADDER:
         variants = {"infer": dict.fromkeys((o.op_id for o in replayer.dag.adjustable), rung)}
-        assert replayer.replay(variants).iteration_ns == simulate(replayer.global_dfg(variants))
+        assert replayer.replay(variants).iteration_ns == stepped_period(replayer.global_dfg(variants))
 
 
 def test_low_precision_pays_on_the_weak_group_of_a_roofline_cluster() -> None:

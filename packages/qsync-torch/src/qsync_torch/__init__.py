@@ -23,6 +23,7 @@ _PUBLIC = {
     "load_planned": "qsync_torch.apply.loading",
     "process_group_options": "qsync_torch.distributed.nccl",
     "use_share": "qsync_torch.sharing.share",
+    "watch": "qsync_torch.apply.watch_ranks",
     "weight_gradients": "qsync_torch.distributed.weighted_gradients",
     "which_group": "qsync_torch.distributed.ranks",
 }

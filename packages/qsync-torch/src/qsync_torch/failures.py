@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import site
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import torch
+
+from qsync_core.errors import QSyncError, tell_torchrun
 
 Frame = tuple[str, int | str | None, str | None]
 """File, line number and source of a stack frame."""
@@ -84,3 +88,22 @@ def _owner(filename: str) -> int:
 def is_users(filename: str) -> bool:
     """Whether a file of code is the user's: not ours, PyTorch's, another library's or the standard library's."""
     return _owner(filename) == _USER
+
+
+def tell_torchrun_of_refusals() -> None:
+    """From now on have a refusal that ends this process be the last thing that torchrun says, below the tracebacks of all ranks."""
+    before = sys.excepthook
+    if before is _refused:
+        return
+    _BEFORE[:] = [before]
+    sys.excepthook = _refused
+
+
+_BEFORE: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
+
+
+def _refused(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, QSyncError):
+        tell_torchrun(" ".join(str(error).split()))
+    for before in _BEFORE:
+        before(kind, error, traceback)

@@ -19,6 +19,7 @@ from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.checks import MOST_MICRO_BATCHES
 from qsync_core.ir.dag import INPUT_STRIDE, Operator, PrecisionDag
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Compiled
 from qsync_torch.dtypes import PRECISION, TORCH_DTYPE
 from qsync_torch.failures import first_line
 from qsync_torch.torch_internals import pytree
@@ -132,6 +133,10 @@ def check_shapes(name: str, model: torch.nn.Module) -> None:
         )
 
 
+def _compiled(how: Compiled | bool | None) -> Compiled | None:
+    return how if isinstance(how, Compiled) else Compiled() if how else None
+
+
 @attrs.frozen(eq=False)
 class Job:
     """A training job: the model with its data, loss and optimizer.
@@ -147,8 +152,8 @@ class Job:
         amp: ``"bfloat16"`` where the script trains under ``torch.autocast`` in that format (model and loss inside, backward
             outside); None where it does not (docs/design/precision-semantics.md#jobs-under-amp).
         accumulate: micro-batches whose gradients the script adds up before its optimizer steps.  Measured steps have one.
-        compiles: the script trains its model compiled.  Measured steps are eager, and ``qsync prepare`` says by how much they
-            differ.
+        compiles: how the script compiles its model before it trains it, True for ``torch.compile(model)``; None where it does not.
+            Whole steps are measured so.
     """
 
     name: str
@@ -159,7 +164,7 @@ class Job:
     batch_size: int = attrs.field(default=DEFAULT_BATCH_SIZE, validator=attrs.validators.ge(1))
     amp: str | None = attrs.field(default=None, validator=_check_amp)
     accumulate: int = 1
-    compiles: bool = False
+    compiles: Compiled | None = attrs.field(default=None, converter=_compiled)
 
     def __attrs_post_init__(self) -> None:
         check_accumulate(self.name, self.accumulate)

@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
-    """``qsync prepare``, ``trace``, ``profile``, ``communicate``, ``observe``, ``tune`` and ``demo``."""
+    """``qsync prepare``, ``trace``, ``profile``, ``communicate``, ``observe``, ``tune``, ``watch`` and ``demo``."""
     from qsync_torch.cli.communicate import communicate
     from qsync_torch.cli.demo import demo
+    from qsync_torch.cli.fits import fits
     from qsync_torch.cli.observe import observe
     from qsync_torch.cli.prepare import prepare
     from qsync_torch.cli.profile import profile
     from qsync_torch.cli.trace import trace
     from qsync_torch.cli.tune import tune
+    from qsync_torch.cli.watch import watch
 
-    for command in (prepare, trace, profile, communicate, observe, tune, demo):
+    for command in (prepare, trace, profile, communicate, observe, tune, watch, demo, fits):
         cli.add_command(command)
 
 

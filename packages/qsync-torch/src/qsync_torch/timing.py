@@ -66,6 +66,10 @@ class Stopwatch:
         results, _, device_ns = self.time_each([phase])
         return results[0], device_ns
 
+    def time_whole(self, phase: Thunk) -> tuple[Any, int]:
+        """The same without a look at its calls: under a mode that sees them a compiled model runs eagerly, and from then on."""
+        return self.time_phase(phase)
+
     def time_series(self, calls: Sequence[Thunk]) -> tuple[int, int]:
         """The same two times, of calls that can run any number of times; returns once they were measured properly."""
         while True:
@@ -115,7 +119,7 @@ class CudaStopwatch(Stopwatch):
     def __init__(self, device: torch.device, queue: LaunchQueue | None = None, clock: Callable[[], int] | None = None) -> None:
         super().__init__(device, clock)
         self._queue = queue or LaunchQueue(device)
-        self._spin_ns = _SHORTEST_SPIN_NS
+        self._spin_ns = self._whole_spin_ns = _SHORTEST_SPIN_NS
 
     def time_each(self, calls: Sequence[Thunk]) -> tuple[list[Any], int, int]:
         """Results of the calls, and the CPU's time to issue one and the device's time to run one, in nanoseconds."""
@@ -147,6 +151,17 @@ class CudaStopwatch(Stopwatch):
                 gc.enable()
         self._judge(pieces.doubtful_ns <= _DOUBTFUL * pieces.device_ns, can_improve=False)
         return result, pieces.device_ns
+
+    def time_whole(self, phase: Thunk) -> tuple[Any, int]:
+        """The same without a look at the phase's calls, behind one spin.
+
+        It is never shortened: phases differ in length, and a backward cannot be timed again without its forward.  A first phase of
+        its kind may come before the spin is long enough.
+        """
+        self._spin_ns = self._whole_spin_ns
+        results, _, device_ns = self.time_each([phase])
+        self._whole_spin_ns = max(self._whole_spin_ns, self._spin_ns)
+        return results[0], device_ns
 
     def _judge(self, measured: bool, can_improve: bool) -> None:
         self.must_repeat = not measured and can_improve

@@ -35,7 +35,7 @@ TIMEOUT_S = 10
 LONGER_S = TIMEOUT_S + 5
 """How long the culprit takes where it takes longer than that."""
 GROUP_TIMEOUT_S = LONGER_S + TIMEOUT_S
-"""What bounds slow work, and the collective of a rank whose others have left: well above what the culprit takes, on a busy machine too."""
+"""What bounds slow work, and a collective that the others have left: well above what the culprit takes, on a busy machine too."""
 CULPRIT = 1
 """The rank that is wrong, where one is."""
 

@@ -330,6 +330,13 @@ def test_what_is_no_plan_is_refused(plan, message):
         apply_(ConvNet(), plan)
 
 
+@pytest.mark.parametrize("base", ["int8", "half", torch.bfloat16, None])
+def test_a_base_is_a_float_format_and_may_be_a_text(base):
+    apply_(ConvNet(), {"fc": "int8"}, base="bfloat16")
+    with pytest.raises(PlanError, match=rf"base is {base!r}, but a model trains in one of bfloat16, float16, float32: give one"):
+        apply_(ConvNet(), {"fc": "int8"}, base=base)
+
+
 def test_an_empty_name_of_a_backend_is_refused():
     with pytest.raises(BackendError, match="not a kernel backend: ''"):
         apply_(ConvNet(), named(fc=INT8), backend="")

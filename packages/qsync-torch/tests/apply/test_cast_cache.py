@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import CastKey
 from qsync_torch import apply_
-from qsync_torch.operators.casts import CastCache
+from qsync_torch.operators.cast_cache import CastCache
 
 KEY = CastKey(Precision.FLOAT32, Precision.BFLOAT16)
 OTHER = CastKey(Precision.FLOAT32, Precision.FLOAT16)

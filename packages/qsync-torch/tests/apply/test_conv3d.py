@@ -21,8 +21,9 @@ from qsync_torch.kernels.canary import float_products_of
 from qsync_torch.kernels.exact_products import problem_of
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
-from qsync_torch.observing.observe import observe
-from qsync_torch.profiling.profile import profile
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.tracing.trace import trace
 
 from .variants import CONVOLUTIONS, INT8
@@ -112,13 +113,12 @@ def test_the_whole_flow():
         rows: ("linear", 2 * (4 * 4) * 6),
     }
     runs = {volume: {BFLOAT16, FLOAT32}, rows: set(LADDER)}
-    efforts = dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), QUICK)
-    measured = profile(job, dag, ladder=LADDER, with_collectives=False, **efforts)
+    measured = profile(job, dag, ProfileRequest(ladder=LADDER, with_collectives=False, efforts=Efforts(QUICK, QUICK, QUICK)))
     assert {op_id: set(measured.cost_index[op_id]) for op_id in runs} == runs
 
     options = {"warmup": 0, "steps": 1, "settled": None}
     collector = MonteCarloCollector(draws=2)
-    truth = observe(job, dag, LADDER, collectors=[collector], **options)
+    truth = observe(job, dag, ObserveRequest(LADDER, collectors=[collector], **options))
     found = {}
     for series in truth.series:
         if series.term == terms.FIRST_HALF:
@@ -131,7 +131,7 @@ def test_the_whole_flow():
     # Nothing is drawn: both round to nearest.  The undisturbed pass, two operators and all in bfloat16, one and all in int8.
     assert collector.passes(dag, LADDER) == 1 + 3 + 2
 
-    observed = observe(job, dag, LADDER, collectors=[LossVarCollector()], **options)
+    observed = observe(job, dag, ObserveRequest(LADDER, collectors=[LossVarCollector()], **options))
     sensitivity = indicate(observed, dag, LADDER, "lossvar")
     assert {op_id: set(by_variant) for op_id, by_variant in sensitivity.omega.items()} == runs
 

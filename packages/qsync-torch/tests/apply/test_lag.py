@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 import warnings
 
 import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch import apply_
-from qsync_torch.apply import lag, step_times
-from qsync_torch.apply.lag import Pace, _BeforeForward, lag_warning
+from qsync_torch.apply import lag
+from qsync_torch.apply.lag import Pace, lag_warning
+from qsync_torch.watching import moments
 
 from .communicating_plans import plan_with, small_model
 from .test_refusals_among_ranks import run
@@ -78,7 +76,7 @@ def train(monkeypatch):
     monkeypatch.setattr(lag, "EVERY", 10)
     monkeypatch.setattr(lag, "_LATE", 1)
     clock = Clock()
-    monkeypatch.setattr(step_times, "time", clock)
+    monkeypatch.setattr(moments, "time", clock)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def run_steps(plan: PrecisionPlan, ms: float, steps: int = 60, *, batch: int = 4, watched: bool = True) -> list[str]:
@@ -146,14 +144,6 @@ def test_other_settings_than_profiled_were_said_before(train):
 
 def test_it_is_off_where_the_script_says_so(train):
     assert train(plan_of_one(), 15, watched=False) == []
-
-
-def test_a_wrapper_that_is_copied_in_a_sample_is_not_timed(train):
-    ddp = DistributedDataParallel(small_model())
-    before = _BeforeForward(ddp, ddp.module)
-    for copied in (copy.deepcopy(before), pickle.loads(pickle.dumps(before))):
-        copied(ddp, ())
-    assert before.moment is None
 
 
 @pytest.mark.distributed

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from qsync_torch import apply_
-from qsync_torch.apply import step_times
 from qsync_torch.apply.step_times import ScalarLog, StepTime
+from qsync_torch.watching import moments
 
 from .communicating_plans import plan_with, small_model
 
@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(step_times, "time", made)
+    monkeypatch.setattr(moments, "time", made)
     return made
 
 

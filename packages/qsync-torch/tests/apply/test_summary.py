@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import sys
+
+import pytest
 import torch
 
 import qsync_torch
+from qsync_core.errors import PlanError
 
 from .run_folders import make_run_folder, model
 
@@ -36,3 +42,26 @@ def test_the_line_of_a_script_says_on_rank_0_what_is_in_force(tmp_path, monkeypa
         assert len(capsys.readouterr().err.splitlines()) == lines
         assert applied.summary().endswith(f"report {run.report}")
         applied.remove()
+
+
+@pytest.mark.filterwarnings("ignore:the copy of a model that runs under a plan")
+def test_a_printed_model_shows_what_its_modules_run_as():
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    plain = repr(network)
+    applied = qsync_torch.apply_(network, {"0": "int8", "2": "float32"})
+    assert repr(network) == plain.replace("out_features=4, bias=True", "out_features=4, bias=True, runs as int8>float32")
+    assert repr(copy.deepcopy(network)) == plain
+    applied.remove()
+    assert repr(network) == plain
+
+
+def test_a_refusal_that_ends_a_rank_is_what_torchrun_says_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    qsync_torch.apply_(torch.nn.Linear(2, 2), {})
+    qsync_torch.apply_(torch.nn.Linear(2, 2), {})  # the hook is there once
+    sys.excepthook(ValueError, ValueError("the script's own"), None)
+    assert not (tmp_path / "error.json").exists()
+    sys.excepthook(PlanError, PlanError("the plan is\nfor another model"), None)
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == "the plan is for another model"
+    assert capsys.readouterr().err.count("PlanError") == 1

@@ -12,9 +12,10 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.kinds.table import OPERATOR_KINDS
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.operators import lowered
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -66,7 +67,7 @@ def observed(model, shape):
     dag = trace(job)
     places = {operator.op_id: place for place, operator in enumerate(dag.adjustable)}
     collectors = (HutchinsonCollector(), LossVarCollector())
-    found = observe(job, dag, LADDER, warmup=0, steps=2, collectors=collectors, settled=None)
+    found = observe(job, dag, ObserveRequest(LADDER, warmup=0, steps=2, collectors=collectors, settled=None))
     return {
         (series.collector, series.term, places.get(series.op_id), series.variant and series.variant.label): series.values
         for series in found.series
@@ -87,8 +88,7 @@ def check_flow(model, shape, expected, twin):
     assert {o.op_id.fqn: (o.kind, o.weight_shape, o.flops) for o in dag.adjustable} == expected
     stored = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {f"{o.op_id.fqn}.weight": o.parameter_shape for o in dag.adjustable}.items() <= stored.items()
-    efforts = dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), QUICK)
-    measured = profile(job, dag, ladder=LADDER, with_collectives=False, **efforts)
+    measured = profile(job, dag, ProfileRequest(ladder=LADDER, with_collectives=False, efforts=Efforts(QUICK, QUICK, QUICK)))
     for operator in dag.adjustable:
         costs = {variant: measured.costs[place] for variant, place in measured.cost_index[operator.op_id].items()}
         assert set(costs) == set(LADDER)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qsync_core.errors import JobError
+from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.capturing.script import LINE, job_of_script, unsaid_autocast
 from qsync_torch.tracing.trace import trace
 
@@ -166,16 +167,32 @@ def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
-        ("model = torch.compile(model)", True),
-        ("model.compile()", True),
-        ("qsync.compile(applied)", True),
-        ("pattern = re.compile('x')", False),
-        ("pass  # torch.compile(model) is slower here", False),
+        ("model = torch.compile(model)", Compiled()),
+        ("model.compile()", Compiled()),
+        ("qsync.compile(applied)", Compiled(Compiler.QSYNC)),
+        ("ddp = DDP(torch.compile(model))", Compiled()),
+        ("compiled = torch.compile(model); ddp = DDP(compiled)", Compiled()),
+        ("ddp = DistributedDataParallel(model); ddp = qsync.compile(ddp)", Compiled(Compiler.QSYNC, around_ddp=True)),
+        ("pattern = re.compile('x')", None),
+        ("pass  # torch.compile(model) is slower here", None),
     ],
 )
 def test_a_script_that_compiles_its_model_is_known(tmp_path, loop, said):
     path = write(tmp_path, PLAIN.replace('print("beyond the line")', loop))
     assert job_of_script(path)[0].compiles == said
+
+
+@pytest.mark.parametrize(
+    ("loop", "says", "said"),
+    [
+        ("if args.compile: model = torch.compile(model)", "False", None),
+        ("if args.compile: model = qsync.compile(model)", "True", Compiled(Compiler.QSYNC)),
+        ("model = wrapped_elsewhere(model)", "True", Compiled()),
+    ],
+)
+def test_the_line_says_whether_the_model_is_compiled(tmp_path, loop, says, said):
+    text = PLAIN.replace('print("beyond the line")', loop).replace(", loader)\n", f", loader, compiles={says})\n")
+    assert job_of_script(write(tmp_path, text))[0].compiles == said
 
 
 def test_a_script_whose_other_rank_has_left_says_that_all_come_to_the_line(tmp_path):

@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import qsync_torch as qsync
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.applied_plan import applied_to
 
@@ -121,3 +126,23 @@ def distance(found, expected):
     """The largest difference of a tensor in relation to it; a gradient that is next to nothing has no digits to compare."""
     nothing = 1e-3 * max(float(value.norm()) for value in expected.values())
     return max(float((found[name] - value).norm() / (value.norm() + nothing)) for name, value in expected.items())
+
+
+def plan_of(model, variant, chains, backend="aten", forms=None, base=Precision.FLOAT32, without=()):
+    """A plan of one group with all linears and convolutions in a variant, and what it says of chains by their names."""
+    variants = lowered(model, variant, without)
+    said = {OpId.parse(name): ChainAssignment(how, backend if how.fused else "", "", "") for name, how in chains.items()}
+    forms = {OpId.parse(name): form for name, form in (forms or {}).items()}
+    group = GroupPlan(
+        "infer", Role.INFER, 1, DeviceType("cpu", DeviceKind.CPU), base,
+        {name: Assignment(variant, "aten", "", "") for name, variant in variants.items()}, chains=said, chain_forms=forms,
+    )  # fmt: skip
+    return PrecisionPlan(
+        "chained", "", tuple(variants), {}, "greedy", "lossvar", time_limit_ns=1, predicted_iteration_ns=1, objective=0.0,
+        bound=None, groups=(group,), rank0_group="infer", output_formats=OutputFormats(decides=False), base=base,
+    )  # fmt: skip
+
+
+def compiled(model, plan, **options):
+    """Without inductor, which takes long."""
+    return qsync.compile(model, plan, **({"backend": "aot_eager", "fullgraph": True} | options))

@@ -11,41 +11,21 @@ from torch.utils.checkpoint import checkpoint
 
 import qsync_torch as qsync
 from nightly import each_once, nightly
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import BackendError, PlanError
-from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant, chains_of
-from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.chain import UNFUSED, Activation, ChainForm, ChainVariant
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision, Rounding
-from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch.compiling.planned import chain_names
 from qsync_torch.job import Batch, Job
 from qsync_torch.tracing.trace import trace
 
-from .chained_models import INT8, Bert, ResNet, Vgg, distance, images, lowered, step, tokens
+from .chained_models import INT8, Bert, ResNet, Vgg, compiled, distance, images, lowered, plan_of, step, tokens
 
 NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST, grad_input=Precision.FLOAT32, grad_weight=Precision.FLOAT32)
 FLOAT32 = Variant.plain(Precision.FLOAT32)
 FUSED, SAVED = ChainVariant(), ChainVariant(saved=Precision.INT8)
-
-
-def plan_of(model, variant, chains, backend="aten", forms=None):
-    variants = lowered(model, variant)
-    said = {OpId.parse(name): ChainAssignment(how, backend if how.fused else "", "", "") for name, how in chains.items()}
-    forms = {OpId.parse(name): form for name, form in (forms or {}).items()}
-    group = GroupPlan(
-        "infer", Role.INFER, 1, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32,
-        {name: Assignment(variant, "aten", "", "") for name, variant in variants.items()}, chains=said, chain_forms=forms,
-    )  # fmt: skip
-    return PrecisionPlan(
-        "chained", "", tuple(variants), {}, "greedy", "lossvar", time_limit_ns=1, predicted_iteration_ns=1, objective=0.0,
-        bound=None, groups=(group,), rank0_group="infer", output_formats=OutputFormats(decides=False),
-    )  # fmt: skip
-
-
-def compiled(model, plan, **options):
-    return qsync.compile(model, plan, **({"backend": "aot_eager", "fullgraph": True} | options))
 
 
 class Repeated(nn.Module):

@@ -8,25 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from clusters import cluster_text
 from forked import Forked
 
 pytestmark = pytest.mark.distributed
 JOB = f"{Path(__file__).parents[4] / 'examples' / 'digits_net.py'}:job"
-CLUSTER = """
-name = "half of a GPU"
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-[[group]]
-name = "infer"
-device = "H200"
-count = 1
-role = "infer"
-share = 0.5
-ladder = ["bfloat16", "float32"]
-"""
+CLUSTER = cluster_text("half of a GPU", train={}, infer={"device": "H200", "share": 0.5, "ladder": ["bfloat16", "float32"]})
 COMMANDS = {
     "communicate": ["communicate", JOB, "--cluster", "cluster.toml", "-o", "costs.qsync"],
     "prepare": ["prepare", JOB, "--group", "infer=share:0.5", "-o", "run"],

@@ -13,9 +13,10 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
-from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.tracing.trace import trace
+
+from .asking import observed
 
 
 def _job(lr=0.1, weights=0, data=0, scale=1.0):
@@ -36,7 +37,7 @@ def _job(lr=0.1, weights=0, data=0, scale=1.0):
 
 def _observe(job, **options):
     variants = (Variant.of(Precision.INT8),)
-    return observe(job, trace(_job()), variants, warmup=2, steps=4, collectors=[LossVarCollector()], settled=None, **options)
+    return observed(job, trace(_job()), variants, warmup=2, steps=4, collectors=[LossVarCollector()], settled=None, **options)
 
 
 @pytest.fixture(scope="module")

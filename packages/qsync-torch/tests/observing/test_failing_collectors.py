@@ -23,9 +23,11 @@ from qsync_torch.observing import observe as observe_module
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collector import CollectorUnavailable
 from qsync_torch.observing.collectors import collectors_named, installed_collectors
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.tracing.trace import trace
+
+from .asking import observed
 
 INT8 = Variant.of(Precision.INT8)
 
@@ -95,7 +97,7 @@ def _job():
 def _observe(collectors, **options):
     job = _job()
     options = {"warmup": 1, "steps": 3, "settled": None, **options}
-    return observe(job, attrs.evolve(trace(job), model="net"), (INT8,), collectors=collectors, **options)
+    return observed(job, attrs.evolve(trace(job), model="net"), (INT8,), collectors=collectors, **options)
 
 
 FAILING = [
@@ -293,7 +295,7 @@ def test_a_loss_that_is_not_finite_is_not_blamed_on_a_collector(collector):
 
     broken = attrs.evolve(job, batch=batch)
     with pytest.raises(JobFault, match="the loss of net is nan at update 3; train with a smaller learning rate"):
-        observe(broken, trace(broken), [INT8], warmup=1, steps=5, settled=None, collectors=[collector])
+        observe(broken, trace(broken), ObserveRequest([INT8], warmup=1, steps=5, settled=None, collectors=[collector]))
 
 
 @pytest.mark.parametrize("collector", [GradientNorm({}), GradientSize(9)], ids=["a step", "a call"])
@@ -301,7 +303,7 @@ def test_a_gradient_that_is_not_finite_is_not_blamed_on_a_collector(collector):
     """The loss is zero, and the derivative of a square root there infinite."""
     job = attrs.evolve(_job(), loss=lambda output, batch: (output - output.detach()).abs().sum().sqrt())
     with pytest.raises(JobFault, match=r"is (nan|inf) at update 0 of .*; its activation, weight or gradient holds NaN or infinite"):
-        observe(job, trace(job), [INT8], warmup=0, steps=2, settled=None, collectors=[collector])
+        observe(job, trace(job), ObserveRequest([INT8], warmup=0, steps=2, settled=None, collectors=[collector]))
 
 
 def test_the_command_says_so_in_a_line(tmp_path, monkeypatch):

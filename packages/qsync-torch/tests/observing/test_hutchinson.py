@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from nightly import nightly
 from qsync_core.errors import ObservationError
@@ -22,8 +21,10 @@ from qsync_torch.observing import hutchinson
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
+
+from .asking import OnceSquare
 
 INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)
@@ -54,18 +55,6 @@ class Everything(Smooth):
         y = F.relu(self.norm(self.conv(x)), inplace=True)
         y = self.drop(y + F.max_pool2d(y, 3, 1, 1)).mean(1).flatten(1)
         return F.linear(self.twice(torch.tanh(self.twice(y))), self.weight)
-
-
-class OnceSquare(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0]
 
 
 class Once(Smooth):
@@ -297,13 +286,13 @@ def test_without_a_second_derivative(model, reason):
     job, said = _job(model()), []
     dag = trace(job)
     collectors = [HutchinsonCollector(), LossVarCollector()]
-    found = observe(job, dag, [INT8], warmup=0, steps=2, collectors=collectors, announce=said.append)
+    found = observe(job, dag, ObserveRequest([INT8], warmup=0, steps=2, collectors=collectors), announce=said.append)
     assert {series.collector for series in found.series} == {terms.LOSSVAR, "run"}
     assert len(found.iterations) == 2
     why = found.settings["without hutchinson"]
     assert f"without hutchinson: {why}; observing goes on with lossvar" in said
     with pytest.raises(ObservationError, match=f"collector hutchinson cannot observe net: .*{reason}"):
-        observe(job, dag, [INT8], warmup=0, steps=2, collectors=[HutchinsonCollector()])
+        observe(job, dag, ObserveRequest([INT8], warmup=0, steps=2, collectors=[HutchinsonCollector()]))
 
 
 def test_other_errors_are_not_swallowed():

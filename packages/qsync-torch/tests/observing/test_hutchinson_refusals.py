@@ -13,7 +13,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.FLOAT32))
@@ -50,7 +50,9 @@ def _job(model):
 def test_an_operator_that_runs_without_gradients_has_no_series():
     torch.manual_seed(0)
     job = _job(Frozen())
-    found = observe(job, trace(job), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()])
+    found = observe(
+        job, trace(job), ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()])
+    )
     assert {series.op_id for series in found.series} == {None, OpId("middle"), OpId("head")}
     assert min(found.values(terms.HUTCHINSON, terms.OPERANDS, OpId("middle"), LADDER[0])) > 0
 
@@ -69,7 +71,7 @@ class DetachedBehindReLU(nn.Module):
 def test_an_operator_before_a_detached_mask_has_no_series():
     torch.manual_seed(0)
     job = _job(DetachedBehindReLU())
-    found = observe(job, trace(job), LADDER, warmup=0, steps=1, collectors=[HutchinsonCollector()])
+    found = observe(job, trace(job), ObserveRequest(LADDER, warmup=0, steps=1, collectors=[HutchinsonCollector()]))
     assert {series.op_id for series in found.series} == {None, OpId("head")}
 
 
@@ -78,9 +80,12 @@ def test_activation_checkpointing_is_refused_with_the_reason():
     job, plain = _job(Checkpointed()), _job(Frozen())
     said = []
     found = observe(
-        job, trace(plain), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()], announce=said.append
+        job,
+        trace(plain),
+        ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()]),
+        announce=said.append,
     )
     assert found.settings["without hutchinson"].startswith("operator middle#0 runs under activation checkpointing")
     assert any("observing goes on with lossvar" in text for text in said)
     with pytest.raises(Exception, match="cannot observe part: operator middle#0 runs under activation checkpointing"):
-        observe(job, trace(plain), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()])
+        observe(job, trace(plain), ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()]))

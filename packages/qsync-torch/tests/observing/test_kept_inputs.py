@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from qsync_core.chains.finding import chains_of
 from qsync_core.ir import observations as terms
-from qsync_core.ir.chain import ChainVariant, chains_of
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant

@@ -19,7 +19,7 @@ from qsync_torch.load_job import load_job
 from qsync_torch.observing import measure_truth as measure_truth_module
 from qsync_torch.observing.measure_truth import measure_truth
 from qsync_torch.observing.montecarlo import MonteCarloCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 INT8, BFLOAT16 = Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)
@@ -60,7 +60,7 @@ def folder(tmp_path, monkeypatch):
     job = load_job("job.py:tiny")
     dag = trace(job)
     artifact.save(dag, tmp_path / "dag.qsync")
-    artifact.save(observe(job, dag, (INT8, BFLOAT16), warmup=2, steps=3, seed=5), tmp_path / "o.qsync")
+    artifact.save(observe(job, dag, ObserveRequest((INT8, BFLOAT16), warmup=2, steps=3, seed=5)), tmp_path / "o.qsync")
     return tmp_path
 
 
@@ -124,7 +124,9 @@ def test_what_chains_keep_is_measured_where_that_is_asked_for(folder, half_a_sec
 def test_the_numbers_are_the_collectors(folder):
     request, _ = _request(folder, variants=(BFLOAT16,), budget_s=1e6)
     job = load_job("job.py:tiny")
-    again = observe(job, request.dag, (BFLOAT16,), warmup=2, steps=3, seed=5, collectors=[MonteCarloCollector(2)], settled=None)
+    again = observe(
+        job, request.dag, ObserveRequest((BFLOAT16,), warmup=2, steps=3, seed=5, collectors=[MonteCarloCollector(2)], settled=None)
+    )
     found = measure_truth(request)
     for op_id in (OpId("0"), OpId("3"), None):
         key = (terms.MONTECARLO, terms.FIRST_HALF, op_id, BFLOAT16)

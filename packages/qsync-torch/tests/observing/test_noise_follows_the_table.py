@@ -16,7 +16,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
@@ -40,7 +40,9 @@ def _job():
 def _observed():
     """By term, the sum over operators at the first update."""
     collectors = [HutchinsonCollector(), LossVarCollector()]
-    found = observe(_job(), trace(_job()), [INT8], warmup=0, steps=1, batch_size=4, collectors=collectors, settled=None)
+    found = observe(
+        _job(), trace(_job()), ObserveRequest([INT8], warmup=0, steps=1, batch_size=4, collectors=collectors, settled=None)
+    )
     return {
         (series.collector, series.term): sum(s.values[0] for s in found.series if s.term == series.term)
         for series in found.series

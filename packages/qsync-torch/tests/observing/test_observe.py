@@ -14,7 +14,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collector import OperatorCall
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import SettledRule
 from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.tracing.trace import trace
@@ -59,7 +59,7 @@ def _job(lr=0.1, model=None, loss=None):
 
 def _observe(job, **options):
     options = {"warmup": 0, "steps": 2, "collectors": [LossVarCollector()], **options}
-    return observe(job, trace(job), LADDER, **options)
+    return observe(job, trace(job), ObserveRequest(LADDER, **options))
 
 
 def test_lossvar_against_autograd_of_the_whole_model():
@@ -171,7 +171,7 @@ def test_rounding_of_a_floored_variant_counts_its_mean_error():
     floor = attrs.evolve(INT8, rounding=Rounding.FLOOR)
     nearest = attrs.evolve(INT8, rounding=Rounding.NEAREST)
     job = _job()
-    found = observe(job, trace(job), (floor, nearest), steps=1, collectors=[LossVarCollector()])
+    found = observe(job, trace(job), ObserveRequest((floor, nearest), steps=1, collectors=[LossVarCollector()]))
     for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD):
         by_floor, by_nearest = (found.values(terms.LOSSVAR, term, OpId("conv"), variant)[0] for variant in (floor, nearest))
         # s²/3 against squared errors, s²/12 on average.
@@ -201,7 +201,7 @@ def test_a_collector_of_a_third_party():
 
 
 def test_installed_collectors_come_from_the_hook():
-    found = observe(job := _job(), trace(job), LADDER, steps=1)
+    found = observe(job := _job(), trace(job), ObserveRequest(LADDER, steps=1))
     assert {series.collector for series in found.series} == {terms.RUN, terms.HUTCHINSON, terms.LOSSVAR}
 
 
@@ -227,7 +227,7 @@ def test_a_model_without_gradients_is_refused():
     with pytest.raises(
         ObservationError, match=r"no gradient reached .*any other linear or convolution operator of net.*is it trained"
     ):
-        observe(job, trace(_job()), LADDER, steps=1, collectors=[LossVarCollector()])
+        observe(job, trace(_job()), ObserveRequest(LADDER, steps=1, collectors=[LossVarCollector()]))
 
 
 def test_an_operator_that_runs_only_sometimes_is_refused():
@@ -242,4 +242,4 @@ def test_an_operator_that_runs_only_sometimes_is_refused():
     dag = trace(_job())
     expected = r"of operator twice#0 of net was seen in some updates only \(first difference at update 1\)"
     with pytest.raises(ObservationError, match=expected):
-        observe(job, dag, LADDER, warmup=0, steps=3, collectors=[LossVarCollector()])
+        observe(job, dag, ObserveRequest(LADDER, warmup=0, steps=3, collectors=[LossVarCollector()]))

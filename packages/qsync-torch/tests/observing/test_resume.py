@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
@@ -20,9 +19,11 @@ from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collectors import collectors_named
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import SettledRule
 from qsync_torch.tracing.trace import trace
+
+from .asking import OnceSquare, observed
 
 INT8 = Variant.of(Precision.INT8)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)
@@ -45,18 +46,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.second(self.drop(F.relu(self.norm(self.first(x)))).flatten(1))
-
-
-class OnceSquare(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return 2 * grad * ctx.saved_tensors[0]
 
 
 class Once(Net):
@@ -82,7 +71,7 @@ def dag():
 def _observe(dag, model=Net, **options):
     collectors = [HutchinsonCollector(), LossVarCollector()]
     options = {"warmup": 2, "steps": 5, "collectors": collectors, "settled": None, **options}
-    return observe(_job(model), dag, options.pop("variants", LADDER), **options)
+    return observed(_job(model), dag, options.pop("variants", LADDER), **options)
 
 
 def _interrupted(dag, after, **options):
@@ -178,7 +167,7 @@ def test_a_collector_that_measures_once_gets_its_numbers_back(dag):
 def test_the_job_is_left_as_it_was(dag):
     job = _job()
     before, state = copy.deepcopy(job.model.state_dict()), torch.random.get_rng_state()
-    observe(job, dag, LADDER, warmup=1, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()])
+    observe(job, dag, ObserveRequest(LADDER, warmup=1, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()]))
     assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
     assert all(parameter.grad is None for parameter in job.model.parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -237,7 +226,7 @@ def test_the_cost_is_announced_before_anything_is_observed(dag):
     _observe(dag, **{**options, "warmup": 0})
     assert happened[0].endswith("(costly, lossvar)")  # without a warm-up there is no time to go by
     happened.clear()
-    earlier = _interrupted(dag, 1, **{**options, "announce": None})
+    earlier = _interrupted(dag, 1, **options)
     happened.clear()
     _observe(dag, earlier=earlier, **options)
     assert happened[0].startswith("at most 1 observed updates of 3 samples")
@@ -274,7 +263,11 @@ def test_a_loss_without_parameters():
     expected = r"^the loss of net depends on no trainable parameter, so that there is nothing to observe; check that [^\n]*$"
     for warmup in (0, 1):
         with pytest.raises(ObservationError, match=expected):
-            observe(job, trace(_job()), LADDER, warmup=warmup, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()])
+            observe(
+                job,
+                trace(_job()),
+                ObserveRequest(LADDER, warmup=warmup, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()]),
+            )
 
 
 def test_an_unknown_collector():
@@ -286,7 +279,7 @@ def test_an_unknown_collector():
     with pytest.raises(ObservationError, match=expected):
         collectors_named([])
     with pytest.raises(ObservationError, match=expected):
-        observe(_job(), trace(_job()), LADDER, collectors=[])
+        observe(_job(), trace(_job()), ObserveRequest(LADDER, collectors=[]))
     assert [collector.name for collector in collectors_named(["montecarlo", "lossvar", "montecarlo"])] == ["montecarlo", "lossvar"]
 
 
@@ -297,7 +290,7 @@ def test_a_gradient_that_is_not_finite_names_the_update(dag):
 
     job = _job(loss=loss)
     with pytest.raises(ObservationError, match="the gradient of net is not finite at update 0; train with a smaller learning rate"):
-        observe(job, dag, LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()])
+        observe(job, dag, ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()]))
 
 
 def test_an_operator_that_no_gradient_reaches_has_no_series(dag):

@@ -10,7 +10,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.operators.channel_factors import next_factors
 from qsync_torch.tracing.trace import trace
@@ -35,7 +35,11 @@ def observed(x, inner, outputs, variants, term):
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         batch_size=ROWS,
     )
-    found = observe(job, trace(job), variants, warmup=0, steps=1, batch_size=ROWS, collectors=[HutchinsonCollector()], settled=None)
+    found = observe(
+        job,
+        trace(job),
+        ObserveRequest(variants, warmup=0, steps=1, batch_size=ROWS, collectors=[HutchinsonCollector()], settled=None),
+    )
     series = {s.variant: s.values[0] for s in found.series if s.term == term}
     return model.weight.detach(), [series[variant] for variant in variants]
 

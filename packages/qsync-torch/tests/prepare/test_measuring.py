@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import JobError
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import StepMeasurement
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.job import Batch, Job
 from qsync_torch.prepare.measuring import Bench
 from qsync_torch.profiling import whole_step
@@ -56,42 +54,34 @@ class Board:
         return lambda done, total, what: None
 
 
-def test_predictions_of_a_compiled_script_are_off_by_the_measured_factor(monkeypatch):
-    """The compiler is a stand-in that counts; the measured time is put in its place."""
-    job, calls = plain_job(), []
-    dag = trace(job)
+def test_groups_are_compared_by_compiled_steps_where_the_script_compiles_its_model(monkeypatch):
+    job, ran = attrs.evolve(plain_job(), compiles=True), []
 
-    class Compiled(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
+    def compiled(model, how, applied):
+        def forward(x):
+            ran.append(str(how))
+            return model(x)
 
-        def forward(self, x):
-            calls.append(self.training)
-            return self.model(x)
+        wrapped = nn.Identity()
+        wrapped.forward = forward
+        return wrapped
 
-    measured = whole_step.measure_step
-
-    def measure_step(*arguments):
-        return attrs.evolve(measured(*arguments), iteration_ns=2_500_000)
-
-    monkeypatch.setattr(torch, "compile", Compiled)
-    monkeypatch.setattr(whole_step, "measure_step", measure_step)
-    bench = Bench(job, dag, torch.device("cpu"), SimpleNamespace(rank=0), None, Board())
-    for eager_ns, said in ((4_000_000, "they are 60% more"), (2_000_000, "they are 20% less")):
-        told = bench._compiled("infer", StepMeasurement(Variant.plain(Precision.FLOAT32), eager_ns, 0, 0, 0, 0, 0, 0, 0))
-        assert "a step of infer in float32 takes 2.50 ms here" in told
-        assert said in told
-    assert len(calls) > 4
-    assert all(calls)
+    monkeypatch.setattr(whole_step, "compiled_model", compiled)
+    bench = Bench(job, trace(job), torch.device("cpu"), SimpleNamespace(rank=0), None, Board())
+    assert bench._step().value > 0
+    assert len(ran) > 2
+    assert set(ran) == {"torch.compile"}
 
 
-def test_a_model_that_does_not_compile_says_why_predictions_are_unchecked(monkeypatch):
-    def refuse(model):
+def test_a_model_that_does_not_compile_is_refused_with_what_to_say(monkeypatch):
+    def refuse(*_):
         raise RuntimeError("no C++ compiler was found\nand more")
 
-    job = plain_job()
-    monkeypatch.setattr(torch, "compile", refuse)
+    job = attrs.evolve(plain_job(), compiles=Compiled(Compiler.QSYNC))
+    monkeypatch.setattr(whole_step, "compiled_model", refuse)
     bench = Bench(job, trace(job), torch.device("cpu"), SimpleNamespace(rank=0), None, Board())
-    told = bench._compiled("infer", None)
-    assert "its step fails once compiled (RuntimeError: no C++ compiler was found), and they are of the eager step" in told
+    with pytest.raises(JobError) as error:
+        bench._step()
+    assert "step of plain, compiled by qsync.compile, fails" in str(error.value)
+    assert "no C++ compiler was found" in str(error.value)
+    assert "qsync.hybrid(..., compiles=False)" in str(error.value)

@@ -4,26 +4,29 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from qsync_core.artifacts import files as artifact
-from qsync_core.ir.chain import ChainVariant, Producer, chains_of
+from qsync_core.chains.finding import chains_of
+from qsync_core.ir.chain import ChainVariant, Producer
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.semantics import chain_result, chain_run
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling import bench
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.chain_cost import chain_case, distinct_chains
-from qsync_torch.profiling.profile import profile
-from qsync_torch.timing import Effort
+from qsync_torch.profiling.profile import ProfileRequest, profile
+from qsync_torch.timing import Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 
 from ..compiling.chained_models import Bert, ResNet, Vgg, images
 
 QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}
+EFFORTS = Efforts(QUICK, QUICK, QUICK)
 INT8, BFLOAT16, FLOAT32 = (Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 LADDER = (INT8, BFLOAT16, FLOAT32)
 CPU = torch.device("cpu")
@@ -56,7 +59,7 @@ def dag(job):
 
 @pytest.fixture(scope="module")
 def found(job, dag):
-    return profile(job, dag, ladder=LADDER, with_chains=True, **EFFORTS)
+    return profile(job, dag, ProfileRequest(ladder=LADDER, with_chains=True, efforts=EFFORTS))
 
 
 def test_every_chain_is_measured_however_its_neighbours_run(dag, found):
@@ -79,7 +82,7 @@ def test_every_chain_is_measured_however_its_neighbours_run(dag, found):
 
 def test_it_can_be_stored_and_nothing_else_differs(job, dag, found):
     assert artifact.from_bytes(artifact.to_bytes(found), Profile) == found
-    without = profile(job, dag, ladder=LADDER, **EFFORTS)
+    without = profile(job, dag, ProfileRequest(ladder=LADDER, efforts=EFFORTS))
     assert without.chains == ()
     assert b"chains" not in artifact.to_bytes(attrs.evolve(without, check=None))  # which a later version added
     assert without.cost_index == found.cost_index
@@ -99,16 +102,34 @@ def elements_kept(dag, item):
     for size in item.shape:
         numel *= size
     groups = item.shape[1] if chain.producer is Producer.BATCH_NORM else item.shape[0]
-    statistics = 0 if chain.producer is Producer.ACTIVATION else 2 * 4 * groups
-    kept = numel * variant.saved.nbytes if chain.normalizes_a_sum else 0
+    statistics = {Producer.ACTIVATION: 0, Producer.GLU: 0, Producer.RMS_NORM: 4 * groups}.get(chain.producer, 2 * 4 * groups)
+    operands = 1 if chain.factor is None else 2
+    copied = 0 if chain.normalizes_a_sum else operands - len(chain.operands)  # what does not lie in rows
+    kept = numel * variant.saved.nbytes if chain.normalizes_a_sum else copied * numel * variant.saved.nbytes
     bits = 0
     if chain.producer is Producer.BATCH_NORM and form.activation == "relu" and (form.residual or variant.saved.needs_scale):
         batch, channels, height, width = item.shape
         bits = batch * height * width * -(-channels // 8)
-    return statistics + (numel + 4 * groups if variant.saved.needs_scale else kept) + bits
+    return statistics + (operands * (numel + 4 * groups) if variant.saved.needs_scale else kept) + bits
 
 
-@pytest.mark.parametrize("model, make", [(ResNet, images), (Bert, tokens)])
+class Gated(nn.Module):
+    """Norms written out, with and without an addition and a weight, and gated units, one of two halves of a result."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.both, self.weight, self.head = nn.Linear(16, 64), nn.Parameter(torch.ones(16)), nn.Linear(32, 4)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = self.down(F.silu(self.gate(y)) * self.up(y)) + y
+        x = (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        gate, up = self.both(x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.weight).chunk(2, -1)
+        return self.head(up * F.gelu(gate))
+
+
+@pytest.mark.parametrize("model, make", [(ResNet, images), (Bert, tokens), (Gated, tokens)])
 def test_what_a_chain_keeps(model, make):
     """Channels-last images, and rows: no copy of the input is made."""
     dag = trace(job_of(model().to(memory_format=torch.channels_last), make))
@@ -117,17 +138,16 @@ def test_what_a_chain_keeps(model, make):
         choice = KernelChooser(CPU).for_chain(item.requests(CPU))
         if choice is None:
             continue
-        cost = profile_module.measure_case(
-            lambda item=item: chain_case(dag, item, KernelChoice(), CPU), choice, profile_module.make_stopwatch(CPU), QUICK
-        )
+        cost = bench.measure_case(lambda item=item: chain_case(dag, item, KernelChoice(), CPU), choice, make_stopwatch(CPU), QUICK)
         assert cost.saved_own_bytes == elements_kept(dag, item), item.run
-        assert (0 in cost.saves_inputs) == (not item.run.variant.saved.needs_scale and not item.chain.normalizes_a_sum)
+        as_it_is = not item.run.variant.saved.needs_scale and not item.chain.normalizes_a_sum
+        assert len(cost.saves_inputs) == (len(item.chain.operands) if as_it_is else 0)
         measured += 1
     assert measured >= 20
 
 
 def test_a_killed_run_continues_with_the_chains_that_are_left(job, dag, tmp_path, monkeypatch):
-    measured, original = [], profile_module.measure_case
+    measured, original = [], bench.measure_case
 
     def counting(*arguments):
         measured.append(1)
@@ -135,9 +155,9 @@ def test_a_killed_run_continues_with_the_chains_that_are_left(job, dag, tmp_path
             raise KeyboardInterrupt
         return original(*arguments)
 
-    monkeypatch.setattr(profile_module, "measure_case", counting)
+    monkeypatch.setattr(bench, "measure_case", counting)
     with pytest.raises(KeyboardInterrupt):
-        profile(job, dag, ladder=LADDER, with_chains=True, resume=tmp_path / "x.partial", **EFFORTS)
-    profile(job, dag, ladder=LADDER, with_chains=True, resume=tmp_path / "x.partial", **EFFORTS)
+        profile(job, dag, ProfileRequest(ladder=LADDER, with_chains=True, efforts=EFFORTS), resume=tmp_path / "x.partial")
+    profile(job, dag, ProfileRequest(ladder=LADDER, with_chains=True, efforts=EFFORTS), resume=tmp_path / "x.partial")
     ways = [item for item in distinct_chains(dag, LADDER) if KernelChooser(CPU).for_chain(item.requests(CPU)) is not None]
     assert len(measured) == len(ways) + 1

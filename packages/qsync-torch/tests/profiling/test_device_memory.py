@@ -6,7 +6,7 @@ import torch
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.devices import has_expandable_segments
-from qsync_torch.profiling.device_memory import measure_memory, others_in, outside_bytes
+from qsync_torch.profiling.memory import measure_memory, others_in, outside_bytes
 
 CUDA = torch.device("cuda", 0)
 FLOAT32 = Variant.plain(Precision.FLOAT32)
@@ -55,7 +55,7 @@ def test_what_only_the_measurement_keeps_does_not_count(allocator, monkeypatch):
     class Tensor:
         device = CUDA
 
-    monkeypatch.setattr("qsync_torch.profiling.device_memory.storage_bytes", lambda tensors: GB * len(list(tensors)))
+    monkeypatch.setattr("qsync_torch.profiling.memory.storage_bytes", lambda tensors: GB * len(list(tensors)))
     found = measure_memory(allocator.step, FLOAT32, CUDA, [Tensor(), torch.ones(3)])
     assert (found.allocated_bytes, found.reserved_bytes) == (4 * GB, 6 * GB)
 
@@ -82,7 +82,7 @@ def test_a_list_that_cannot_be_read_names_nobody(listed):
 
 
 def test_what_lies_outside_the_allocator(allocator, monkeypatch):
-    monkeypatch.setattr("qsync_torch.profiling.device_memory._of_others", lambda device: 7 * GB)
+    monkeypatch.setattr("qsync_torch.profiling.memory._of_others", lambda device: 7 * GB)
     assert outside_bytes(CUDA) == (30 - 20 - 2 - 7) * GB
 
 

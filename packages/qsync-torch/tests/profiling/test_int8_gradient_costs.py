@@ -13,9 +13,10 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import benchmark_case
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.cast_cost import possible_casts
 from qsync_torch.profiling.memory import watch_saved
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -65,7 +66,7 @@ def test_a_profile_has_every_cast_that_such_a_rung_needs(variant):
         batch_size=4,
     )
     dag = trace(job)
-    found = profile(job, dag, ladder=(variant, FLOAT32), operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK)
+    found = profile(job, dag, ProfileRequest(ladder=(variant, FLOAT32), efforts=Efforts(QUICK, QUICK, QUICK)))
     measured = {model.key for model in found.casts}
     for operator in dag.adjustable:
         assert found.cost(operator.op_id, variant).backward_compute_ns >= 0

@@ -12,14 +12,15 @@ from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling import bench
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.cast_cost import possible_casts
-from qsync_torch.profiling.profile import distinct_items, layout_advice, profile
+from qsync_torch.profiling.profile import ProfileRequest, distinct_items, layout_advice, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
 QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}
+EFFORTS = Efforts(QUICK, QUICK, QUICK)
 INT8, BFLOAT16, FLOAT32 = (Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 LADDER = (INT8, BFLOAT16, FLOAT32)
 
@@ -64,7 +65,7 @@ def dag(job):
 
 @pytest.fixture(scope="module")
 def found(job, dag):
-    return profile(job, dag, ladder=LADDER, share=0.5, memory_cap_bytes=123, **EFFORTS)
+    return profile(job, dag, ProfileRequest(ladder=LADDER, share=0.5, memory_cap_bytes=123, efforts=EFFORTS))
 
 
 def test_every_operator_has_a_cost_in_every_format_it_can_run_in(dag, found):
@@ -130,14 +131,14 @@ def test_it_can_be_stored(found):
 
 def test_the_jobs_model_is_not_touched(job, dag):
     before = {name: value.clone() for name, value in job.model.state_dict().items()}
-    profile(job, dag, ladder=(FLOAT32,), **EFFORTS)
+    profile(job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS))
     assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
     assert all(p.grad is None for p in job.model.parameters())
 
 
 def test_a_killed_run_continues_where_it_stopped(job, dag, tmp_path, monkeypatch):
     path, measured = tmp_path / "x.partial", []
-    original = profile_module.measure_operator
+    original = bench.measure_operator
 
     def counting(*args, **kwargs):
         measured.append(1)
@@ -145,10 +146,10 @@ def test_a_killed_run_continues_where_it_stopped(job, dag, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(profile_module, "measure_operator", counting)
+    monkeypatch.setattr(bench, "measure_operator", counting)
     with pytest.raises(KeyboardInterrupt):
-        profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)
-    monkeypatch.setattr(profile_module, "measure_operator", original)
+        profile(job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS), resume=path)
+    monkeypatch.setattr(bench, "measure_operator", original)
     total = len(distinct_items(dag, (FLOAT32,)))
     again = []
 
@@ -156,11 +157,13 @@ def test_a_killed_run_continues_where_it_stopped(job, dag, tmp_path, monkeypatch
         again.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(profile_module, "measure_operator", counting_again)
-    first = profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)
+    monkeypatch.setattr(bench, "measure_operator", counting_again)
+    first = profile(job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS), resume=path)
     assert len(again) == total - 3
     # The third run finds everything and so gives the same bytes.
-    assert artifact.digest(profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)) == artifact.digest(first)
+    assert artifact.digest(profile(job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS), resume=path)) == artifact.digest(
+        first
+    )
     assert len(again) == total - 3
 
 
@@ -182,13 +185,13 @@ def _other_loss(output, batch):
 )
 def test_what_another_job_left_is_not_continued(job, dag, tmp_path, monkeypatch, changed, why):
     path = tmp_path / "x.partial"
-    profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)
-    measured, original = [], profile_module.measure_step
-    monkeypatch.setattr(profile_module, "measure_step", lambda *args: measured.append(1) or original(*args))
+    profile(job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS), resume=path)
+    measured, original = [], bench.measure_step
+    monkeypatch.setattr(bench, "measure_step", lambda *args: measured.append(1) or original(*args))
     notes = []
-    profile(job, dag, ladder=(FLOAT32,), resume=path, note=notes.append, **EFFORTS)
+    profile(job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS), resume=path, note=notes.append)
     assert (measured, notes) == ([], [])
-    profile(attrs.evolve(job, **changed), dag, ladder=(FLOAT32,), resume=path, note=notes.append, **EFFORTS)
+    profile(attrs.evolve(job, **changed), dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS), resume=path, note=notes.append)
     assert len(measured) == 1
     assert len(notes) == 1
     assert notes[0].startswith(f"{path} is of an interrupted profile that cannot be continued: {why}")
@@ -201,7 +204,7 @@ def test_the_jobs_own_settings_are_recorded(job, dag):
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True)
     try:
-        found = profile(job, dag, ladder=(FLOAT32,), **EFFORTS).software
+        found = profile(job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS)).software
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
@@ -215,7 +218,9 @@ def test_the_jobs_own_settings_are_recorded(job, dag):
 
 def test_progress_reaches_its_total(job, dag):
     told = []
-    profile(job, dag, ladder=(FLOAT32,), progress=lambda done, total, what: told.append((done, total)), **EFFORTS)
+    profile(
+        job, dag, ProfileRequest(ladder=(FLOAT32,), efforts=EFFORTS), progress=lambda done, total, what: told.append((done, total))
+    )
     assert list(dict.fromkeys(done for done, _ in told)) == list(range(told[-1][1] + 1))
     assert told[-1][0] == told[-1][1]
 
@@ -245,7 +250,7 @@ def test_devices_that_are_not_there(job, dag, device, message):
     if device == "cuda:0" and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(QSyncError, match=message):
-        profile(job, dag, device=device)
+        profile(job, dag, ProfileRequest(device=device))
 
 
 def test_a_graph_of_another_model_is_refused(job, dag):
@@ -302,7 +307,9 @@ def profile_of(model, notes=None):
         2,
     )
     dag = trace(job)
-    return dag, profile(job, dag, with_collectives=False, note=(notes if notes is not None else []).append, **EFFORTS)
+    return dag, profile(
+        job, dag, ProfileRequest(with_collectives=False, efforts=EFFORTS), note=(notes if notes is not None else []).append
+    )
 
 
 @pytest.mark.parametrize("layout, said", [(torch.contiguous_format, "2 of 3 convolutions read images"), (torch.channels_last, "")])
@@ -366,9 +373,7 @@ def test_kinds_without_8_bit_kernels_are_measured_in_float_formats_alone(monkeyp
     )
     notes: list[str] = []
     ladder = (Variant.of(Precision.INT8), Variant.plain(Precision.FLOAT32))
-    measured = profile(
-        job, trace(job), ladder=ladder, note=notes.append, operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK
-    )
+    measured = profile(job, trace(job), ProfileRequest(ladder=ladder, efforts=Efforts(QUICK, QUICK, QUICK)), note=notes.append)
     found = {op_id.fqn: set(costs) for op_id, costs in measured.cost_index.items()}
     assert (found["0"], found["2"]) == ({ladder[1]}, set(ladder))
     assert any("1 operators (0#0 and so on) have no kernels in 8 bit" in note for note in notes)

@@ -2,7 +2,7 @@ import pytest
 
 from qsync_core.errors import ArtifactError
 from qsync_core.ir.profile import OpCost
-from qsync_torch.profiling.profile import ResumeStore
+from qsync_torch.profiling.resume_store import ResumeStore
 
 COST = OpCost(1, 2, 3, 5, saves_inputs=(0,), backend="aten")
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Compiled
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
@@ -81,3 +82,44 @@ def test_alone_there_is_no_ddp(monkeypatch):
     job = job_of(TwoHeads())
     runner = StepRunner.start(job, torch.device("cpu"))
     measure_step(runner, Variant.of(Precision.FLOAT32), trace(job), make_stopwatch(torch.device("cpu")), QUICK)
+
+
+@pytest.mark.parametrize("around_ddp", [False, True], ids=["the model inside the wrapper", "the wrapper"])
+def test_what_is_compiled_is_what_the_script_compiles(one_of_two, monkeypatch, around_ddp):
+    """The compiler is a stand-in that counts: memory is always that of the model by itself."""
+    compiled, ran = [], []
+
+    class Wrapped(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            ran.append(type(self.model))
+            return self.model(x)
+
+    def stand_in(model, how, applied):
+        compiled.append(type(model))
+        return Wrapped(model)
+
+    monkeypatch.setattr(whole_step, "compiled_model", stand_in)
+    job = job_of(TwoHeads())
+    runner = StepRunner.start(job, torch.device("cpu"), compiled=Compiled(around_ddp=around_ddp))
+    assert runner.alone is None  # no compiler is to read the mode that answers for other ranks
+    measured = measure_step(runner, Variant.of(Precision.FLOAT32), trace(job), make_stopwatch(torch.device("cpu")), QUICK)
+    wrapper = whole_step.DistributedDataParallel
+    assert compiled == ([TwoHeads, wrapper] if around_ddp else [TwoHeads])
+    assert ran[-2:] == [compiled[-1]] * 2
+    assert measured.saved_bytes > 0
+    assert type(runner.model) is TwoHeads
+
+
+def test_a_model_that_asks_other_ranks_is_not_compiled(one_of_two):
+    class Asking(TwoHeads):
+        def forward(self, x):
+            dist.all_reduce(x)
+            return super().forward(x)
+
+    runner = StepRunner.start(job_of(Asking()), torch.device("cpu"), compiled=Compiled())
+    assert runner.communicates
+    assert runner.compiled is None

@@ -18,8 +18,9 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.capturing.capture import capture
 from qsync_torch.job import Job
-from qsync_torch.observing.observe import observe
-from qsync_torch.profiling.profile import profile
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.trace import trace
@@ -104,9 +105,9 @@ def test_measurements_leave_a_losss_state():
     loss = Centred(reads_values=True)
     job = job_of(loss)
     dag = trace(job)
-    profile(job, dag, with_collectives=False, operator_effort=ONCE, cast_effort=ONCE, step_effort=ONCE)
+    profile(job, dag, ProfileRequest(with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
     assert_untouched(loss)
-    observe(job, dag, [Variant.plain(Precision.BFLOAT16)], warmup=0, steps=1)
+    observe(job, dag, ObserveRequest([Variant.plain(Precision.BFLOAT16)], warmup=0, steps=1))
     assert_untouched(loss)
 
 

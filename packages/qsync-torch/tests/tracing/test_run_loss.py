@@ -22,9 +22,10 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.capturing.capture import capture
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.benchmark_case import loss_case
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.running_loss import RunLoss, map_tensors, run_loss
 from qsync_torch.tracing.trace import trace
@@ -165,7 +166,7 @@ def test_costs_of_a_run_loss_are_those_of_running_it():
 
     job = job_of(loss, 64, nn.Linear(16, 1000))
     dag = trace(job)
-    measured = profile(job, dag, with_collectives=False, operator_effort=ONCE, cast_effort=ONCE, step_effort=ONCE)
+    measured = profile(job, dag, ProfileRequest(with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
     cost = measured.cost(dag.operators[-1].op_id, FLOAT32)
     log_probs, index, target, weight = 64 * 1000 * 4, 64 * 8, 64 * 8, 4
     assert not cost.saves_inputs
@@ -215,7 +216,7 @@ def test_a_loss_that_asks_other_ranks_runs_and_is_measured_without_them():
 def test_jobs_with_such_losses_are_observed(loss):
     job = job_of(loss)
     dag = trace(job)
-    found = observe(job, dag, [BFLOAT16], warmup=0, steps=1)
+    found = observe(job, dag, ObserveRequest([BFLOAT16], warmup=0, steps=1))
     reached = {series.op_id.fqn for series in found.series if series.term == "operands"}
     assert reached == {"body", "left"}  # no gradient reaches the other head
 
@@ -228,7 +229,7 @@ def test_a_loss_that_does_not_take_half_a_batch_is_observed_with_whole_ones():
     model = nn.Linear(16, 8)
     job = capture(model, torch.optim.SGD(model.parameters(), 0.1), thirds, [(torch.randn(6, 16), torch.zeros(6))])
     said: list[str] = []
-    found = observe(job, trace(job), [BFLOAT16], warmup=0, steps=1, announce=said.append)
+    found = observe(job, trace(job), ObserveRequest([BFLOAT16], warmup=0, steps=1), announce=said.append)
     assert found.batch_size == 6
     assert any(
         re.search(r"^updates of 6 samples are observed instead of 3: the loss_fn of Linear, .* failed in line \d+", text)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nightly import nightly_but
 from qsync_core.artifacts import files as artifact
-from qsync_core.ir.chain import chains_of
+from qsync_core.chains.finding import chains_of
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_torch.job import Job

@@ -56,3 +56,24 @@ class CompilingNamedBackend(NamedBackend):
         progress(len(requests), len(requests), "all")
         self.compiled.append((arch, len(requests)))
         return SimpleNamespace(kernels=7)
+
+
+PRODUCTS = ("linear.output", "linear.grad_input", "linear.grad_weight")
+
+
+class LateBackend(CompilingNamedBackend):
+    """One whose products are compiled; what ``cache`` holds is there when the process starts."""
+
+    def __init__(self, cache=(), refuses=None) -> None:
+        super().__init__("late", refuses=refuses or {"quantize": "not offered"})
+        self.cache, self.asked = set(cache), []
+
+    def unsupported_reasons(self, request):
+        return NamedBackend.unsupported_reasons(self, request)
+
+    def is_compiled(self, request, config):
+        return (request.op, config.text) in self.cache
+
+    def compile_later(self, request, config):
+        if (request.op, config.text) not in self.asked:
+            self.asked.append((request.op, config.text))

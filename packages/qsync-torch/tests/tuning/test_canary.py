@@ -26,8 +26,9 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.canary import Canary, smaller
 from qsync_torch.kernels.selection import reasons_against
 from qsync_torch.prepare.flow import Request, prepare
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import distinct_items, right_kernels
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.sharing import right_shares
 from qsync_torch.sharing.right_shares import nearest_right, probing, under_shares, wrong_base_error
 from qsync_torch.timing import Effort
@@ -38,7 +39,7 @@ from .installed_backends import NamedBackend
 
 CPU = torch.device("cpu")
 QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}
+EFFORTS = Efforts(QUICK, QUICK, QUICK)
 INT8, BFLOAT16, FLOAT32 = (Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 CALL = CallShapes("linear", (48, 32), (64, 32), (48, 64))
 
@@ -121,7 +122,9 @@ def _job():
 
 def _profile(job, notes, backend):
     ladder = (INT8, BFLOAT16, FLOAT32)
-    return profile(job, trace(job), ladder=ladder, backend=backend, note=notes.append, with_collectives=False, **EFFORTS)
+    return profile(
+        job, trace(job), ProfileRequest(ladder=ladder, backend=backend, with_collectives=False, efforts=EFFORTS), note=notes.append
+    )
 
 
 def test_a_profile_takes_the_next_backend_in_place_of_a_wrong_one(install):

@@ -1,10 +1,12 @@
 """``qsync tune`` from the command line, and what ``qsync profile`` makes of its records."""
 
 import json
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
 
+from clusters import cluster_text
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.ir.op_id import OpId
@@ -12,6 +14,8 @@ from qsync_core.ir.profile import Profile
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.tuning.store import read_store
 from qsync_torch.profiling import profile as profiling
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest
 from qsync_torch.timing import Effort
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
@@ -30,21 +34,7 @@ def tiny():
         batch_size=4,
     )
 """
-CLUSTER = """
-[[group]]
-name = "train"
-device = "cpu"
-count = 1
-role = "train"
-
-[[group]]
-name = "infer"
-device = "cpu"
-count = 1
-role = "infer"
-ladder = ["int8", "float32"]
-rounding = "nearest"
-"""
+CLUSTER = cluster_text(train={}, infer={"ladder": ["int8", "float32"], "rounding": "nearest"})
 
 
 @pytest.fixture
@@ -252,13 +242,13 @@ def test_nonsense_is_refused_in_one_sentence(qsync, install, arguments, message)
     assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
 
 
-def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, monkeypatch, own_store):
+@pytest.fixture
+def measured_once(monkeypatch):
     quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    monkeypatch.setattr(
-        profiling.profile,
-        "__kwdefaults__",
-        profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick),
-    )
+    monkeypatch.setattr(profiling, "ProfileRequest", partial(ProfileRequest, efforts=Efforts(quick, quick, quick)))
+
+
+def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, measured_once, own_store):
     one = NamedBackend("one")
     install(one)
     result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--backend", "one", "--json"))
@@ -282,13 +272,7 @@ def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, monkeyp
                 assert (cost.backend, cost.config) == ("aten", "")
 
 
-def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, monkeypatch, own_store):
-    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    monkeypatch.setattr(
-        profiling.profile,
-        "__kwdefaults__",
-        profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick),
-    )
+def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, measured_once, own_store):
     one = NamedBackend("one")
     install(one)
     result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--backend", "one", "--json"))
@@ -302,10 +286,7 @@ def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, monkeypatch, 
     assert "cannot run as float32 on backend one: operators in float formats run on PyTorch's own kernels" in refused.stderr
 
 
-def test_a_profile_says_that_kernels_were_never_tuned(qsync, install, monkeypatch):
-    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
-    defaults = profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick)
-    monkeypatch.setattr(profiling.profile, "__kwdefaults__", defaults)
+def test_a_profile_says_that_kernels_were_never_tuned(qsync, install, measured_once):
     install(NamedBackend("one"))
     done = qsync("profile", "job.py:tiny", "-o", "p.qsync", "--backend", "auto", "--rungs", "int8", "--json")
     assert done.exit_code == 0

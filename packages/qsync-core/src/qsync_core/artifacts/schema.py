@@ -39,7 +39,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 5,
     "PrecisionDag": 6,
     "PrecisionPlan": 7,
-    "Profile": 8,
+    "Profile": 9,
     "Timeline": 2,
 }
 
@@ -71,7 +71,8 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 5): {"handed_on": []},
     ("Profile", 6): {"alternating": None},
     ("Profile", 7): {"check": None},
-    ("Profile", 8): {},
+    ("Profile", 8): {"compiled": None, "mixed": []},
+    ("Profile", 9): {},
     ("Sensitivity", 3): {"copies": {}},
     ("Sensitivity", 4): {"errors": {}},
     ("Sensitivity", 5): {"masks": {}},
@@ -95,7 +96,8 @@ _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("PrecisionPlan", 4): ("groups", {"chain_forms": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),
     ("Profile", 4): ("casts.key", {"symmetric": True}),
-    ("Profile", 8): ("casts.key", {"storage": "as-is"}),
+    ("Profile", 8): ("steps", {"saved_bytes": None}),
+    ("Profile", 9): ("casts.key", {"storage": "as-is"}),
 }
 """Fields that a version adds to every entry of a list of that name, or to what the entry has under the name behind a dot."""
 

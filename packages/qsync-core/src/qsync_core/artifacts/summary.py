@@ -72,11 +72,14 @@ def _profile(profile: Profile) -> Lines:
         lines.append(("all-reduce", f"{cost}, {collective.world_size} ranks over {collective.backend}"))
     if profile.synchronises:
         lines.append(("CPU and device", "begin every step level: the step waits for the device"))
+    if profile.compiled is not None:
+        lines.append(("whole steps", f"of the model compiled by {profile.compiled}"))
     for step in profile.steps:
+        kept = "" if step.saved_bytes is None else f", {format_bytes(step.saved_bytes)} kept for backward"
         lines.append(
             (
                 f"{'estimated ' if profile.estimated_from else ''}step {step.variant.label}",
-                f"{format_ns(step.iteration_ns)}, peak {format_bytes(step.peak_bytes)}",
+                f"{format_ns(step.iteration_ns)}, peak {format_bytes(step.peak_bytes)}{kept}",
             )
         )
     return lines

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import sys
-import time
 import traceback
-from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -20,7 +15,7 @@ from qsync_core.cli.doctor import doctor
 from qsync_core.cli.launch import launch
 from qsync_core.cli.output import say, spell_out_foreign_letters
 from qsync_core.cli.show import show
-from qsync_core.errors import PluginError, QSyncError
+from qsync_core.errors import PluginError, QSyncError, tell_torchrun
 from qsync_core.plugins.guard import described, guard
 from qsync_core.plugins.registry import Registry
 from qsync_core.printable import printable
@@ -97,15 +92,8 @@ class QSyncGroup(click.Group):
                 raise
             sentence = " ".join(str(error).split())
             say(f"error: {sentence}")
-            _tell_torchrun(sentence)
+            tell_torchrun(sentence)
             sys.exit(1)
-
-
-def _tell_torchrun(sentence: str) -> None:
-    """torchrun's last lines say what its processes leave in this file, else where to read about tracebacks."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 _NOTHING_WRITTEN = {
@@ -116,7 +104,7 @@ _NOTHING_WRITTEN = {
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),
-    **dict.fromkeys(("prepare", "trace", "profile", "communicate", "observe", "tune", "demo"), "qsync-torch"),
+    **dict.fromkeys(("prepare", "trace", "profile", "communicate", "observe", "tune", "watch", "demo"), "qsync-torch"),
 }
 
 

@@ -27,6 +27,8 @@ Example::
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 
 from qsync_core.ir import checks
@@ -99,4 +101,8 @@ class Cluster:
         Raises:
             KeyError: when there is none.
         """
-        return {group.name: group for group in self.groups}[name]
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, DeviceGroup]:
+        return {group.name: group for group in self.groups}

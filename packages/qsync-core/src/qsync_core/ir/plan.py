@@ -62,7 +62,7 @@ class GroupPlan:
         predicted_peak_bytes: predicted peak memory of one rank.
         predicted_busy_ns: forward + backward + optimizer of one rank, without waiting.
         needs_loss_scaling: some gradient passes through float16.
-        chains: by the names of :func:`qsync_core.ir.chain.chains_of`; a chain that is not named is not fused.
+        chains: by the names of :func:`qsync_core.chains.finding.chains_of`; a chain that is not named is not fused.
         chain_forms: of those that are fused, what memory and time were predicted for; none in plans from before there were any.
     """
 

@@ -20,6 +20,33 @@ from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant
 
 
+class Compiler(enum.StrEnum):
+    """What compiles a model before it is trained."""
+
+    TORCH = "torch.compile"
+    QSYNC = "qsync.compile"
+
+
+@attrs.frozen
+class Compiled:
+    """How a script compiles its model.
+
+    Attributes:
+        by: what compiles it, in its default mode.
+        around_ddp: what is compiled is DistributedDataParallel with the model inside, so that graphs are cut at its buckets; else
+            the compiled model is inside DistributedDataParallel.
+        backend: what turns graphs into code, as ``torch.compile`` calls it.
+    """
+
+    by: Compiler = Compiler.TORCH
+    around_ddp: bool = False
+    backend: str = "inductor"
+
+    def __str__(self) -> str:
+        around = " around DistributedDataParallel" if self.around_ddp else ""
+        return f"{self.by}{around}" if self.backend == "inductor" else f"{self.by}{around}, backend {self.backend}"
+
+
 class DeviceKind(enum.StrEnum):
     """Whether kernels run while the CPU goes on (cuda) or the CPU runs them itself (cpu)."""
 
@@ -108,7 +135,7 @@ class ChainCost:
         chains: the names of those that it holds for.
         cost: of the producer's kernels.  ``saved_own_bytes`` is all that it keeps but an input kept as it is: the 8-bit copy of the
             input with its scales, a sum, statistics, bits; the copy that readers keep is theirs.  ``saves_inputs`` and
-            ``saves_output`` say nothing: :func:`qsync_core.ir.semantics.keeps_input` says whether the input is kept.
+            ``saves_output`` say nothing: :func:`qsync_core.ir.semantics.operands_kept` says what is kept.
     """
 
     chains: tuple[OpId, ...]
@@ -189,7 +216,8 @@ class StepMeasurement:
     """A whole training step as measured on this device without communication, every adjustable operator at one rung.
 
     On a synchronous device all time is compute time and the dispatch times are 0.  ``iteration_ns`` is the steady-state
-    period of steps run back to back.
+    period of steps run back to back.  ``saved_bytes`` is what autograd keeps of a compiled step for its backward, parameters,
+    buffers and the batch apart; None where it was not measured.
     """
 
     variant: Variant
@@ -202,6 +230,15 @@ class StepMeasurement:
     optimizer_compute_ns: int = attrs.field(validator=checks.measured_int)
     peak_bytes: int = attrs.field(validator=checks.measured_int)
     spread: float = attrs.field(default=0.0, validator=checks.finite)
+    saved_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(checks.measured_int))
+
+
+@attrs.frozen
+class MixedStep:
+    """A whole step with some adjustable operators at a rung (the variant of ``step``) and the others at the base precision."""
+
+    lowered: tuple[OpId, ...]
+    step: StepMeasurement
 
 
 @attrs.frozen
@@ -300,6 +337,10 @@ class Profile:
             copy it (``contiguous`` of what lies in order already).
         alternating: what steps with every other adjustable operator lowered say of the CPU; absent where it cannot be the step.
         check: what is known of the kernels that were measured; absent in profiles of earlier versions, and estimated ones.
+        compiled: how the model was compiled of which ``steps`` are; absent where they are eager ones.  Operators and casts are
+            measured alone either way.
+        mixed: compiled steps with the operators of one kind of layer alone at a rung; none of eager steps, whose operators cost
+            what they cost alone.
     """
 
     device: DeviceType
@@ -322,6 +363,8 @@ class Profile:
     handed_on: tuple[OpId, ...] = ()
     alternating: AlternatingDispatch | None = None
     check: KernelCheck | None = None
+    compiled: Compiled | None = None
+    mixed: tuple[MixedStep, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():
@@ -333,6 +376,9 @@ class Profile:
             raise ValueError("Profile.casts has two models for one kind of cast")
         if twice := checks.first_repeated(step.variant for step in self.steps):
             raise ValueError(f"Profile.steps has two measurements of the step at {twice.label}")
+        for one in self.mixed:
+            if unknown := [op_id for op_id in one.lowered if op_id not in self.cost_index]:
+                raise ValueError(f"Profile.mixed lowers {unknown[0]}, which it has no cost of")
         ways = [(name, entry.form, entry.variant) for entry in self.chains for name in entry.chains]
         if twice_on := checks.first_repeated(self.handed_on):
             raise ValueError(f"Profile.handed_on lists {twice_on} twice")

@@ -348,9 +348,9 @@ class ChainRun:
     variant: Variant
 
 
-def keeps_input(chain: Chain, chosen: ChainVariant) -> bool:
-    """Whether a fused chain keeps its input for backward, as the tensor that it is."""
-    return chosen.saved is None and not chain.normalizes_a_sum
+def operands_kept(chain: Chain, chosen: ChainVariant) -> tuple[OpId, ...]:
+    """What delivers the operands that a fused chain keeps for backward as the tensors that they are: of a gated unit both."""
+    return () if chosen.saved is not None or chain.normalizes_a_sum else chain.operands
 
 
 def chain_run(chain: Chain, chosen: ChainVariant, result: ChainResult, precision: Precision) -> ChainRun:

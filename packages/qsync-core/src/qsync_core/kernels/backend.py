@@ -199,3 +199,22 @@ class InterruptibleBackend(Protocol):
     def interrupt_compiling(self) -> None:
         """End all compilers that run for this process; builds that wait for one raise a BackendError, later ones compile."""
         ...
+
+
+@runtime_checkable
+class BackgroundCompilingBackend(Protocol):
+    """What a compiling backend also has if training need not wait for its compilers: another backend's kernels run meanwhile."""
+
+    def is_compiled(self, request: KernelRequest, config: KernelConfig) -> bool:
+        """Whether :meth:`KernelBackend.build` compiles nothing: all is in the cache, or it refuses.
+
+        What :meth:`compile_later` was asked for is not compiled as long as the process lives, so that a run keeps its kernels.
+        """
+        ...
+
+    def compile_later(self, request: KernelRequest, config: KernelConfig) -> None:
+        """Compile what ``build`` would, in the background, and say on standard error how that ended.
+
+        Asked again, it does nothing.  The compilers end with the process.
+        """
+        ...

@@ -14,6 +14,7 @@ import attrs
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.kernels.backend import (
     BACKEND_API_VERSION,
+    BackgroundCompilingBackend,
     CompilingBackend,
     InterruptibleBackend,
     Kernel,
@@ -161,6 +162,21 @@ class CheckedCompilingBackend(CheckedBackend):
         """End its compilers, where it can."""
         if isinstance(self._backend, InterruptibleBackend):
             self._ask("interrupt_compiling", lambda found: found)
+
+    def is_compiled(self, request: KernelRequest, config: KernelConfig) -> bool:
+        """Whether ``build`` compiles nothing; always True of a backend that cannot compile in the background."""
+
+        def check(found: Any) -> bool:
+            if not isinstance(found, bool):
+                self._refuse("is_compiled", "must return True or False", found)
+            return found
+
+        return not isinstance(self._backend, BackgroundCompilingBackend) or self._ask("is_compiled", check, request, config)
+
+    def compile_later(self, request: KernelRequest, config: KernelConfig) -> None:
+        """Compile in the background, where it can."""
+        if isinstance(self._backend, BackgroundCompilingBackend):
+            self._ask("compile_later", lambda found: found, request, config)
 
 
 def _raise_backend_error(sentence: str, error: BaseException) -> NoReturn:

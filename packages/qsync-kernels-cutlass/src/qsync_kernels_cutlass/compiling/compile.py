@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -40,7 +41,7 @@ FLAGS = (
 
 _GUARDED = """\
 exec 3<&0
-"$@" </dev/null 3<&- &
+nice -n 10 "$@" </dev/null 3<&- &
 compiler=$!
 { read -r _ <&3; kill -KILL 0; } &
 guard=$!
@@ -50,7 +51,8 @@ kill $guard
 exit $status
 """
 """Runs a command and kills it with all that it started when standard input, a pipe from this process, ends: however this process
-ends, no compiler outlives it.  Its own session keeps Ctrl-C from it, so that errors of ended compilers are not printed."""
+ends, no compiler outlives it.  Its own session keeps Ctrl-C from it, so that errors of ended compilers are not printed.  It gives
+way to whatever else wants the cores: a training step, or the clock of a tuning."""
 
 _ERROR_CHARACTERS = 2000
 _AWAKE_S = 0.05
@@ -79,19 +81,19 @@ class Tally:
         self._done, self._total, self._printed = 0, 0, float("-inf")
 
     def update(self, done: int, total: int, what: str, /) -> None:
-        """A :data:`ProgressCallback` for one kernel, which begins with nothing done."""
+        """A :data:`ProgressCallback` for the kernels of one call, which begins with nothing done."""
         with self._lock:
             if done:
                 self._done += 1
             else:
-                self._total += 1
+                self._total += total
             now, is_last = time.monotonic(), self._done == self._total
             if sys.stderr.isatty() or is_last or what.startswith("failed") or now - self._printed >= _LINE_EVERY_S:
                 self._printed = now
                 print_progress(self._done, self._total, what)
 
 
-_tally = Tally()
+TALLY = Tally()
 _running: set[threading.Event] = set()
 """One for each call that compiles: set, its compilers are ended."""
 _running_lock = threading.Lock()
@@ -111,7 +113,7 @@ def compiled(source: KernelSource) -> Library:
         BackendError: when there is no compiler or no CUTLASS, the compiler fails, the cache cannot be used, or the library cannot
             be loaded.
     """
-    (path,) = compile_files([source], progress=_tally.update)
+    (path,) = compile_files([source], progress=TALLY.update)
     return Library(path, source)
 
 
@@ -138,6 +140,15 @@ def compile_files(
     if missing:
         _compile_missing(missing, jobs or default_jobs(), progress, cache)
     return [ready[source] if source in ready else _found(cache, keys[source], source) for source in sources]
+
+
+def must_compile(source: KernelSource) -> bool:
+    """Whether :func:`compiled` would run the compiler: there is one for the chip, and the library is not in the user's cache.
+
+    Raises:
+        BackendError: when the cache cannot be used.
+    """
+    return toolchain.uncompilable_reason(source.arch) is None and KernelCache().find(cache_key(source)) is None
 
 
 def _compiled_ahead(cache: KernelCache, source: KernelSource, reason: str) -> Path:
@@ -168,8 +179,11 @@ def cache_key(source: KernelSource) -> str:
 
 
 def source_key(source: KernelSource) -> str:
-    """``<arch>-<digest>`` of what a kernel is made of: its text, the templates that it includes, and the compiler's flags."""
-    made_of = (source.name, source.text, "flags", *FLAGS, EXPORTS.read_text(), *included_templates(source.text))
+    """``<arch>-<digest>`` of what a library is made of: text, templates that it includes, compiler's flags, the host's processor.
+
+    Not the driver: a library holds machine code for its chip, and nothing for a driver to translate.
+    """
+    made_of = (source.name, source.text, "flags", *FLAGS, EXPORTS.read_text(), *included_templates(source.text), platform.machine())
     return f"{source.arch}-{_digest(*made_of)[:32]}"
 
 
@@ -231,9 +245,7 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
         key, source = item
         started, failed = time.monotonic(), None
         try:
-            with cache.locked(key, stopped):
-                if cache.find(key) is None and not stopped.is_set():
-                    _compile_one(source, key, cache, stopped)
+            compile_unless_kept(source, key, cache, stopped)
         except BackendError as error:
             failed = error
         with counting:
@@ -242,7 +254,7 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
             progress(next(count), len(missing), f"{how} {source.name} in {seconds:.0f} s")
         return failed
 
-    with _interruptible(stopped), _termination_raised(), ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
+    with interruptible(stopped), _termination_raised(), ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
         futures: list[Future[BackendError | None]] = []
         done: list[Future[BackendError | None]] = []
         try:
@@ -263,8 +275,22 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
             raise error
 
 
+def compile_unless_kept(source: KernelSource, key: str, cache: KernelCache, stopped: threading.Event) -> bool:
+    """Compile a source into the cache; False where its library is there already, or another process has just made it.
+
+    Raises:
+        BackendError: when the compiler fails or is interrupted.
+    """
+    with cache.locked(key, stopped):
+        if cache.find(key) is not None or stopped.is_set():
+            return False
+        _compile_one(source, key, cache, stopped)
+        return True
+
+
 @contextlib.contextmanager
-def _interruptible(stopped: threading.Event) -> Iterator[None]:
+def interruptible(stopped: threading.Event) -> Iterator[None]:
+    """Have :func:`interrupt` set an event."""
     with _running_lock:
         _running.add(stopped)
     try:

@@ -14,11 +14,11 @@ import torch
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.configs import candidates, validity
 from qsync_kernels_cutlass.configs.config import Config, GemmConfig
 from qsync_kernels_cutlass.configs.problem import BYTES, GemmProblem, problem_of
 from qsync_kernels_cutlass.kernels.operands import FORMATS
 from qsync_kernels_cutlass.kernels.product import Product
+from qsync_kernels_cutlass.sources import config_for
 
 
 def build(request: KernelRequest, config: Config, arch: Architecture) -> Kernel:
@@ -72,20 +72,14 @@ def _output(product: Product) -> Kernel:
 def _in_any_format(
     product: Product, config: GemmConfig, arch: Architecture, problem: GemmProblem
 ) -> Callable[[torch.dtype], Product]:
-    """The product for each format of its result; formats other than the request's are compiled when they are first needed.
-
-    An int8 product delivers the gradient in the format of the activation, which a request does not know: behind a LayerNorm it is
-    float32, whatever the operators' outputs are.
-    """
+    """The product for each format of its result: the request's; others (:func:`~.sources.other_results`) are loaded when needed."""
 
     @functools.cache
     def of(dtype: torch.dtype) -> Product:
         if dtype is product.out_dtype or dtype not in FORMATS:
             return product
         other = attrs.evolve(problem, out_format=FORMATS[dtype])
-        chosen = candidates.ranked(other, arch)[0] if validity.reasons(config, arch, other) else config
-        assert isinstance(chosen, GemmConfig)
-        return Product(chosen, arch, other)
+        return Product(config_for(other, config, arch), arch, other)
 
     return of
 

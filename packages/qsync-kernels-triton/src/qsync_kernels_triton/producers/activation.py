@@ -1,4 +1,5 @@
-"""GELU, SiLU, ReLU (or nothing) that writes 8-bit copies of its result and of its input, and their derivatives.
+"""GELU, SiLU, ReLU (or nothing), alone or times a factor (a gated linear unit), with 8-bit copies of result and operands, and the
+gradients.
 
 Rows in the registers of one program, one launch, one read; longer rows, and one scale for the whole tensor, take a second read
 and f(x) once more.  Instructions limit where both copies are written: 2 bytes are read and 2 written for about 60 of them an
@@ -15,10 +16,12 @@ import triton.language as tl
 from qsync_kernels_triton.producers.functions import activated, slope
 from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, write_tile
 from qsync_kernels_triton.quantize.rounding import (
+    INT8,
     as_float,
     bits_of,
     common_scale,
     infinite_if_nan,
+    inverse_of,
     larger,
     merged_checksum,
     row_checksums,
@@ -30,23 +33,58 @@ from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
 
 
 @triton.jit
-def _loaded(x_ptr, first, column, row, rows, length):
-    """A tile as float32, and its bits."""
+def _loaded(x_ptr, factor_ptr, first, column, row, rows, length, GATED: tl.constexpr):
+    """Tiles of x and of its factor as float32, and the bits of x; where there is no factor, x stands for it."""
     inside = (row < rows)[:, None] & (column < length)[None, :]
-    read = tl.load(x_ptr + first[:, None] + column[None, :], mask=inside, other=0.0)
-    return read.to(tl.float32), bits_of(read)
+    where = first[:, None] + column[None, :]
+    read = tl.load(x_ptr + where, mask=inside, other=0.0)
+    x = read.to(tl.float32)
+    factor = x
+    if GATED:
+        factor = tl.load(factor_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    return x, factor, bits_of(read)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "offset_low", "offset_high"])
+@triton.jit
+def _result(x, factor, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    r = activated(x, ACTIVATION)
+    if GATED:
+        r = r * factor
+    return r
+
+
+@triton.jit
+def _write_factor(
+    factor, factor_q_ptr, scale, inverse, first, begin, row, rows, length, seed_low, seed_high, stream_low, stream_high,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    column = begin + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < length)[None, :]
+    q = rounded_rows(
+        factor, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
+    )  # fmt: skip
+    tl.store(factor_q_ptr + first[:, None] + column[None, :], q, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "units", "factor_seed_low", "factor_seed_high", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "offset_low",
+        "offset_high",
+    ]
+)  # fmt: skip
 def activate_rows(
-    x_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr, offset_ptr, stream_ptr, rows: tl.int32, units: tl.int32,
+    x_ptr, factor_ptr, factor_q_ptr, factor_scale_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr, offset_ptr, stream_ptr,
+    rows: tl.int32, units: tl.int32, factor_seed_low: tl.int32, factor_seed_high: tl.int32,
     seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
     offset_low: tl.int32, offset_high: tl.int32,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, ACTIVATION: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr, FORMAT: tl.constexpr, X_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,): each takes every programs-th group of ROWS rows; arguments as those of ``normalize_rows``."""
+    """Grid (programs,): each takes every programs-th group of ROWS rows; arguments as those of ``normalize_rows``.
+
+    GATED: r = f(x)·factor, and WRITE_X writes both operands in 8 bit, in X_FORMAT; else nothing of a factor is read or written.
+    """
     length = units * UNIT
     columns = tl.arange(0, BLOCK)
     greatest, total = tl.zeros((ROWS,), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.int32)
@@ -54,32 +92,39 @@ def activate_rows(
         row = block * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * length
         largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        bits = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+        factor_largest, bits = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
         # f(0) = 0: what is outside of the matrix has no part in the maxima.
         if HELD:
-            xs, rs = (), ()
+            xs, factors, rs = (), (), ()
             for part in tl.static_range(HELD):
-                x, read = _loaded(x_ptr, first, part * BLOCK + columns, row, rows, length)
+                x, factor, read = _loaded(x_ptr, factor_ptr, first, part * BLOCK + columns, row, rows, length, GATED)
                 bits += read
-                r = activated(x, ACTIVATION)
-                xs, rs = xs + (x,), rs + (r,)  # noqa: RUF005  (Triton has no starred tuples)
+                r = _result(x, factor, ACTIVATION, GATED)
+                xs, factors, rs = xs + (x,), factors + (factor,), rs + (r,)  # noqa: RUF005  (Triton has no starred tuples)
                 largest, x_largest = larger(largest, r), larger(x_largest, x)
+                if GATED:
+                    factor_largest = larger(factor_largest, factor)
         else:
             for begin in range(0, length, BLOCK):
-                x, read = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                x, factor, read = _loaded(x_ptr, factor_ptr, first, begin + columns, row, rows, length, GATED)
                 bits += read
-                largest, x_largest = larger(largest, activated(x, ACTIVATION)), larger(x_largest, x)
+                largest, x_largest = larger(largest, _result(x, factor, ACTIVATION, GATED)), larger(x_largest, x)
+                if GATED:
+                    factor_largest = larger(factor_largest, factor)
         checksum = row_checksums(bits, ROWS, BLOCK)
         total += checksum
         low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
         stream_low, stream_high = low[:, None], high[:, None]
         scale, inverse, x_scale, x_inverse = 1.0, 1.0, 1.0, 1.0  # of what is not written
+        factor_scale, factor_inverse = 1.0, 1.0
         if SCALES == PER_ROW:
             scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
         if SCALES == ONE_SCALE:
             greatest = tl.maximum(greatest, tl.max(infinite_if_nan(largest), 1))
         if WRITE_X:
             x_scale, x_inverse = scales_of_rows(x_scale_ptr, x_largest, row, rows, X_FORMAT)
+            if GATED:
+                factor_scale, factor_inverse = scales_of_rows(factor_scale_ptr, factor_largest, row, rows, X_FORMAT)
         if HELD:
             for part in tl.static_range(HELD):
                 write_tile(
@@ -87,14 +132,24 @@ def activate_rows(
                     length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
                     ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
                 )  # fmt: skip
+                if GATED and WRITE_X:
+                    _write_factor(
+                        factors[part], factor_q_ptr, factor_scale, factor_inverse, first, part * BLOCK, row, rows, length,
+                        factor_seed_low, factor_seed_high, stream_low, stream_high, X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+                    )  # fmt: skip
         else:
             for begin in range(0, length, BLOCK):
-                x, read = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                x, factor, read = _loaded(x_ptr, factor_ptr, first, begin + columns, row, rows, length, GATED)
                 write_tile(
-                    x, activated(x, ACTIVATION), out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first, begin,
-                    row, rows, length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
+                    x, _result(x, factor, ACTIVATION, GATED), out_ptr, q_ptr, x_q_ptr, scale, inverse, x_scale, x_inverse, first,
+                    begin, row, rows, length, seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
                     ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
                 )  # fmt: skip
+                if GATED and WRITE_X:
+                    _write_factor(
+                        factor, factor_q_ptr, factor_scale, factor_inverse, first, begin, row, rows, length,
+                        factor_seed_low, factor_seed_high, stream_low, stream_high, X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+                    )  # fmt: skip
     if SCALES == ONE_SCALE:
         tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
         tl.store(scale_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(total, 0)))
@@ -103,12 +158,13 @@ def activate_rows(
 
 @triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "offset_low", "offset_high"])
 def round_activated(
-    x_ptr, partial_ptr, q_ptr, scale_ptr, offset_ptr, stream_ptr, rows: tl.int32, units: tl.int32, partials: tl.int32,
+    x_ptr, factor_ptr, partial_ptr, q_ptr, scale_ptr, offset_ptr, stream_ptr, rows: tl.int32, units: tl.int32, partials: tl.int32,
     seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PARTIALS: tl.constexpr,
-    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    PARTIALS: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+    STREAM: tl.constexpr,
 ):  # fmt: skip
-    """f(x) again, under one scale; grid (programs,): each takes every programs-th tile, the last ones first."""
+    """The result again, under one scale; grid (programs,): each takes every programs-th tile, the last ones first."""
     length = units * UNIT
     absmax, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
     checksum = merged_checksum(partial_ptr + partials, partials, PARTIALS)
@@ -124,8 +180,8 @@ def round_activated(
         column = begin + tl.arange(0, BLOCK)
         first = row.to(tl.int64) * length
         inside = (row < rows)[:, None] & (column < length)[None, :]
-        x, _bits = _loaded(x_ptr, first, column, row, rows, length)
-        r = tl.minimum(tl.maximum(activated(x, ACTIVATION), -absmax), absmax)
+        x, factor, _bits = _loaded(x_ptr, factor_ptr, first, column, row, rows, length, GATED)
+        r = tl.minimum(tl.maximum(_result(x, factor, ACTIVATION, GATED), -absmax), absmax)
         q = rounded_rows(
             r, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
             FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
@@ -151,3 +207,50 @@ def activation_gradient(
             x = x * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
         gradient = tl.load(grad_ptr + where, mask=inside, other=0.0).to(tl.float32) * slope(x, ACTIVATION)
         tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
+def glu_gradient(
+    grad_ptr, x_ptr, x_scale_ptr, factor_ptr, factor_scale_ptr, grad_input_ptr, grad_factor_ptr, scale_ptr, q_ptr, offset_ptr,
+    rows: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, EIGHT_BIT: tl.constexpr,
+    WRITE_INPUT: tl.constexpr, WRITE_FACTOR: tl.constexpr, SCALES: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
+    ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """f′(x)·factor·g and f(x)·g; grid (programs,): each takes every programs-th tile.
+
+    SCALES (0: no): f(x)·factor is written in 8 bit too, under scales that are given, with the random numbers of the offset itself.
+    """
+    length = units * UNIT
+    if SCALES:
+        low, high = offset_low, offset_high
+        if LIVE:
+            low, high = words_of(tl.load(offset_ptr))
+    across = tl.cdiv(length, BLOCK)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        column = (tile % across) * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < length)[None, :]
+        where = row.to(tl.int64)[:, None] * length + column[None, :]
+        x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(factor_ptr + where, mask=inside, other=0.0).to(tl.float32)
+        if EIGHT_BIT:
+            x = x * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+            factor = factor * tl.load(factor_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+        g = tl.load(grad_ptr + where, mask=inside, other=0.0).to(tl.float32)
+        if WRITE_INPUT:
+            gradient = g * factor * slope(x, ACTIVATION)
+            tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
+        if WRITE_FACTOR:
+            gradient = g * activated(x, ACTIVATION)
+            tl.store(grad_factor_ptr + where, gradient.to(grad_factor_ptr.dtype.element_ty), mask=inside)
+        if SCALES:
+            scale = tl.load(scale_ptr + (row if SCALES == PER_ROW else row * 0), mask=row < rows, other=1.0)[:, None]
+            absmax = scale * (127.0 if FORMAT == INT8 else 448.0)
+            # Of operands in 8 bit the product may be larger than that whose scale it is.
+            r = tl.minimum(tl.maximum(activated(x, ACTIVATION) * factor, -absmax), absmax)
+            q = rounded_rows(
+                r, scale, inverse_of(absmax, scale, FORMAT), row.to(tl.int64) * length, (tile % across) * BLOCK,
+                seed_low, seed_high, low, high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+            )  # fmt: skip
+            tl.store(q_ptr + where, q, mask=inside)

@@ -10,8 +10,8 @@ from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import ProducerConfig
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, signed_words
+from qsync_kernels_triton.producers.activation import activate_rows, glu_gradient, round_activated
 from qsync_kernels_triton.producers.functions import ACTIVATION_CODE
-from qsync_kernels_triton.producers.glu import gate_rows, glu_gradient, round_gated
 from qsync_kernels_triton.producers.operands import (
     copy_problems,
     cut_freely,
@@ -51,9 +51,9 @@ def build_glu_output(
             refuse("glu.output", ["x_q_out and factor_q_out come together, and one of them is None"])
         if x.numel() == 0:
             return _fill_empty
-        given = {"ACTIVATION": ACTIVATION_CODE[activation]}
+        given = {"ACTIVATION": ACTIVATION_CODE[activation], "GATED": True}
         launches = RowLaunches(
-            x, out, q, x_q, offset, stream, granularity, rounding, config, (gate_rows, given), (round_gated, given)
+            x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
         )
 
         def run(

@@ -132,7 +132,7 @@ def build_activation_output(
         refuse("activation.output", stream_problems(offset, stream, x.device))
         if x.numel() == 0:
             return lambda *operands: fill(operands[3], operands[4], operands[6], operands[7], operands[-2:])
-        given = {"ACTIVATION": ACTIVATION_CODE[activation]}
+        given = {"ACTIVATION": ACTIVATION_CODE[activation], "GATED": False}
         launches = RowLaunches(
             x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
         )
@@ -142,7 +142,7 @@ def build_activation_output(
             x_scale: Tensor | None, offset: Tensor | None, *words: int,
         ) -> None:  # fmt: skip
             x = x.contiguous()
-            launches((x,), (x,), (out, q, scale, x_q, x_scale, offset, stream), (), words)
+            launches((x, x, x, x), (x, x), (out, q, scale, x_q, x_scale, offset, stream), (0, 0), words)
 
         return run
 

@@ -30,7 +30,7 @@ from qsync_planner.allocator.dynamic_batch import balance_batches
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs
-from qsync_planner.allocator.exact.search import Progress
+from qsync_planner.allocator.exact.search import Progress, TimeLeft
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
 from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
 from qsync_planner.allocator.free_batch import Freed, fastest_batches, free_batches
@@ -40,6 +40,7 @@ from qsync_planner.allocator.keep import kept_operators
 from qsync_planner.allocator.notes import (
     accumulation_notes,
     baseline_notes,
+    chain_notes,
     contention_notes,
     slow_base_notes,
     uniform_notes,
@@ -54,6 +55,8 @@ from qsync_planner.matching import Inputs
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.replay import group_variants
 
+_SPLITS = 8
+"""The part of the time left that looking for a plan under one more split of the batch may take."""
 _NEW_OBJECTS = 200_000
 """That are made, and not freed, before Python looks for circles among them."""
 
@@ -121,7 +124,7 @@ class _Allocation:
             raise PlanError(f"the solver {request.name} needs a sensitivity; make one with 'qsync indicate'")
         if request.communication and inputs.communication is None:
             raise PlanError(NEEDS_COSTS)
-        self._inputs, self._request, self._progress = inputs, request, progress
+        self._inputs, self._request, self._progress, self._left = inputs, request, progress, TimeLeft(None)
         self._effort = EXACT if request.solver == "exact" else AUTO
         keep = kept_operators(inputs.dag, request.keep)
         problem = self._problem = build_problem(inputs, with_chains=request.chooses_chains, keep=keep)
@@ -173,7 +176,8 @@ class _Allocation:
         if not request.needs_sensitivity:
             return Freed(problem, self._full if request.solver == "full" else self._balanced.solution), self._limit_ns
         wanted = fastest_by_ctas(self._uniform.periods_ns, ANY_TIME_NS if request.objective == "time" else self._limit_ns)
-        each = request.seconds
+        self._left = TimeLeft(request.seconds)
+        each = self._left.share(2 if request.batch == "free" else 1)
         if each is not None and len(self._ways.settings) > 1:
             each /= len(wanted) + 1
         solution, limit_ns = self._under_ways(self._start, wanted, lambda start: self._best(start, each))
@@ -240,7 +244,11 @@ class _Allocation:
         """The plan of the least Σ Ω with other local batches."""
         start = _Start.under(problem, ways, ways.settings[0], self._start.starts)
         wanted = fastest_by_ctas(ways.periods_ns(problem.variants(start.state.all_rungs())), margin_ns)
-        return self._under_ways(start, wanted, lambda start: (self._planned(start, margin_ns), margin_ns))[0]
+
+        def solve(start: _Start) -> tuple[Solution, int]:
+            return self._planned(start, margin_ns, self._left.share(_SPLITS)), margin_ns
+
+        return self._under_ways(start, wanted, solve)[0]
 
     def _fastest_at_batches(self, problem: Problem, ways: Ways, rungs: Mapping[str, Rungs]) -> Iterator[Solution]:
         """These rungs with other local batches, and the fastest plan that is found from them."""
@@ -249,7 +257,7 @@ class _Allocation:
         yield first.with_one_reason(problem, "the fastest with these local batches")
         wanted = fastest_by_ctas(first.periods_ns, ANY_TIME_NS)
         try:
-            yield self._under_ways(start, wanted, lambda start: self._best(start, None))[0]
+            yield self._under_ways(start, wanted, lambda start: self._best(start, self._left.share(_SPLITS)))[0]
         except InfeasibleError:
             return  # no plan of these batches has so small a Σ Ω
 
@@ -283,6 +291,7 @@ class _Allocation:
         yield from waiting_notes(inputs)
         yield from memory_notes(problem, {name: one.peak_bytes for name, one in solution.prediction.groups.items()})
         yield from contention_notes(inputs)
+        yield from chain_notes(problem)
         yield from slow_base_notes(inputs)
         yield from accumulation_notes(inputs.dag)
         if keep := self._request.keep:

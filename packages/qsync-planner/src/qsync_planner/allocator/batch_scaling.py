@@ -93,7 +93,9 @@ class BatchScaling:
                 cost.computing(forward.at(more), backward.at(more))
                 for cost, (forward, backward) in zip(self.profile.costs, self._lines, strict=True)
             )
-        return attrs.evolve(self.profile, costs=costs, steps=tuple(self._scaled_step(step, more) for step in self.profile.steps))
+        steps = tuple(self._scaled_step(step, more) for step in self.profile.steps)
+        mixed = tuple(attrs.evolve(one, step=self._scaled_step(one.step, more)) for one in self.profile.mixed)
+        return attrs.evolve(self.profile, costs=costs, steps=steps, mixed=mixed)
 
     def _model_ns(self, batch: int) -> int:
         """The sum of parts at a batch size: kernels of all micro-batches at the base precision, and the optimizer."""

@@ -18,7 +18,7 @@ from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_planner.allocator.dynamic_batch import balance, largest_batch
-from qsync_planner.allocator.exact.group_program import Quantity
+from qsync_planner.allocator.exact.group_program import Quantity, Replayed
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs, least
 from qsync_planner.allocator.exact.solve import NO_PROGRAM
@@ -30,7 +30,7 @@ from qsync_planner.replayer.cost_model import Calibration
 from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.replay import Replayer, base_rung
 from qsync_planner.replayer.scaled_work import Integers, ScaledWork
-from qsync_planner.replayer.step_timing import Condensed, StepTiming
+from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTiming
 
 WORTH_IT = 1.005
 """A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
@@ -157,7 +157,8 @@ class GroupChoices:
                 profile = scaling.profile_at(batch)
                 # Bringing memory to measured peaks, and other rungs to their steps, takes long, and is not asked for.
                 steps = [attrs.evolve(step, peak_bytes=0) for step in profile.steps if lowers or step.variant == base]
-                scaled = attrs.evolve(profile, steps=tuple(steps))
+                mixed = [attrs.evolve(one, step=attrs.evolve(one.step, peak_bytes=0)) for one in profile.mixed]
+                scaled = attrs.evolve(profile, steps=tuple(steps), mixed=tuple(mixed))
                 calibration = self.jobs.whole.calibrated(name, scaled, lowers=lowers).calibration
             self._scaled[key] = (*scaling.kernels_at(batch), calibration)
         return self._scaled[key]
@@ -259,6 +260,9 @@ class _Pace:
         self.most = max((limit for _, limit in self._limits), default=0)
         self._known: dict[int, tuple[int, Choice]] = {}
         self._batches: list[int] = []
+        self._shape: StepShape | None = None
+        self._longest: list[int] = []
+        """By batch that is known, the longest pace up to it."""
 
     def ask(self, batch: int) -> bool:
         """Make the pace at a batch known; whether it was not."""
@@ -269,6 +273,7 @@ class _Pace:
         best = min(times)
         self._known[batch] = best, able[times.index(best)]
         bisect.insort(self._batches, batch)
+        self._longest = [*itertools.accumulate((self._known[known][0] for known in self._batches), max)]
         return True
 
     def ask_first(self, traced: int) -> None:
@@ -302,17 +307,18 @@ class _Pace:
         """The pace, never falling with the batch: where fewer samples take longer, theirs."""
         after = bisect.bisect_left(self._batches, batch)
         high = self._batches[after]
-        above = max(self._known[known][0] for known in self._batches[: after + 1])
+        above = self._longest[after]
         if high == batch:
             return above
-        low, below = self._batches[after - 1], max(self._known[known][0] for known in self._batches[:after])
+        low, below = self._batches[after - 1], self._longest[after - 1]
         return below + (above - below) * (batch - low) // (high - low)
 
     def _period_ns(self, choice: Choice, batch: int) -> int:
         work = self._choices.work(self.group, choice, batch)
         synchronises = self._replayer.cluster.group(self.group).sync_per_step
-        shape = work.shape(self._replayer.shape(self.group))
-        return StepTiming(work, shape, synchronises=synchronises).times().period_ns
+        if self._shape is None:  # runs of operators are the same for all choices and batches
+            self._shape = work.shape(self._replayer.shape(self.group))
+        return StepTiming(work, self._shape, synchronises=synchronises).times().period_ns
 
 
 def _balanced(counts: Sequence[int], total: int, paces: Sequence[_Pace], traced: int) -> tuple[int, ...] | None:
@@ -343,12 +349,19 @@ def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Run
         starts: rungs that keep the memory budgets, by group.
     """
     found: dict[str, Rungs] = {}
-    for group in problem.groups if is_installed() else ():
+    known: dict[int, list[Replayed]] = {}
+    # Of groups of one kind the roomiest first: a plan that is the fastest of more plans, and fits, is the fastest of fewer.
+    roomiest = sorted(problem.groups, key=lambda group: -(group.group.memory_bytes or math.inf))
+    for group in roomiest if is_installed() else ():
         try:
-            program, budget = programs.of(group), group.group.memory_bytes
-            best = least(program, Quantity.TIME, budget_bytes=budget, start=starts[group.name], gap=_NEAR)
+            alike = known.setdefault(programs.kind(group), [])
+            best = min((plan for plan in alike if group.fits(plan.peak_bytes)), key=lambda plan: plan.period_ns, default=None)
+            if best is None:
+                program, budget = programs.of(group), group.group.memory_bytes
+                best = least(program, Quantity.TIME, budget_bytes=budget, start=starts[group.name], gap=_NEAR)
         except NO_PROGRAM:
             continue
         if best is not None:
+            alike.append(best)
             found[group.name] = best.rungs
     return found

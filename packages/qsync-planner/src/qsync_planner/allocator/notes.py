@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from qsync_core.chains.unchained import unchained_line
 from qsync_core.devices import find_chip
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.units import format_bytes
@@ -13,6 +16,7 @@ from qsync_planner.allocator.baselines import EXPECTED, UniformStart
 from qsync_planner.allocator.problem import Problem
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.matching import Inputs
+from qsync_planner.replayer.chains import Chains
 
 _TF32_SINCE = (8, 0)
 """Compute capability."""
@@ -23,6 +27,22 @@ def waiting_notes(inputs: Inputs) -> Iterator[str]:
     for group in inputs.described.groups:
         if inputs.profiles[group.name].synchronises and not group.sync_per_step:
             yield f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level"
+
+
+def chain_notes(problem: Problem) -> Iterator[str]:
+    """Which chains of the graph no plan can fuse, and what no chain is there for, where profiles have chains; a line each."""
+    chains = Chains.of(problem.dag).all if any(profile.chains for profile in problem.profiles.values()) else ()
+    for group in problem.groups if chains else ():
+        units = {unit.operators[0] for unit in group.units if unit.is_chain}
+        counts = Counter(str(chain.producer) for chain in chains if chain.name not in units)
+        if group.group.role is not Role.TRAIN and units and counts:
+            shown = ", ".join(f"{count} × {producer}" for producer, count in counts.items())
+            yield (
+                f"group {group.group.name}: {shown} stay unfused, because its profile does not have their costs in all formats "
+                "that may arrive and be read; 'qsync profile --chains' measures those that a kernel backend has"
+            )
+    if chains and (alone := unchained_line(problem.dag)):
+        yield f"in 8 bit these activations are quantized by themselves: {alone}"
 
 
 def accumulation_notes(dag: PrecisionDag) -> Iterator[str]:

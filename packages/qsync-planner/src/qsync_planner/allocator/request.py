@@ -115,9 +115,10 @@ class Request:
             return
         if not self.needs_sensitivity:
             raise PlanError(f"only the solvers {', '.join(PLANNERS)} can choose local batches too, not {self.name}")
-        if self.objective == "memory" or self.seconds is not None:
-            what = "the objectives omega and time" if self.seconds is None else "no time for solving"
-            raise PlanError(f"free local batches go with {what}: plans are looked for under several splits of the batch")
+        if self.objective == "memory":
+            raise PlanError(
+                "free local batches go with the objectives omega and time: plans are looked for under several splits of the batch"
+            )
 
     @property
     def name(self) -> str:

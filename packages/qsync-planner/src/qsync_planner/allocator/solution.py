@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
-from qsync_core.ir.chain import ChainForm, ChainVariant, chains_of
+from qsync_core.chains.finding import chains_of
+from qsync_core.ir.chain import ChainForm, ChainVariant
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.formats import OutputFormats

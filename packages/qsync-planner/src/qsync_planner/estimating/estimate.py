@@ -7,7 +7,7 @@ CPU, bytes stay bytes, and collectives are dropped: links of the cluster file sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import attrs
@@ -99,6 +99,7 @@ class _Scaling:
             device = attrs.evolve(device, name=sheet.name, memory_cap_bytes=0, compute_capability=capability)
         scaled = attrs.evolve(
             profile,
+            mixed=(),
             chains=(),  # kernels of another chip say nothing of fused ones here
             device=device,
             costs=costs,
@@ -135,12 +136,8 @@ class _Scaling:
         return tuple(scaled), index
 
     def _cost(self, operator: Operator, cost: OpCost, forward: Work, backward: Work) -> OpCost:
-        settings = self.profile.software
-        tf32 = (
-            settings.get("cudnn_tf32") == "True"
-            if operator.kind.startswith("conv")
-            else settings.get("float32_matmul", "highest") != "highest"
-        )
+        convolutions, linears = _tf32_of(self.profile)
+        tf32 = convolutions if operator.kind.startswith("conv") else linears
         return attrs.evolve(
             cost,
             forward_compute_ns=scaled_ns(cost.forward_compute_ns, forward, self.source, self.target, tf32=tf32),
@@ -207,7 +204,31 @@ class _Scaling:
                 notes.append(f"{rung.label} is left out: {precision_problem(chip.name, lacking)}")
         if any(_BFLOAT16 in _formats(old) and _BFLOAT16 not in _formats(new) for old, new in self.variants.items()):
             notes.append(f"{chip.name} has no bfloat16 hardware: float16 stands in for it, at the costs measured in bfloat16")
-        return tuple(notes)
+        return (*notes, *(self._notes_on_another_chip() if self.source.sheet is not self.target.sheet else ()))
+
+    def _notes_on_another_chip(self) -> Iterator[str]:
+        """Settings of the source that its user may not have, and what the rule was never held against."""
+        sheet, base = self.target.sheet, self.dag.base
+        convolutions, linears = _tf32_of(self.profile)
+        under = "without autocast" if base is Precision.FLOAT32 else f"under autocast in {base}"
+        kinds = {o.is_convolution for o in self.dag.adjustable}
+        formats = {False: f"linear layers in {_FLOAT32_AS[linears]}", True: f"convolutions in {_FLOAT32_AS[convolutions]}"}
+        products = " and its ".join(formats[kind] for kind in sorted(kinds))
+        yield f"the source was measured {under}, its {products}; for a job with other settings, profile it with those"
+        if ((convolutions and True in kinds) or (linears and False in kinds)) and not sheet.tf32_tera:
+            yield f"TF32 products of the source are estimated in float32: {sheet.name} has no TF32"
+        if sheet.remark:
+            yield f"{sheet.name}: {sheet.remark}"
+
+
+_FLOAT32_AS = {False: "float32", True: "TF32"}
+"""What float32 products run in, by whether TF32 is allowed."""
+
+
+def _tf32_of(profile: Profile) -> tuple[bool, bool]:
+    """Whether convolutions, and linear layers, were measured with TF32 allowed."""
+    settings = profile.software
+    return settings.get("cudnn_tf32") == "True", settings.get("float32_matmul", "highest") != "highest"
 
 
 def _formats(variant: Variant) -> tuple[Precision, ...]:

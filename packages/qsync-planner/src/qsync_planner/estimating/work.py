@@ -25,6 +25,8 @@ _RESIDENT_BLOCKS = 3
 """Blocks of 512 threads, one per channel in batch normalisation, that a multiprocessor runs at a time."""
 _NORM_COLUMNS, _NORM_ROWS = 32, 2**16
 """Features whose gradients one block of ATen's layer normalisation sums, over all rows; of more rows than that, many blocks do."""
+_PRODUCT_TILE = 64
+"""Rows and columns of the smallest tiles that libraries make products in without splitting sums."""
 _TILE = 36 / 16
 """Winograd's F(4×4, 3×3): a tile of 6 × 6 for every 4 × 4 elements (Lavin and Gray, 2015)."""
 
@@ -40,6 +42,7 @@ class Work:
         blocks: how many multiprocessors can share its work; 0 for any number.
         transposed: bytes read and written by kernels that only transpose.
         transforms: bytes read and written around float32 products if Winograd's algorithm makes them; 0 where it cannot.
+        tiles: of 64 × 64 results, the smallest that products are made in, each by one multiprocessor; 0 for any number.
     """
 
     nbytes: float
@@ -48,6 +51,7 @@ class Work:
     blocks: float = 0.0
     transposed: float = 0.0
     transforms: float = 0.0
+    tiles: float = 0.0
 
 
 def work_of(operator: Operator, run: Variant, backend: str, contiguous: bool) -> tuple[Work, Work]:
@@ -101,7 +105,15 @@ def _weighted(operator: Operator, run: Variant, eager: bool, image: bool) -> tup
             nbytes += 2 * patches * (math.prod(operator.weight_shape[2:]) > 1)
             turned = image * (2 * x + 2 * out * run.output.nbytes)
             launches += 3
-    forward = Work(nbytes, launches, ((run.compute, operator.flops),), transposed=turned, transforms=transforms(run.compute))
+    columns = operator.weight_shape[0]
+    forward = Work(
+        nbytes,
+        launches,
+        ((run.compute, operator.flops),),
+        transposed=turned,
+        transforms=transforms(run.compute),
+        tiles=0.0 if operator.is_convolution else math.ceil(out / columns / _PRODUCT_TILE) * math.ceil(columns / _PRODUCT_TILE),
+    )
 
     nbytes, launches, products, turned, around = 4 * w, 0, [], 0, 0.0
     dequantized = run.saved.needs_scale and eager

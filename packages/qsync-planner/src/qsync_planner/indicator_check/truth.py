@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
-from qsync_core.ir.chain import chains_of
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId

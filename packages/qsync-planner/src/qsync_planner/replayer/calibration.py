@@ -17,18 +17,19 @@ Casts keep their own measured models.  Everything is rounded to integers once, p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.cost_mapper import AFTER_FORWARD, BEFORE_FORWARD, CostMapper
-from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale
+from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale, is_product
 from qsync_planner.replayer.max_plus import sequence
 from qsync_planner.replayer.memory import MemoryLedger
 
@@ -68,12 +69,14 @@ def calibrated_model(
         _fit_base(dag, profile, plain, base_step), memory_floor_bytes=_memory_floor([step.peak_bytes for step in profile.steps])
     )
     if base_step.peak_bytes:
-        calibration = attrs.evolve(calibration, memory_bytes=_missing_memory(dag, profile, calibration, base_step))
+        every = {operator.op_id: base for operator in dag.adjustable}
+        memory_bytes, saved_bytes = _missing_memory(dag, profile, calibration, base_step, every)
+        calibration = attrs.evolve(calibration, memory_bytes=memory_bytes, saved_bytes=saved_bytes)
     rungs: dict[tuple[int, Variant], Correction] = {}
     # Operators that may not deliver 16 bits run as those of the rung that delivers float32, where that was measured too.
     for step in sorted(profile.steps, key=lambda step: step.variant.output is not Precision.FLOAT32):
         if step.variant != base:
-            rungs.update(_fit_rung(dag, profile, attrs.evolve(calibration, corrections=rungs), step))
+            rungs.update(_fit_rung(dag, profile, attrs.evolve(calibration, corrections=rungs), step, base))
     if lowers:
         rungs.update(_fit_alternating(dag, profile, attrs.evolve(calibration, corrections=rungs), base))
     return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs), without, lowers=lowers)
@@ -168,19 +171,34 @@ def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepM
     dispatch, compute = _optimizer(profile, step)
     target = _target(step, profile.device.is_synchronous, (dispatch, compute), modelled)
     scales: list[Scale] = []
+    product_scales: list[Scale] = []
     everywhere = [[0, 0, 0, 0] for _ in dag.operators]
+    products = _product_times(mapper) if profile.compiled is not None else PhaseTimes(0, 0, 0, 0)
     for column, (want, have, cast) in enumerate(zip(target, modelled, _cast_times(mapper), strict=True)):
-        kernels = have - cast
+        kernels, apart = have - cast, products[column]
+        if apart and kernels > apart and want > cast + apart:  # products as they are alone, and the rest is what was fused
+            scales.append(Scale(want - cast - apart, kernels - apart))
+            product_scales.append(Scale())
+            continue
         if kernels > 0 and want > cast:
             scales.append(Scale(want - cast, kernels))
+            product_scales.append(scales[-1])
             continue
         scales.append(Scale())
+        product_scales.append(Scale())
         if kernels == 0 and want > cast:
             real = [int(operator.kind != "input") for operator in dag.operators]
             for entry, part in zip(everywhere, spread_integer(want - cast, real), strict=True):
                 entry[column] = part
     added = tuple(PhaseTimes(*entry) for entry in everywhere) if any(map(any, everywhere)) else ()
-    return Calibration(dispatch, compute, tuple(scales), added)
+    apart_from_rest = None if product_scales == scales else tuple(product_scales)
+    return Calibration(dispatch, compute, tuple(scales), apart_from_rest, added)
+
+
+def _product_times(mapper: CostMapper) -> PhaseTimes:
+    """Compute time of products, which compiled graphs run as they are alone; their dispatch is that of the whole graph."""
+    states = [mapper.states[i].evaluation for i, operator in enumerate(mapper.dag.operators) if is_product(operator)]
+    return PhaseTimes(0, sum(one.forward_compute_ns for one in states), 0, sum(one.backward_compute_ns for one in states))
 
 
 def _memory_floor(peaks: Sequence[int]) -> int:
@@ -189,12 +207,19 @@ def _memory_floor(peaks: Sequence[int]) -> int:
     return lowest if peaks.count(lowest) > 1 else 0
 
 
-def _missing_memory(dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement) -> int:
-    """What the model lacks of a measured peak; a step at the floor only says that the model may not exceed it."""
+def _missing_memory(
+    dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement, variants: Mapping[OpId, Variant]
+) -> tuple[int, int]:
+    """What the model lacks of a measured peak, and of what a compiled graph was measured to keep for backward.
+
+    A step at the floor only says that the model may not exceed it.
+    """
     lowers = step.variant != Variant.plain(dag.base)
     unbounded = CostModel(dag, profile, attrs.evolve(calibration, memory_floor_bytes=0), lowers=lowers)
-    missing = step.peak_bytes - MemoryLedger(_uniform(dag, unbounded, step.variant), distributed=False).peak_bytes()
-    return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing
+    ledger = MemoryLedger(CostMapper(dag, unbounded, variants), distributed=False)
+    missing = step.peak_bytes - ledger.peak_bytes()
+    saved = 0 if step.saved_bytes is None else step.saved_bytes - ledger.saved_bytes()
+    return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing, saved
 
 
 def _cast_times(mapper: CostMapper) -> PhaseTimes:
@@ -209,18 +234,42 @@ def _cast_times(mapper: CostMapper) -> PhaseTimes:
 
 
 def _fit_rung(
-    dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement
+    dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement, base: Variant
 ) -> dict[tuple[int, Variant], Correction]:
+    """What operators take beyond their parts where all run in a rung; where some of them alone were measured in it, those first."""
+    every = {operator.op_id: step.variant for operator in dag.adjustable}
+    alone = [mixed for mixed in profile.mixed if mixed.step.variant == step.variant and every.keys() >= set(mixed.lowered)]
+    found: dict[tuple[int, Variant], Correction] = {}
+    for mixed in alone:
+        variants = dict.fromkeys(every, base) | dict.fromkeys(mixed.lowered, step.variant)
+        found |= _fit(dag, profile, calibration, mixed.step, variants, mixed.lowered)
+    known = attrs.evolve(calibration, corrections={**calibration.corrections, **found})
+    others = every.keys() - {op_id for mixed in alone for op_id in mixed.lowered}
+    for key, more in _fit(dag, profile, known, step, every, others or every, settled=calibration.corrections).items():
+        found[key] = found[key].plus(more) if key in found else more
+    return found
+
+
+def _fit(
+    dag: PrecisionDag,
+    profile: Profile,
+    calibration: Calibration,
+    step: StepMeasurement,
+    variants: Mapping[OpId, Variant],
+    who: Collection[OpId],
+    settled: Container[tuple[int, Variant]] | None = None,
+) -> dict[tuple[int, Variant], Correction]:
+    """What is to be added to some of the lowered operators, so that a measured step comes out; ``settled`` stay as they are."""
     model = CostModel(dag, profile, calibration, lowers=True)
     try:
-        mapper = _uniform(dag, model, step.variant)
+        mapper = CostMapper(dag, model, variants)
     except PlanError:  # an operator cannot run in this rung, so the step was not uniform and says nothing about the model's sum
         return {}
     modelled = _modelled(mapper)
     optimizer = (calibration.optimizer_dispatch_ns, calibration.optimizer_compute_ns)
     target = _target(step, profile.device.is_synchronous, optimizer, modelled)
-    runs = {i: mapper.states[i].evaluation.run for i, operator in enumerate(dag.operators) if operator.is_adjustable}
-    positions = [i for i, run in runs.items() if (i, run) not in calibration.corrections]
+    runs = {i: mapper.states[i].evaluation.run for i in sorted(dag.index[op_id] for op_id in who)}
+    positions = [i for i, run in runs.items() if (i, run) not in (calibration.corrections if settled is None else settled)]
     evaluations = [mapper.states[i].evaluation for i in positions]
     flops = [dag.operators[i].flops for i in positions]
     columns: list[list[int]] = []
@@ -230,9 +279,9 @@ def _fit_rung(
         times = [getattr(evaluation, name) for evaluation in evaluations]
         weights = times if any(times) else [1] * len(positions) if dispatch else flops
         columns.append(spread_integer(max(rest, -sum(times)), weights))
-    memory = [0] * len(positions)
+    memory: list[Sequence[int]] = [[0] * len(positions)] * 2
     if step.peak_bytes:
         elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
-        memory = spread_integer(_missing_memory(dag, profile, calibration, step), elements)
-    rows = zip(positions, zip(*columns, strict=True), memory, strict=True)
-    return {(position, runs[position]): Correction(PhaseTimes(*times), nbytes) for position, times, nbytes in rows}
+        memory = [spread_integer(missing, elements) for missing in _missing_memory(dag, profile, calibration, step, variants)]
+    rows = zip(positions, zip(*columns, strict=True), *memory, strict=True)
+    return {(position, runs[position]): Correction(PhaseTimes(*times), *nbytes) for position, times, *nbytes in rows}

@@ -12,13 +12,14 @@ from functools import cached_property
 
 import attrs
 
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import PlanError
-from qsync_core.ir.chain import Chain, ChainVariant, chains_of
+from qsync_core.ir.chain import Chain, ChainVariant
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost, Profile
-from qsync_core.ir.semantics import ChainResult, ChainRun, chain_result, chain_run, keeps_input, possible_results
+from qsync_core.ir.semantics import ChainResult, ChainRun, chain_result, chain_run, operands_kept, possible_results
 from qsync_core.ir.variant import Variant
 
 Chosen = Variant | ChainVariant
@@ -117,9 +118,8 @@ class Chains:
 
     def _keeps(self, number: int, chosen: ChainVariant, position: int) -> tuple[int, ...]:
         chain, operator = self.all[number], self.dag.operators[position]
-        if not keeps_input(chain, chosen) or position != self.members[number][0]:
-            return ()
-        return (operator.inputs.index(chain.x),)
+        kept = operands_kept(chain, chosen)
+        return tuple(index for index, source in enumerate(operator.inputs) if source in kept)
 
     def run(self, end: ChainEnd, precision: Precision) -> ChainRun:
         """What a profile measures of a fused chain whose result has that format."""

@@ -156,11 +156,11 @@ class CostMapper:
         self.dag = dag
         self.model = model
         self.wiring = model.wiring
-        self._adjustable = {operator.op_id: i for i, operator in enumerate(dag.operators) if operator.is_adjustable}
+        self._adjustable = dag.once(_adjustable)
         self._variant = self._initial_variants({op_id: v for op_id, v in variants.items() if isinstance(v, Variant)})
         self._wanted = dict(self._variant_of_adjustable())
         """The variants of adjustable operators as they are given; what they run as is decided from those."""
-        self._together, self._concerns = self._read_formats()
+        self._together, self._concerns = model.once(_read_formats)
         for position in self._wanted:
             self._variant[position] = self._decided(position)
         self._chosen: dict[int, ChainVariant] = {}
@@ -170,8 +170,7 @@ class CostMapper:
                 self._chosen[number] = chosen
                 for position, run in self._runs(number):
                     self._variant[position] = run
-        self._known: list[dict[int, OpState]] = [{} for _ in dag.operators]
-        self._equal: dict[tuple[int, tuple[int, ...]], OpState] = {}
+        self._known, self._equal = model.once(_known_states)
         self.states: list[OpState] = []
         for position in range(len(dag.operators)):
             self.states.append(self._state(position))
@@ -201,30 +200,13 @@ class CostMapper:
                 numbers.append(self.model.intern(variants.get(operator.op_id, operator.variant)))
             else:
                 numbers.append(self.model.follows_inputs)
-        unknown = [op_id for op_id in variants if op_id not in self.dag.index or not self.dag[op_id].is_adjustable]
+        unknown = [op_id for op_id in variants if op_id not in self._adjustable]
         if unknown:
             raise self._not_adjustable(unknown[0])
         return numbers
 
     def _variant_of_adjustable(self) -> Iterator[tuple[int, int]]:
         return ((position, self._variant[position]) for position in self._adjustable.values())
-
-    def _read_formats(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """Find with whom operators deliver 16 bits, of those that may, and whose format an operator's variant decides beside its
-        own; both by position."""
-        formats = self.model.formats
-        calls: dict[str, list[int]] = {}
-        for op_id, position in self._adjustable.items():
-            calls.setdefault(op_id.fqn, []).append(position)
-        together, concerns = {}, dict[int, list[int]]()
-        for name, others in formats.together.items():
-            members = tuple(position for other in others for position in calls.get(other, ()))
-            for position in calls.get(name, ()):
-                together[position] = members
-                for member in members:
-                    if member != position:
-                        concerns.setdefault(member, []).append(position)
-        return together, {position: tuple(found) for position, found in concerns.items()}
 
     def _decided(self, position: int) -> int:
         """What an adjustable operator runs as: as it is given, or the same delivering float32."""
@@ -423,6 +405,34 @@ class CostMapper:
                     elsewhere |= bit
                     break
         return state.charge(elsewhere)
+
+
+def _adjustable(dag: PrecisionDag) -> dict[OpId, int]:
+    """The positions of adjustable operators."""
+    return {operator.op_id: position for position, operator in enumerate(dag.operators) if operator.is_adjustable}
+
+
+def _read_formats(model: CostModel) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+    """Find with whom operators deliver 16 bits, of those that may, and whose format an operator's variant decides beside its
+    own; both by position."""
+    formats = model.formats
+    calls: dict[str, list[int]] = {}
+    for op_id, position in model.dag.once(_adjustable).items():
+        calls.setdefault(op_id.fqn, []).append(position)
+    together, concerns = {}, dict[int, list[int]]()
+    for name, others in formats.together.items():
+        members = tuple(position for other in others for position in calls.get(other, ()))
+        for position in calls.get(name, ()):
+            together[position] = members
+            for member in members:
+                if member != position:
+                    concerns.setdefault(member, []).append(position)
+    return together, {position: tuple(found) for position, found in concerns.items()}
+
+
+def _known_states(model: CostModel) -> tuple[list[dict[int, OpState]], dict[tuple[int, tuple[int, ...]], OpState]]:
+    """The states of operators that all mappers of a model share: by position and what decides it, and of equal ones the first."""
+    return [{} for _ in model.dag.operators], {}
 
 
 class _Undo:

@@ -7,15 +7,16 @@ a rebuild from scratch agree bit for bit (docs/design/cost-mapper.md#incremental
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.functions import function_of
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
@@ -24,6 +25,7 @@ from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.chains import Absorbed, ChainEnd, Chains
 from qsync_planner.replayer.max_plus import Work, kernel
 
+T = TypeVar("T")
 GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _FREE = OpCost(0, 0, 0, 0)
 _KEYS = itertools.starmap(CastKey, itertools.product(Precision, Precision, Granularity, Rounding, (True, False)))
@@ -116,6 +118,13 @@ class Correction:
 
     times: PhaseTimes
     memory_bytes: int
+    saved_bytes: int = 0
+    """How much of that a compiled graph keeps for backward."""
+
+    def plus(self, more: Correction) -> Correction:
+        """Both."""
+        times = PhaseTimes(*map(sum, zip(self.times, more.times, strict=True)))
+        return Correction(times, self.memory_bytes + more.memory_bytes, self.saved_bytes + more.saved_bytes)
 
 
 @attrs.frozen
@@ -136,21 +145,25 @@ class Calibration:
 
     Attributes:
         scales: factors of every operator's kernel times, in the order of :class:`PhaseTimes`.
+        product_scales: those of products, which a compiler leaves to libraries; None: the same.
         everywhere: added to every operator, in execution order, where there was nothing to scale.
         corrections: what a rung adds to an adjustable operator that runs in it: ``[operator position, variant]``.
         optimizer_dispatch_ns, optimizer_compute_ns: one optimizer step, with everything of a step outside forward and backward.
         memory_bytes: added to the peak.
         memory_floor_bytes: the peak is never below this (a moment that no plan changes, such as the optimizer's), without DDP's
             buckets.
+        saved_bytes: how much of ``memory_bytes`` is kept for backward, and with it proportional to the batch.
     """
 
     optimizer_dispatch_ns: int
     optimizer_compute_ns: int
     scales: tuple[Scale, ...] = (Scale(),) * 4
+    product_scales: tuple[Scale, ...] | None = None
     everywhere: tuple[PhaseTimes, ...] = ()
     corrections: Mapping[tuple[int, Variant], Correction] = attrs.field(factory=dict)
     memory_bytes: int = 0
     memory_floor_bytes: int = 0
+    saved_bytes: int = 0
 
 
 @attrs.frozen
@@ -209,6 +222,19 @@ def _parameter_gradients(dag: PrecisionDag) -> tuple[tuple[int, ...], tuple[int,
     return tuple(begin), tuple(copied)
 
 
+def is_product(operator: Operator) -> bool:
+    """Whether a compiler leaves an operator to a library's kernel or to ours, and fuses it with nothing."""
+    return operator.is_adjustable or function_of(operator.kind).is_product
+
+
+def is_fused(cast: Cast) -> bool:
+    """Whether a compiler makes a cast a part of the kernel before or behind it: one of an activation or a gradient between floats.
+
+    A weight's is a pass of its own.
+    """
+    return cast.site is not CastSite.WEIGHT and not cast.key.source.needs_scale and not cast.key.target.needs_scale
+
+
 def _first_gradients(dag: PrecisionDag, inputs: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
     last = 2 * len(dag.operators) - 1
 
@@ -263,13 +289,15 @@ class CostModel:
             calibration = Calibration(0, dispatch + compute) if self.synchronous else Calibration(dispatch, compute)
         self._without_dispatch = Ablation.DISPATCH in without and not self.synchronous
         self._without_casts = Ablation.CASTS in without
+        self._compiled = profile.compiled is not None
         self.calibration = attrs.evolve(calibration, optimizer_dispatch_ns=0) if self._without_dispatch else calibration
         self.wiring = Wiring.of(dag)
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant | Absorbed | ChainEnd, int] = {}
         self._variant_of: list[Variant | Absorbed | ChainEnd] = []
         self._in_float32: dict[int, int] = {}
-        self._autocast = Autocast.of(dag.autocast_base, profile.device.kind, beside_plan=lowers)
+        # A compiled graph makes equal casts once, with a plan and without.
+        self._autocast = Autocast.of(dag.autocast_base, profile.device.kind, beside_plan=lowers or self._compiled)
         self._cast_before = _cast_before(dag, self._autocast)
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
@@ -277,6 +305,14 @@ class CostModel:
         self._shapes: dict[tuple[object, ...], int] = {}
         self._shape_of: dict[int, int] = {}
         self._equal: dict[tuple[object, ...], Evaluation] = {}
+        self._facts: dict[object, Any] = {}
+
+    def once(self, work_out: Callable[[CostModel], T]) -> T:
+        """What a function makes of this model: worked out when it is first asked for, and the same again."""
+        if work_out not in self._facts:
+            self._facts[work_out] = work_out(self)
+        fact: T = self._facts[work_out]
+        return fact
 
     @property
     def chains(self) -> Chains:
@@ -356,7 +392,7 @@ class CostModel:
         if found is None:
             nbytes = operator.output_numel * output.nbytes
             ends = isinstance(run, ChainEnd)
-            times = self._scaled(cost) if ends else PhaseTimes(0, 0, 0, 0)
+            times = self._scaled(cost, self.calibration.scales) if ends else PhaseTimes(0, 0, 0, 0)
             found = self._equal[key] = Evaluation(
                 _PLAIN[output],
                 output,
@@ -495,7 +531,7 @@ class CostModel:
         share = -1
         if cast.shared:
             share = _SHARE[cast.site, cast.key] + len(_SHARE) * operator.view(cast.input_index)
-        if self._without_casts:
+        if self._without_casts or (self._compiled and is_fused(cast)):
             return PricedCast(cast, 0, 0, share)
         model = self._cast_models.get(cast.key)
         if model is None:
@@ -510,20 +546,23 @@ class CostModel:
             return PricedCast(cast, 0, model.dispatch_ns + compute, share)
         return PricedCast(cast, 0 if self._without_dispatch else model.dispatch_ns, compute, share)
 
-    def _scaled(self, cost: OpCost) -> PhaseTimes:
+    def _scaled(self, cost: OpCost, scales: tuple[Scale, ...]) -> PhaseTimes:
         """A measured cost as it is at the base precision of a whole step."""
         forward, backward = cost.forward_dispatch_ns, cost.backward_dispatch_ns
         if self.synchronous:
             measured = (0, forward + cost.forward_compute_ns, 0, backward + cost.backward_compute_ns)
         else:
             measured = (forward, cost.forward_compute_ns, backward, cost.backward_compute_ns)
-        times = [scale(time) for scale, time in zip(self.calibration.scales, measured, strict=True)]
+        times = [scale(time) for scale, time in zip(scales, measured, strict=True)]
         if self._without_dispatch:
             times[0] = times[2] = 0
         return PhaseTimes(*times)
 
     def _calibrate(self, position: int, run: Variant, cost: OpCost) -> PhaseTimes:
-        times = list(self._scaled(cost))
+        scales = self.calibration.scales
+        if self.calibration.product_scales is not None and is_product(self.dag.operators[position]):
+            scales = self.calibration.product_scales
+        times = list(self._scaled(cost, scales))
         correction = self.calibration.corrections.get((position, run))
         added = [self.calibration.everywhere[position]] if self.calibration.everywhere else []
         for more in [*added, correction.times] if correction else added:

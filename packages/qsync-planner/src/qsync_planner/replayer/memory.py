@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from qsync_core.ir.chain import chains_of
+from qsync_core.chains.finding import chains_of
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.plan import OUTSIDE
 from qsync_core.ir.profile import Profile
 from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.cost_model import GRADIENT_NBYTES, Evaluation, Wiring
+from qsync_planner.replayer.cost_model import GRADIENT_NBYTES, CostModel, Evaluation, Wiring
 from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
 from qsync_planner.replayer.process_memory import ProcessMemory
@@ -250,6 +250,31 @@ class MemoryLayout:
         return tuple(found)
 
 
+class _KnownIntervals:
+    """What the ledgers of one layout of a model share.
+
+    Attributes:
+        concerned: the operators on whose states an operator's tensors depend, beside its own, by the position of that operator.
+        intervals: of an operator's tensors, by its position and these states.
+    """
+
+    def __init__(self, layout: MemoryLayout) -> None:
+        count, wiring = layout.count, layout.wiring
+        self.layout = layout
+        self.backward_of = [layout.backward_of(position) for position in range(count)]
+        self.operator_at = [*range(count), *reversed(range(count)), 0]
+        self.concerned = [*wiring.readers]
+        for position, others in layout.handing_on.items():
+            indirect = [reader for reader, _ in layout.indirect_reads[position]]
+            self.concerned[position] = tuple(dict.fromkeys((*self.concerned[position], *others, *indirect)))
+        self.intervals: dict[tuple[object, ...], Intervals] = {}
+
+
+def _known_layouts(_: CostModel) -> dict[tuple[bool, bool, bool], _KnownIntervals]:
+    """What ledgers of a model share, by how its layouts differ."""
+    return {}
+
+
 class MemoryBefore(NamedTuple):
     """What a refresh replaced, and what it added: bytes from one moment to another, and at a moment."""
 
@@ -271,22 +296,17 @@ class MemoryLedger:
         self, mapper: CostMapper, *, distributed: bool = True, bucket_views: bool = False, accumulates: bool = False
     ) -> None:
         self._mapper = mapper
-        layout = self._layout = MemoryLayout(
-            mapper.dag, mapper.wiring, mapper.model.profile, distributed, bucket_views, accumulates
-        )
+        known, key = mapper.model.once(_known_layouts), (distributed, bucket_views, accumulates)
+        if key not in known:
+            known[key] = _KnownIntervals(MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, *key))
+        layout = self._layout = known[key].layout
         count = layout.count
         self.static_bytes = layout.static_bytes
-        self._backward_of = [layout.backward_of(position) for position in range(count)]
-        self._operator_at = [*range(count), *reversed(range(count)), 0]
+        self._backward_of, self._operator_at = known[key].backward_of, known[key].operator_at
         self._delta = [*layout.parameter_gradients]
         self._moment = [0] * (2 * count + 1)
         self._correction = 0
-        self._known: dict[tuple[object, ...], Intervals] = {}
-        self._concerned = [*mapper.wiring.readers]
-        """Operators on whose states an operator's tensors depend, beside its own, by the position of that operator."""
-        for position, others in layout.handing_on.items():
-            indirect = [reader for reader, _ in layout.indirect_reads[position]]
-            self._concerned[position] = tuple(dict.fromkeys((*self._concerned[position], *others, *indirect)))
+        self._known, self._concerned = known[key].intervals, known[key].concerned
         self._tensors: list[Intervals] = [[] for _ in range(count)]
         self._own: list[OwnBytes] = [(0, 0, 0, 0)] * count
         self._replace(range(count), range(count))
@@ -450,19 +470,28 @@ class MemoryLedger:
         """What is there at every moment beside :meth:`moments_bytes`: all that is static, and what calibration adds."""
         return self.static_bytes + self._correction + self._mapper.model.calibration.memory_bytes
 
+    @property
+    def _beside_saved(self) -> int:
+        """What calibration adds to the bytes kept for backward: compiled graphs keep other tensors than their operators would."""
+        calibration = self._mapper.model.calibration
+        runs = enumerate(state.evaluation.run for state in self._mapper.states)
+        added = (calibration.corrections[key].saved_bytes for key in runs if key in calibration.corrections)
+        return calibration.saved_bytes + sum(added)
+
     def saved_bytes(self) -> int:
         """Bytes kept for backward when the forward pass ends."""
         boundary = len(self._backward_of)
-        saved = sum(own[0] for own in self._own)
+        saved = sum(own[0] for own in self._own) + self._beside_saved
         for intervals in self._tensors:
             saved += sum(nbytes for start, end, nbytes in intervals if start < boundary < end)
         return saved
 
     def estimate(self) -> MemoryEstimate:
         """The whole estimate."""
-        layout, whole = self._layout, self.moments_bytes()
+        layout, until = self._layout, self._layout.parameter_gradients_until
+        beside, pieces = self._beside_saved, zip(until, self._moment, self.moments_bytes(), strict=False)  # the first two go on
+        moments = [(own, work, max(own + work, whole + beside)) for own, work, whole in pieces]
         saved, peak, process = self.saved_bytes(), self.peak_bytes(), ProcessMemory.of(layout.profile)
-        moments = list(zip(layout.parameter_gradients_until, self._moment, whole, strict=False))  # those have one more, of no bytes
         parts = self._parts(peak, max(moments, key=lambda moment: moment[2]))
         transient = peak - self.static_bytes - saved
         return MemoryEstimate(self.static_bytes, saved, transient, peak, parts, process, moments, layout.dag.batch_size)

@@ -100,9 +100,10 @@ class GroupState:
         self.timing = StepTiming(self.mapper, shape, synchronises=group.sync_per_step)
         self._ledger = replayer.ledger_to_read(self.mapper) if stays else replayer.ledger(self.mapper)
         self._base = base_rung(group)
-        self._lowered = {name for name, variant in variants.items() if is_lowered(variant, self._base)}
+        self._lowered: set[OpId] = set()
         self._make_alone: Callable[[], GroupState] | None = None
         if model is not replayer.model(group.name, lowers=False):
+            self._lowered.update(name for name, variant in variants.items() if is_lowered(variant, self._base))
             self._make_alone = lambda: GroupState(replayer, group, replayer.base_variants(group.name), shape, stays=True)
         self._before: tuple[TimingBefore, MemoryBefore, StepTimes, int, set[OpId]] | None = None
         self._measure()
@@ -126,7 +127,9 @@ class GroupState:
     def update(self, variants: Variants) -> None:
         """Change some operators, until ``commit`` or ``rollback``."""
         change = self.mapper.update(variants)
-        flipped = {name for name, variant in variants.items() if is_lowered(variant, self._base) != (name in self._lowered)}
+        flipped: set[OpId] = set()
+        if self._make_alone is not None:
+            flipped.update(name for name, variant in variants.items() if is_lowered(variant, self._base) != (name in self._lowered))
         self._before = (
             self.timing.refresh(change.recosted),
             self._ledger.refresh(change.evaluated, change.producers),
@@ -269,11 +272,14 @@ class Replayer:
 
     def _differs_lowered(self, group: str) -> bool:
         """Whether a step of plans that lower some operator takes other costs than one without a plan."""
-        differ = self.profiles[group].alternating is not None or self.dag.base is not Precision.FLOAT32
+        profile = self.profiles[group]
+        differ = profile.alternating is not None or (self.dag.base is not Precision.FLOAT32 and profile.compiled is None)
         return differ and len(self.cluster.group(group).ladder) > 1
 
     def model_of(self, group: str, variants: Variants) -> CostModel:
         """The calibrated cost model of a group under these variants."""
+        if not self._differs_lowered(group):
+            return self.model(group)
         base = base_rung(self.cluster.group(group))
         return self.model(group, lowers=any(is_lowered(variant, base) for variant in variants.values()))
 
@@ -475,6 +481,9 @@ class Replayer:
         prediction = self.replay(variants)
         peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
         measured = {name: self.profiles[name] for name in prediction.groups}
-        software = {name: {**profile.software, "device": profile.device.name} for name, profile in measured.items()}
+        software = {
+            name: {**profile.software, "device": profile.device.name, "compiled": str(profile.compiled is not None)}
+            for name, profile in measured.items()
+        }
         timeline = predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)
         return attrs.evolve(timeline, software=software)

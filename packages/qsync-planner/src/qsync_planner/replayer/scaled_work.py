@@ -15,7 +15,7 @@ import numpy as np
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, CostMapper
-from qsync_planner.replayer.cost_model import Calibration, PhaseTimes, PricedCast, Scale
+from qsync_planner.replayer.cost_model import Calibration, PhaseTimes, PricedCast, Scale, is_product
 from qsync_planner.replayer.max_plus import NEVER, Work
 from qsync_planner.replayer.step_timing import Condensed
 
@@ -38,6 +38,7 @@ class ScaledWork:
         self._costs: Integers = np.asarray(
             [model.cost_number(operator, run) for operator, run in zip(operators, self._runs, strict=True)], dtype=np.int64
         )
+        self._products = np.asarray([is_product(operator) for operator in operators])
         forward = range(len(operators))
         self._forward = _Kernels(mapper.charged, self._begins, [*forward], (BEFORE_FORWARD, AFTER_FORWARD))
         ends = [*self._begins, len(operators)]
@@ -56,8 +57,10 @@ class ScaledWork:
         if self._synchronous:
             dispatch, compute = np.zeros_like(dispatch), dispatch + compute
         times = np.stack([dispatch[:, 0], compute[:, 0], dispatch[:, 1], compute[:, 1]], axis=1)
-        for column, scale in enumerate(calibration.scales):
-            times[:, column] = _scaled(times[:, column], scale)
+        apart = calibration.product_scales or calibration.scales
+        for column, (scale, of_products) in enumerate(zip(calibration.scales, apart, strict=True)):
+            own = times[:, column]
+            times[:, column] = np.where(self._products, _scaled(own, of_products), _scaled(own, scale))
         if calibration.everywhere:
             times += np.asarray(calibration.everywhere, dtype=np.int64)
         if calibration.corrections:

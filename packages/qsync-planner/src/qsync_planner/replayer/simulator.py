@@ -1,24 +1,19 @@
-"""The simulator: the steady-state period of a job's global data-flow graph (docs/design/simulator.md#steady-state).
+"""The simulator: one step of a job's global data-flow graph after the other (docs/design/simulator.md#steady-state).
 
 Any number of unequal groups, each with a dispatch and a compute resource (one and the same where the CPU runs the kernels), and the
 collectives that they start together: ``start_n = max(max over groups of ready, end_{n-1})``, ``end_n = start_n + max over groups of
-duration`` (paper, eq. comm_cross).  A step maps the moments at which the resources become free to those of the next step by sums
-and maxima only, so it is a matrix of the max-plus algebra, and the period is that matrix's greatest cycle mean: exact, with no
-need to run until things settle.
+duration`` (paper, eq. comm_cross).  A step maps the moments at which the resources become free to those of the next step.
 
-The graph itself is built here from each group's cost mapper, and run once more for the predicted timeline.
+The graph is built here from each group's cost mapper, and run for the predicted timeline; its period is known in closed form
+(:mod:`qsync_planner.replayer.step_timing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from itertools import accumulate
-from typing import Generic, TypeVar
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.op_id import OpId
@@ -26,52 +21,22 @@ from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.timeline import Interval, Timeline
 from qsync_planner.replayer.contention import PARTS
 from qsync_planner.replayer.cost_mapper import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, CostMapper
-from qsync_planner.replayer.max_plus import NEVER, NOTHING, Work
+from qsync_planner.replayer.max_plus import NOTHING, Work
 from qsync_planner.replayer.step_timing import StepShape
 
-_HALF_NEVER = NEVER // 2
-T = TypeVar("T")
-Times = npt.NDArray[np.int64]
-"""A moment as a max-plus vector: its distance after each resource's becoming free."""
 
-
-def simulate(dfg: GlobalDfg) -> Fraction:
-    """The steady-state period of a job in nanoseconds, exact.
-
-    Free-running groups dispatch the next step as soon as they have dispatched this one; a group with ``sync_per_step`` when all its
-    nodes of this step, communication included, have finished.
-    """
-    step = Step(dfg, np.maximum, _plus)
-    unit = np.full((step.resources, step.resources), NEVER, dtype=np.int64)
-    np.fill_diagonal(unit, 0)
-    return max_cycle_mean(np.stack(step.run(list(unit))))
-
-
-def _plus(moment: Times, duration: int) -> Times:
-    return np.asarray(np.where(moment > _HALF_NEVER, moment + duration, NEVER), dtype=np.int64)
-
-
-class Step(Generic[T]):
-    """One step of all groups, in either algebra of moments: integers, or max-plus vectors.
+class Step:
+    """One step of all groups.
 
     The state is the moment at which each resource becomes free: per group dispatch and compute (one and the same where
     synchronous), and last the communication that all share.
 
     Args:
-        later: of two moments the later.
-        plus: a moment plus a duration in nanoseconds.
         observe: receives every node: group, node, its start, how long it lasts (a collective: as long as in its slowest group).
     """
 
-    def __init__(
-        self,
-        dfg: GlobalDfg,
-        later: Callable[[T, T], T],
-        plus: Callable[[T, int], T],
-        observe: Callable[[int, DfgNode, T, int], None] | None = None,
-    ) -> None:
-        self._groups = dfg.groups
-        self._later, self._plus, self._observe = later, plus, observe
+    def __init__(self, dfg: GlobalDfg, observe: Callable[[int, DfgNode, int, int], None] = lambda *node: None) -> None:
+        self._groups, self._observe = dfg.groups, observe
         self.dispatch: list[int] = []
         self.compute: list[int] = []
         size = 0
@@ -83,10 +48,10 @@ class Step(Generic[T]):
         self.resources = size + 1
         self._collectives = [[node for node in group.nodes if node.phase is Phase.COMMUNICATION] for group in dfg.groups]
 
-    def run(self, state: Sequence[T]) -> list[T]:
+    def run(self, state: Sequence[int]) -> list[int]:
         """The state after one step."""
         free = list(state)
-        ends: list[list[T]] = [[] for _ in self._groups]
+        ends: list[list[int]] = [[] for _ in self._groups]
         count = len(self._collectives[0])
         for number in range(count + 1):
             for g in range(len(self._groups)):
@@ -95,55 +60,32 @@ class Step(Generic[T]):
                 self._run_collective([nodes[number] for nodes in self._collectives], free, ends)
         for g, group in enumerate(self._groups):
             if group.sync_per_step:
-                done = self._later(free[self.compute[g]], free[self.communication])
-                free[self.dispatch[g]] = self._later(free[self.dispatch[g]], done)
+                done = max(free[self.compute[g]], free[self.communication])
+                free[self.dispatch[g]] = max(free[self.dispatch[g]], done)
         return free
 
-    def _run_until_collective(self, g: int, free: list[T], ends: list[T]) -> None:
+    def _run_until_collective(self, g: int, free: list[int], ends: list[int]) -> None:
         nodes = self._groups[g].nodes
         while len(ends) < len(nodes) and nodes[len(ends)].phase is not Phase.COMMUNICATION:
             node = nodes[len(ends)]
             resource = (self.dispatch if node.resource is Resource.DISPATCH else self.compute)[g]
             start = free[resource]
             for dep in node.deps:
-                start = self._later(start, ends[dep])
-            if self._observe is not None:
-                self._observe(g, node, start, node.duration_ns)
-            end = free[resource] = self._plus(start, node.duration_ns)
+                start = max(start, ends[dep])
+            self._observe(g, node, start, node.duration_ns)
+            end = free[resource] = start + node.duration_ns
             ends.append(end)
 
-    def _run_collective(self, nodes: Sequence[DfgNode], free: list[T], ends: list[list[T]]) -> None:
+    def _run_collective(self, nodes: Sequence[DfgNode], free: list[int], ends: list[list[int]]) -> None:
         start = free[self.communication]
         for g, node in enumerate(nodes):
             for dep in node.deps:
-                start = self._later(start, ends[g][dep])
+                start = max(start, ends[g][dep])
         duration = max(node.duration_ns for node in nodes)
-        end = free[self.communication] = self._plus(start, duration)
+        end = free[self.communication] = start + duration
         for g, node in enumerate(nodes):
-            if self._observe is not None:
-                self._observe(g, node, start, duration)
+            self._observe(g, node, start, duration)
             ends[g].append(end)
-
-
-def max_cycle_mean(matrix: Times) -> Fraction:
-    """The greatest mean weight of a cycle, where ``matrix[i, j]`` is the weight of the edge j → i (NEVER: none); Karp's theorem.
-
-    0 where there is no cycle.
-    """
-    size = len(matrix)
-    best = Fraction(0)
-    walks = [np.zeros(size, dtype=np.int64)]
-    for _ in range(size):
-        before = walks[-1]
-        reach = np.where((matrix > _HALF_NEVER) & (before[None, :] > _HALF_NEVER), matrix + before[None, :], NEVER)
-        walks.append(reach.max(axis=1))
-    for node in range(size):
-        longest = int(walks[size][node])
-        if longest <= _HALF_NEVER:
-            continue
-        means = [Fraction(longest - int(walks[k][node]), size - k) for k in range(size) if int(walks[k][node]) > _HALF_NEVER]
-        best = max(best, min(means))
-    return best
 
 
 def build_local_dfg(
@@ -297,7 +239,7 @@ def predicted_timeline(model: str, dfg: GlobalDfg, iteration_ns: int, peak_bytes
     meanwhile; its dispatch is drawn from the start of the picture.
     """
     seen: list[tuple[int, DfgNode, int, int]] = []
-    step = Step(dfg, max, lambda moment, duration: moment + duration, lambda *node: seen.append(node))
+    step = Step(dfg, lambda *node: seen.append(node))
     state = [0] * step.resources
     ahead = _run_ahead(dfg, step, state, iteration_ns)
     for _ in range(_SETTLE_STEPS):
@@ -316,7 +258,7 @@ def predicted_timeline(model: str, dfg: GlobalDfg, iteration_ns: int, peak_bytes
     )
 
 
-def _run_ahead(dfg: GlobalDfg, step: Step[int], state: list[int], iteration_ns: int) -> set[int]:
+def _run_ahead(dfg: GlobalDfg, step: Step, state: list[int], iteration_ns: int) -> set[int]:
     """Put CPUs that have time to spare far ahead; returns the positions of their resources in the state."""
     ahead = set()
     for g, group in enumerate(dfg.groups):

@@ -15,6 +15,7 @@ How dispatch binds (docs/design/simulator.md#steady-state) depends on the group:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -106,9 +107,19 @@ class StepShape:
         """Whether the job's period is more than the longest that a group alone would make it."""
         return self.slowdown > 0 or self.start_delay_ns > 0
 
+    @cached_property
+    def at_cuts(self) -> dict[int, tuple[int, int]]:
+        """By operator after which buckets are ready: the compute time that their collectives take from what follows it, and how
+        long the collectives from the first of them on take."""
+        found: dict[int, tuple[int, int]] = dict.fromkeys(self.cuts, (0, 0))
+        for position, work, left in zip(self.ready_after, self.host_work_ns, self.left_ns, strict=True):
+            host, longest = found[position]
+            found[position] = host + work, max(longest, left)
+        return found
+
     def host_work_after(self, cut: int) -> int:
         """Compute time that collectives of buckets ready at this operator take from what follows it."""
-        return sum(work for work, position in zip(self.host_work_ns, self.ready_after, strict=True) if position == cut)
+        return self.at_cuts.get(cut, (0, 0))[0]
 
 
 @attrs.frozen
@@ -203,10 +214,7 @@ class StepTiming:
         self.work = work
         self.shape = shape
         self.cold = synchronises and not work.is_synchronous
-        left: dict[int, int] = {}
-        for position, left_ns in zip(shape.ready_after, shape.left_ns, strict=True):
-            left[position] = max(left.get(position, 0), left_ns)
-        self._cuts = {cut: (shape.host_work_after(cut), left[cut]) for cut in shape.cuts}
+        self._cuts = shape.at_cuts
         self._tree = SequenceTree(len(work.forward), self._fold, _join)
         self._before_last: StepTiming | None = None
         if shape.micro_batches > 1:

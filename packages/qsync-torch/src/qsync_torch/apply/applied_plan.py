@@ -23,6 +23,7 @@ from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.elastic.resizing import MicroBatch, Resize
 from qsync_torch.operators.channel_factors import is_text
 from qsync_torch.operators.step_key import LARGEST_STEP
+from qsync_torch.watching.compare import Slowest
 
 MARK = "_qsync_applied"
 """Attribute of a model that has a plan: its :class:`AppliedPlan`."""
@@ -118,9 +119,17 @@ class AppliedPlan:
     def watch_lag(self, on: bool) -> None:
         """Whether to warn, once, where steps take longer than the plan predicts (docs/training.md#slower-than-predicted).
 
-        It is on from ``apply_`` on: a sample of steps is timed now and then.
+        It is on from ``apply_`` on: a sample of steps is timed now and then, and the phases of all steps are compared among ranks.
         """
         self.in_model.watch_lag(on)
+
+    def slowest(self) -> Slowest | None:
+        """The rank that the others wait for, its phase, and by how much more than the plan expects; None where no rank is slow.
+
+        It is of the last 20 steps that were summed up, and None before there are any (docs/slow-ranks.md).
+        """
+        watch = self.in_model.lag_watch
+        return None if watch is None or watch.ranks is None else watch.ranks.slowest()
 
     def ddp_options(self) -> dict[str, Any]:
         """How the plan wants its job to communicate: ``DistributedDataParallel(model, **applied.ddp_options())``, on all ranks.

@@ -37,6 +37,7 @@ from qsync_torch.distributed.groups_present import groups_present, run_folder_of
 from qsync_torch.distributed.process_group import keep_until_exit
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.elastic.resizing import Resize
+from qsync_torch.failures import tell_torchrun_of_refusals
 from qsync_torch.job import without_shape
 from qsync_torch.sharing.job_check import check_job
 from qsync_torch.sharing.share import refuse_deferred
@@ -54,7 +55,7 @@ def apply_(
     group: str | None = None,
     backend: str | None = None,
     seed: int = 0,
-    base: Precision = Precision.FLOAT32,
+    base: Precision | str = Precision.FLOAT32,
     allow_flags: Collection[str] = (),
     lower_eval: bool = False,
     resize: Resize | None = None,
@@ -119,7 +120,7 @@ def apply_for(
     group: str | None = None,
     backend: str | None = None,
     seed: int = 0,
-    base: Precision = Precision.FLOAT32,
+    base: Precision | str = Precision.FLOAT32,
     allow_flags: Collection[str] = (),
     lower_eval: bool = False,
     resize: Resize | None = None,
@@ -137,6 +138,7 @@ def apply_for(
         QSyncError: as :func:`apply_`.
     """
     keep_until_exit()
+    tell_torchrun_of_refusals()
     whole_plan = not isinstance(plan, Mapping)
     run, what = caller.run, caller.call
     present = groups_present(what, run, group) if run else None
@@ -159,7 +161,7 @@ def apply_for(
             check_outputs(plan, group, caller)
             planned = Planned(plan, group, backend, plan.base, tuple(allow_flags), caller, fuses)
         else:
-            planned = Planned(_read(plan), None, backend, base, tuple(allow_flags))
+            planned = Planned(_read(plan), None, backend, _base(base), tuple(allow_flags))
         in_model = PlannedModel(model, planned, seed=seed, lower_eval=lower_eval, keep_stored=keep_stored)
         in_model.check_parameters(device_of(model))
         in_model.check_kernels()
@@ -205,6 +207,14 @@ def _check_model(model: nn.Module, caller: Caller) -> None:
                 f"{which} has a plan already: call {caller.call} once, before the loop, or remove() on what it returned before "
                 "another plan is applied"
             )
+
+
+def _base(base: Precision | str) -> Precision:
+    """Raises PlanError for what is no format of an autocast, nor float32."""
+    floats = [str(precision) for precision in Precision if not precision.needs_scale]
+    if base not in floats:
+        raise PlanError(f"base is {base!r}, but a model trains in one of {', '.join(floats)}: give one of these")
+    return Precision(base)
 
 
 def _read(entries: Any) -> dict[OpId, Variant | Assignment]:

@@ -35,9 +35,15 @@ class OperatorCall(Protocol):
     Attributes:
         forms: as which kind the parameter was multiplied with, and whether as that kind's function takes it, or as the transpose.
         follows_casts: whether products with what the model casts the parameter to are this operator's too.
+        label: what it runs as, where that is not what the job does by itself; else empty.
     """
 
     follows_casts: bool
+
+    @property
+    def label(self) -> str:
+        """For ``print(model)``."""
+        ...
 
     forms: set[tuple[str, bool]]
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.op_id import OpId
-from qsync_core.kernels.backend import CompilingBackend, KernelConfig
+from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.apply.plan_fit import STORED, Addressed, Assigned
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.canary import Canary, WrongKernel
-from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, why_missing
+from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, stand_in, why_missing
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
 
@@ -173,14 +173,15 @@ def first_named(op_ids: Sequence[OpId]) -> str:
 def prebuild(addressed: Addressed, device: torch.device, caller: Caller = BY_HAND) -> None:
     """Build the kernels that a plan pins with a configuration, so that the first step does not wait for compilers.
 
-    What does not fit nominal shapes is left to the first step; nothing is built on a CPU.
+    Nor does this where another backend of the plan stands in for what is still to be compiled.  What does not fit nominal shapes is
+    left to the first step; nothing is built on a CPU.
 
     Raises:
         BackendError: when a kernel cannot be had for any shapes (its error's attribute ``for_any_sizes``).
     """
     if device.type == "cpu":
         return
-    todo: dict[tuple[str, str, str], OperatorRequest] = {}
+    todo: dict[tuple[str, str, str], tuple[OperatorRequest, tuple[str, ...]]] = {}
     facts = device_facts(device)
     for _, entry, calls in _planned_calls(addressed):
         if not entry.variant.compute.needs_scale:
@@ -190,19 +191,23 @@ def prebuild(addressed: Addressed, device: torch.device, caller: Caller = BY_HAN
             pinned = entry.choice.of(asked.role)
             if pinned is not None and pinned.config:
                 text = f"{entry.variant} {call.w if call.of_rows else call}"
-                todo.setdefault((pinned.backend, pinned.config, f"{asked.role} {text}"), asked)
+                todo.setdefault((pinned.backend, pinned.config, f"{asked.role} {text}"), (asked, entry.choice.chain))
+    now: list[tuple[KernelBackend, KernelRequest, KernelConfig]] = []
+    for (name, text, _), (asked, chain) in todo.items():
+        (backend,), config = find_backends((name,)), KernelConfig(text)
+        if isinstance(backend, CompilingBackend) and stand_in(backend, asked.request, config, chain) is None:
+            now.append((backend, asked.request, config))
 
-    def build(item: tuple[tuple[str, str, str], OperatorRequest]) -> BackendError | None:
-        (name, config, _), asked = item
+    def build(item: tuple[KernelBackend, KernelRequest, KernelConfig]) -> BackendError | None:
+        backend, request, config = item
         try:
-            find_backends((name,))[0].build(asked.request, KernelConfig(config))
+            backend.build(request, config)
         except BackendError as error:
             return error if is_for_any_sizes(error) else None
         return None
 
-    compiled = [item for item in todo.items() if isinstance(find_backends((item[0][0],))[0], CompilingBackend)]
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        errors = [error for error in pool.map(build, compiled) if error is not None]
+        errors = [error for error in pool.map(build, now) if error is not None]
     if errors:
         more = f" (and {len(errors) - 1} more like it)" if len(errors) > 1 else ""
         raise BackendError(f"a kernel that the plan names cannot be had here: {errors[0]}{more}; {_way_out(caller)}") from errors[0]

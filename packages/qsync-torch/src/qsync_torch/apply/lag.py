@@ -23,9 +23,13 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.units import format_ns
 from qsync_torch.apply.first_step import device_of
-from qsync_torch.apply.step_times import Moment, StepTime, StepTimes, between_ns, has_passed, now
+from qsync_torch.apply.step_times import StepTime, StepTimes
 from qsync_torch.distributed.mailbox import Mailbox
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.torch_internals import pytree, running_wrapper
+from qsync_torch.watching.hooks import OwnHook
+from qsync_torch.watching.moments import Moment, between_ns, has_passed, now
+from qsync_torch.watching.watch import RankWatch
 
 STATED_ERROR = {DeviceKind.CUDA: 0.05, DeviceKind.CPU: 0.10}
 """The stated error of a predicted step, as a part of it: rows H2-worst (docs/hybrid.md) and S4 hold predictions to it."""
@@ -112,25 +116,10 @@ class _BeforeForward:
     def __init__(self, wrapper: DistributedDataParallel, model: nn.Module) -> None:
         self.moment: Moment | None = None
         self._model = model
-        self.handle = wrapper.register_forward_pre_hook(self)
+        self.handle = wrapper.register_forward_pre_hook(OwnHook(self._begin))
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any) -> None:
         self.moment = now(device_of(self._model))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """A copy of the wrapper is not timed."""
-        return _not_timed
-
-    def __reduce__(self) -> Any:
-        return _find_not_timed, ()
-
-
-def _not_timed(module: nn.Module, args: Any) -> None:
-    pass
-
-
-def _find_not_timed() -> Callable[..., None]:
-    return _not_timed
 
 
 class LagWatch:
@@ -141,12 +130,18 @@ class LagWatch:
         ranks: the device group of every rank; where they are not those that the plan was made for, nothing is watched, because
             rank 0 has been told that predicted times do not hold.
         excused: asked before a warning: whether this process differs from what the plan was made for, as was said already.
+
+    Attributes:
+        ranks: what compares the phases of all ranks, from the first forward in a wrapper on.
     """
+
+    ranks: RankWatch | None = None
 
     def __init__(
         self, model: nn.Module, plan: PrecisionPlan, group: str, ranks: Mapping[int, str], excused: Callable[[], bool]
     ) -> None:
         self._model, self._plan, self._group, self._excused = model, plan, group, excused
+        self._is_on = True
         self._forwards, self._next, self._samples = 0, FIRST_SAMPLE, 0
         self._take: Callable[[], None] = self._open
         self._times: StepTimes | None = None
@@ -162,13 +157,24 @@ class LagWatch:
             self.stop()
 
     def stop(self) -> None:
-        """Stop sampling for good."""
+        """Stop for good."""
+        self._stop_sampling()
+        if self.ranks is not None:
+            self.ranks.close()
+            self.ranks = None
+        self._is_on = False
+
+    def _stop_sampling(self) -> None:
         self._close()
         self._next = -1
 
     def forward(self, inputs: Any) -> None:
         """Called in every forward that is not compiled, with what the model is given."""
         self._forwards += 1
+        if self.ranks is None and self._is_on:
+            wrapper = running_wrapper()
+            if wrapper is not None and rank_count(wrapper.process_group) > 1:
+                self.watch_ranks(wrapper)
         if self._times is not None:
             self._look(inputs)
         if self._forwards == self._next:
@@ -176,8 +182,22 @@ class LagWatch:
 
     def started(self) -> None:
         """Called in the same forward, once buffers have come from another rank: DistributedDataParallel waits for them before."""
+        if self.ranks is not None:
+            self.ranks.computes()
         if self._before is not None and self._before.moment is not None:
             self._buffers.append((self._before.moment, now(device_of(self._model))))
+
+    @property
+    def expects_times(self) -> bool:
+        """Whether the plan's times hold for this job."""
+        return self._is_on
+
+    def watch_ranks(self, *models: nn.Module, say: Callable[[str], object] | None = None) -> RankWatch:
+        """Compare the phases of all ranks from now on, in the place of an earlier comparison."""
+        if self.ranks is not None:
+            self.ranks.close()
+        self.ranks = RankWatch(*models, group=self._group, weight=self._predicted_own_ns, say=say)
+        return self.ranks
 
     def _then(self, take: Callable[[], None], forwards: int) -> None:
         self._take, self._next = take, self._forwards + forwards
@@ -238,7 +258,7 @@ class LagWatch:
         if members is not None:
             with suppress(dist.DistError):
                 paces |= {other: Pace(**said) for other, said in members.heard(self._key).items()}
-        self.stop()
+        self._stop_sampling()
         if sentence := lag_warning(rank, paces):
             warnings.warn(sentence, stacklevel=2)
 

@@ -31,7 +31,9 @@ from qsync_torch.kernels.library_ops import PLAIN_TENSORS
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
-from qsync_torch.operators.casts import CastCache, Seeds, apply_of
+from qsync_torch.operators.autograd import apply_of
+from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import Seeds
 from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
 from qsync_torch.operators.step_key import StepKey
@@ -224,6 +226,11 @@ class Operator:
         """Whether it runs in another variant than the job does by itself."""
         return self.assigned.variant != Variant.plain(self._in_force.base)
 
+    @property
+    def label(self) -> str:
+        """What it runs as, where it is lowered; else empty."""
+        return self.assigned.variant.label if self.is_lowered else ""
+
     def _seeds(self, weight: torch.Tensor) -> Seeds:
         """Which random numbers a call takes; float formats take none."""
         if not self._binding.is_quantized:
@@ -292,9 +299,13 @@ class Operator:
                 if binding.turns_weight:
                     weight = operand_of(weight, binding.called)
                 factor = self._factor(binding, weight)
-                if self._in_force.base is not Precision.FLOAT32:
-                    with torch.autocast(weight.device.type, enabled=False):
+                if self._in_force.base is not Precision.FLOAT32:  # autocast is on, as was checked
+                    device = weight.device.type
+                    torch.set_autocast_enabled(device, False)  # a torch.autocast(enabled=False) takes ten times as long
+                    try:
                         return run_product(input, weight, bias, binding, seeds, casts, factor)
+                    finally:
+                        torch.set_autocast_enabled(device, True)
                 if binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim):
                     run = apply_of(QuantizedProduct, binding, seeds)  # nothing is left of run_product
                     return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)
@@ -382,6 +393,7 @@ class _NotLowered:
     """What stands where a plan has no variant to run: as its weight is read, so it is looked at."""
 
     follows_casts = False
+    label = ""
 
     def __init__(self, name: str, in_force: InForce) -> None:
         self.forms: set[tuple[str, bool]] = set()

@@ -121,6 +121,12 @@ def _planned_class(
             self.__class__ = unplanned
         unplanned.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
+    def extra_repr(self: Any) -> str:
+        """What ``print(model)`` shows of the module, and what its operators run as."""
+        calls = self.__dict__.get(_CALLS, {})
+        runs = [f"{'' if leaf == 'weight' else f'{leaf} '}runs as {call.label}" for leaf, call in calls.items() if call.label]
+        return ", ".join(filter(None, [unplanned.extra_repr(self), *runs]))  # type: ignore[attr-defined]
+
     def copy(self: Any) -> Any:
         """A shallow copy has the parts of the module, and its plan."""
         made: Any = nn.Module.__new__(type(self))
@@ -135,6 +141,7 @@ def _planned_class(
         "__init__": init,
         "__reduce_ex__": reduce_ex,
         "__copy__": copy,
+        "extra_repr": extra_repr,
         "__prepare_scriptable__": _refuse_scripting,
     }
     if hasattr(unplanned, "__deepcopy__"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -13,11 +12,10 @@ import torch
 from torch import nn
 
 from qsync_torch.torch_internals import at_end_of_backward
+from qsync_torch.watching.moments import Moment, between_ns, has_passed, now
 
 WriteScalar = Callable[[str, float, int], object]
 """Takes a name, a value and the step: TensorBoard's ``SummaryWriter.add_scalar``."""
-Moment = int | torch.cuda.Event
-"""Nanoseconds of the CPU's clock, or a moment on a CUDA stream."""
 
 
 class Scaler(Protocol):
@@ -160,27 +158,3 @@ class ScalarLog:
         self._steps.clear()
         for name, value in values.items():
             self._write(name, value, step.step)
-
-
-def now(device: torch.device) -> Moment:
-    """This moment, on a GPU that of its stream."""
-    if device.type != "cuda":
-        return time.perf_counter_ns()
-    with torch.cuda.device(device):
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-    return event
-
-
-def has_passed(moment: Moment) -> bool:
-    """Whether the device has come there."""
-    return isinstance(moment, int) or moment.query()
-
-
-def between_ns(begin: Moment, end: Moment) -> int:
-    """Nanoseconds between two moments of one device that have passed."""
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return round(float(begin.elapsed_time(end)) * 1e6)
-    assert isinstance(begin, int)  # both of one device
-    assert isinstance(end, int)
-    return end - begin

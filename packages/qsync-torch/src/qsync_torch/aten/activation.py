@@ -6,6 +6,7 @@ All of it is computed in float32 (docs/design/fused-chains.md).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -23,22 +24,9 @@ def build_activation_output(variant: Variant, chain: ChainForm) -> Callable[...,
     """The function of every element, and the copies that are wanted."""
     write = build_results(variant)
 
-    def kernel(
-        x: torch.Tensor,
-        out: torch.Tensor | None,
-        q_out: torch.Tensor | None,
-        scale_out: torch.Tensor | None,
-        stream_out: torch.Tensor | None,
-        x_q_out: torch.Tensor | None,
-        x_scale_out: torch.Tensor | None,
-        seed: int,
-        x_seed: int,
-        offset: Offset,
-    ) -> None:
+    def kernel(x: torch.Tensor, *results: Any) -> None:
         x_MK = x.to(torch.float32).contiguous()
-        r_MK = _function(x_MK, chain.activation)
-        kept = (x_MK, x_q_out, x_scale_out, x_seed)
-        write(x, r_MK, out, q_out, scale_out, stream_out, seed, offset, kept)
+        write(x, _function(x_MK, chain.activation), (x_MK,), *results)
 
     return kernel
 
@@ -59,26 +47,9 @@ def build_glu_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
     """The function of every element times a second tensor, and the copies that are wanted."""
     write = build_results(variant)
 
-    def kernel(
-        x: torch.Tensor,
-        factor: torch.Tensor,
-        out: torch.Tensor | None,
-        q_out: torch.Tensor | None,
-        scale_out: torch.Tensor | None,
-        stream_out: torch.Tensor | None,
-        x_q_out: torch.Tensor | None,
-        x_scale_out: torch.Tensor | None,
-        factor_q_out: torch.Tensor | None,
-        factor_scale_out: torch.Tensor | None,
-        seed: int,
-        x_seed: int,
-        factor_seed: int,
-        offset: Offset,
-    ) -> None:
+    def kernel(x: torch.Tensor, factor: torch.Tensor, *results: Any) -> None:
         x_MK, factor_MK = (tensor.to(torch.float32).contiguous() for tensor in (x, factor))
-        r_MK = _function(x_MK, chain.activation) * factor_MK
-        kept = ((x_MK, x_q_out, x_scale_out, x_seed), (factor_MK, factor_q_out, factor_scale_out, factor_seed))
-        write(x, r_MK, out, q_out, scale_out, stream_out, seed, offset, *kept)
+        write(x, _function(x_MK, chain.activation) * factor_MK, (x_MK, factor_MK), *results)
 
     return kernel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Precision
@@ -54,20 +54,16 @@ class AtenBackend:
             raise BackendError(
                 f"backend aten cannot run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
-        from qsync_torch.aten import activation, batch_norm, convolution, layer_norm, linear, quantize, rms_norm
+        from qsync_torch.aten import activation, batch_norm, convolution, linear, quantize, row_norms
 
         if request.op in Op.PRODUCERS:
-            if request.op == Op.RMS_NORM_OUTPUT:
-                return rms_norm.build_rms_norm_output(request.variant)
-            if request.op == Op.RMS_NORM_GRAD_INPUT:
-                return rms_norm.rms_norm_grad_input
-            if request.op == Op.LAYER_NORM_OUTPUT:
-                return layer_norm.build_layer_norm_output(request.variant)
-            if request.op == Op.LAYER_NORM_GRAD_INPUT:
-                return layer_norm.layer_norm_grad_input
-            of_chain = {
+            of_chain: dict[str, Callable[..., Kernel]] = {
                 Op.BATCH_NORM_OUTPUT: batch_norm.build_batch_norm_output,
                 Op.BATCH_NORM_GRAD_INPUT: batch_norm.build_batch_norm_grad_input,
+                Op.LAYER_NORM_OUTPUT: row_norms.build_layer_norm_output,
+                Op.LAYER_NORM_GRAD_INPUT: lambda variant, chain: row_norms.layer_norm_grad_input,
+                Op.RMS_NORM_OUTPUT: row_norms.build_rms_norm_output,
+                Op.RMS_NORM_GRAD_INPUT: lambda variant, chain: row_norms.rms_norm_grad_input,
                 Op.ACTIVATION_OUTPUT: activation.build_activation_output,
                 Op.ACTIVATION_GRAD_INPUT: activation.build_activation_grad_input,
                 Op.GLU_OUTPUT: activation.build_glu_output,

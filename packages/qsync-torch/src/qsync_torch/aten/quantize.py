@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -92,39 +93,29 @@ def build_copy(variant: Variant) -> Callable[[torch.Tensor, torch.Tensor, torch.
     return write_copy
 
 
-Kept = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
-"""Values that backward reads, where their copy and its scales go (None: they do not), and the seed."""
-
-
 def build_results(variant: Variant) -> Callable[..., None]:
-    """Make what writes all that a producer has computed: ``write(x, r, out, q_out, scale_out, stream_out, seed, offset, *kept)``.
+    """Make what writes all that a producer has computed: ``write(x, r, kept, *results)``.
 
     ``x`` has the bits that the random numbers follow from; the result ``r`` is written as it is and in 8 bit, and each of ``kept``
-    in the format that the variant saves, with a scale a row: whatever is wanted.
+    in the format that the variant saves, with a scale a row.  ``results`` are the last arguments of a producer: ``out``, ``q_out``,
+    ``scale_out`` and ``stream_out``; a copy and its scales of each that is kept; a seed of the result's copy and of each kept one;
+    the offset.  A tensor is None where it is not wanted.
     """
     write_copy = build_copy(variant)
     write_saved = build_copy(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
 
-    def write(
-        x: torch.Tensor,
-        r: torch.Tensor,
-        out: torch.Tensor | None,
-        q_out: torch.Tensor | None,
-        scale_out: torch.Tensor | None,
-        stream_out: torch.Tensor | None,
-        seed: int,
-        offset: Offset,
-        *kept: Kept,
-    ) -> None:
+    def write(x: torch.Tensor, r: torch.Tensor, kept: Sequence[torch.Tensor], *results: Any) -> None:
+        out, q_out, scale_out, stream_out, *copies, offset = results
         if out is not None:
             out.copy_(r)
         stream = stream_of(offset, x)
-        if q_out is not None and scale_out is not None:
+        tensors, (seed, *seeds) = copies[: 2 * len(kept)], copies[2 * len(kept) :]
+        if q_out is not None:
             write_copy(r, q_out, scale_out, seed, stream)
         if stream_out is not None:
             write_stream(stream, stream_out)
-        for values, kept_out, kept_scale_out, kept_seed in kept:
-            if kept_out is not None and kept_scale_out is not None:
+        for values, kept_out, kept_scale_out, kept_seed in zip(kept, tensors[::2], tensors[1::2], seeds, strict=True):
+            if kept_out is not None:
                 write_saved(values, kept_out, kept_scale_out, kept_seed, stream)
 
     return write

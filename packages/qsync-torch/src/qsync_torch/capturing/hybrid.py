@@ -38,6 +38,7 @@ def hybrid(
     name: str | None = None,
     amp: str | None = None,
     accumulate: int = 1,
+    compiles: bool | None = None,
     **options: Any,
 ) -> AppliedPlan:
     """Train ``model`` under the plan of a run folder: the one line that a script needs (docs/your-script.md).
@@ -52,6 +53,8 @@ def hybrid(
         model, optimizer, loss_fn, loader, name, amp, accumulate: as :func:`~qsync_torch.capturing.capture.capture` takes them; the
             loader may be an iterator, and is best a function where it makes something else of the script's batches.
         run: the run folder, or the path of a plan.
+        compiles: whether the script compiles its model behind the line, where its text leaves that open (``if args.compile:``); by
+            default it does where the text has a call that does.
         options: of :func:`~qsync_torch.apply.apply.apply_`, such as ``allow_flags``.
 
     Returns:
@@ -68,7 +71,8 @@ def hybrid(
         raise JobError(f"the model of qsync.hybrid is wrapped in {wrapped}; call it on the model itself, before that")
     check_accumulate(name or type(model).__name__, accumulate)
     if is_wanted():
-        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp, accumulate=accumulate), HYBRID)
+        job = job_of(model, optimizer, loss_fn, loader, name=name, amp=amp, accumulate=accumulate)
+        hand_over(attrs.evolve(job, compiles=compiles), HYBRID, says_compiled=compiles is not None)
     if begins_to_read(loader):
         warnings.warn(
             "the generator in the line has begun to read its DataLoader, which draws a random number: what is random behind the "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from qsync_core.errors import JobError, QSyncError
+from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.sources import may_have_line
 from qsync_torch.distributed.meeting import store_of_environment
@@ -29,8 +30,10 @@ LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
 _TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
 _AUTOCAST = re.compile(r"\bautocast\(")
-_COMPILE = re.compile(r"^[^#\n]*\b(?!re\b|regex\b)\w+\.compile\b", re.MULTILINE)
+_COMPILE = re.compile(r"^[^#\n]*\b(?!re\b|regex\b)(\w+)\.compile\b", re.MULTILINE)
 """PyTorch's ways and QSync's.  Adapters read their trainer's settings (:attr:`~qsync_torch.job.Job.compiles`)."""
+_WRAP = re.compile(r"^[^#\n]*\b(?:DistributedDataParallel|DDP)\(", re.MULTILINE)
+_OURS = ("qsync", "qsync_torch")
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
 
@@ -50,6 +53,7 @@ class _Handover:
     script: Path
     job: Job | None = None
     caller: Caller | None = None
+    says_compiled: bool = False
 
 
 _running: _Handover | None = None
@@ -70,10 +74,13 @@ def is_wanted() -> bool:
     )
 
 
-def hand_over(job: Job, caller: Caller) -> NoReturn:
-    """Give the script's job, and the line that says it, to the one that runs the script, and end the script here."""
+def hand_over(job: Job, caller: Caller, *, says_compiled: bool = False) -> NoReturn:
+    """Give the script's job, and the line that says it, to the one that runs the script, and end the script here.
+
+    ``says_compiled``: the line says whether the model is compiled; else the script's text does.
+    """
     assert _running is not None
-    _running.job, _running.caller = job, caller
+    _running.job, _running.caller, _running.says_compiled = job, caller, says_compiled
     raise LineReached(f"{_running.script} has said what it trains")
 
 
@@ -117,8 +124,11 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job,
         raise JobError(
             f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
         )
-    job = handover.job
-    return attrs.evolve(job, compiles=job.compiles or _compiles(path)), handover.caller
+    job, how = handover.job, handover.job.compiles
+    if how is not None or not handover.says_compiled:
+        by_text = _compiles(path)
+        how = by_text or how if handover.says_compiled else how or by_text
+    return attrs.evolve(job, compiles=how), handover.caller
 
 
 def unsaid_autocast(path: str | Path, job: Job) -> str:
@@ -131,9 +141,19 @@ def unsaid_autocast(path: str | Path, job: Job) -> str:
     )
 
 
-def _compiles(path: Path) -> bool:
-    """Whether a script's text compiles its model; of a trainer that does, its adapter knows."""
-    return _COMPILE.search(path.read_text(encoding="utf-8", errors="replace")) is not None
+def _compiles(path: Path) -> Compiled | None:
+    """How a script's text compiles its model; of a trainer that does, its adapter knows.
+
+    What is called first in the text is inside the other, the compiled model or DistributedDataParallel.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    calls = [*_COMPILE.finditer(text)]
+    if not calls:
+        return None
+    call, wrap = next((one for one in calls if one[1] in _OURS), calls[0]), _WRAP.search(text)
+    between = "" if wrap is None else text[wrap.end() : call.start(1)]
+    by = Compiler.QSYNC if call[1] in _OURS else Compiler.TORCH
+    return Compiled(by, around_ddp=between.count(")") > between.count("("))  # else it is an argument, or stands before
 
 
 def _run(path: Path, handover: _Handover) -> None:

@@ -49,16 +49,14 @@ def observe(
     job: str,
     dag_path: Path | None,
     output: Path,
-    warmup: int,
-    steps: int,
     all_steps: bool,
     names: str | None,
     ladder: LadderChoice,
     device: str,
     batch_size: int | None,
-    seed: int,
     fresh: bool,
     json_flag: bool,
+    **options: int,
 ) -> None:
     """Train JOB for its first updates and record the numbers that sensitivity indicators are computed from.
 
@@ -68,13 +66,19 @@ def observe(
     from qsync_torch.devices import any_chips_ladder, gradient_format
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.observing.collectors import collectors_named
+    from qsync_torch.observing.observe import ObserveRequest
     from qsync_torch.observing.observe import observe as run_observe
     from qsync_torch.observing.record import JobFault, SettledRule
     from qsync_torch.tracing.trace import trace
 
     target = chosen_device(device)
-    variants = ladder.variants(gradient_format(target), any_chips_ladder())
-    collectors = None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip())
+    asked = ObserveRequest(
+        ladder.variants(gradient_format(target), any_chips_ladder()),
+        device=target,
+        collectors=None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip()),
+        settled=None if all_steps else SettledRule(),
+        **options,
+    )
     partial = partial_file(output)
     earlier = None if fresh else _earlier(partial)
     try:
@@ -84,13 +88,7 @@ def observe(
             found = run_observe(
                 loaded,
                 dag,
-                variants,
-                warmup=warmup,
-                steps=steps,
-                device=target,
-                collectors=collectors,
-                settled=None if all_steps else SettledRule(),
-                seed=seed,
+                asked,
                 earlier=earlier,
                 checkpoint=lambda so_far: None if partial is None else artifact.save(so_far, partial),
                 announce=say,

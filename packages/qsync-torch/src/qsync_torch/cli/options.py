@@ -72,6 +72,16 @@ tune_option = click.option(
 )
 """``--tune``; the command's parameter is ``tune_s: float``, :data:`qsync_torch.tuning.job_tuning.TUNING_S` by default."""
 
+chains_option = click.option(
+    "--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile."
+)
+"""``--chains``; the command's parameter is ``chains: bool``."""
+
+
+def quieten_torch() -> None:
+    """Leave out a warning, before torch is imported: of memory that was there before its memory profiler, which is by design."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 
 def chosen_device(text: str) -> torch.device:
     """The device that ``--device`` means; where it left the choice, what was chosen is printed on standard error.

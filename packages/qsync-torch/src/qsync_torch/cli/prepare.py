@@ -12,7 +12,7 @@ from qsync_core.cli.options import plan_options
 from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.units import format_bytes, format_ns
-from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, device_option, tune_option
+from qsync_torch.cli.options import PATH, batch_size_option, chains_option, chosen_device, device_option, quieten_torch, tune_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 )
 @batch_size_option()
 @plan_options
-@click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
+@chains_option
 @tune_option
 @click.option("--fresh", is_flag=True, help="Keep nothing of an earlier run.")
 @json_option
@@ -70,8 +70,7 @@ def prepare(
     What is finished is kept for as long as nothing changes that it depends on: start the same command again after an interruption,
     or after you have corrected cluster.toml.
     """
-    # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quieten_torch()
     from qsync_torch.distributed.ranks import KIND_OF_DEVICE, members_to_be, together
     from qsync_torch.prepare.asked import Asked
     from qsync_torch.prepare.flow import Request, is_script

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import click
 
 from qsync_core.artifacts import files as artifact
@@ -18,12 +19,14 @@ from qsync_torch.cli.options import (
     PATH,
     LadderChoice,
     batch_size_option,
+    chains_option,
     chosen_device,
     dag_option,
     device_option,
     graph_of,
     ladder_options,
     partial_file,
+    quieten_torch,
     remove_partial,
     tune_option,
 )
@@ -49,7 +52,13 @@ if TYPE_CHECKING:
     help="Kernel backend; a+b takes b for what a does not offer, auto whatever is tuned fastest.  [auto on a GPU, aten on a CPU]",
 )
 @click.option("--tuning", type=PATH, default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
-@click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
+@click.option(
+    "--compiled",
+    type=click.Choice(["torch.compile", "qsync.compile", "no"]),
+    default=None,
+    help="What compiles the model whose whole steps are measured.  [as the job says]",
+)
+@chains_option
 @tune_option
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
 @json_option
@@ -64,6 +73,7 @@ def profile(
     batch_size: int | None,
     backend: str | None,
     tuning: Path | None,
+    compiled: str | None,
     chains: bool,
     tune_s: float,
     fresh: bool,
@@ -74,8 +84,8 @@ def profile(
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  An interrupted run continues where it stopped
     when it is started again with the same output.  Under torchrun, all-reduces of the gradient buckets are measured as well.
     """
-    # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quieten_torch()
+    from qsync_core.ir.profile import Compiled, Compiler
     from qsync_torch.devices import device_type, gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import (
         KIND_OF_DEVICE,
@@ -89,6 +99,7 @@ def profile(
     from qsync_torch.kernels.installed import check_store
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.items import check_base
+    from qsync_torch.profiling.profile import ProfileRequest
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
     from qsync_torch.tuning.job_tuning import tune_job
@@ -110,16 +121,14 @@ def profile(
             raise QSyncError(f"--memory-cap: {error}") from None
 
     unfinished = partial_file(output)
-
-    def note(text: str) -> None:
-        say(f"note: {text}")
-
     with watched("qsync profile", members_to_be("watch")), process_group_from_environment(target) as rank:
         with together("qsync profile", slow=True), job_code(job):
             check_store(target, tuning)
             if fresh:
                 remove_partial(unfinished)
             loaded = load_job(job, batch_size)
+            if compiled is not None:
+                loaded = attrs.evolve(loaded, compiles=None if compiled == "no" else Compiled(Compiler(compiled)))
             dag = graph_of(loaded, dag_path)
             if target.type != "cpu":  # where kernels are tuned next, for a minute
                 check_base(dag, target, share, device_type(target, share, cap).name)
@@ -130,16 +139,10 @@ def profile(
             found = run_profile(
                 loaded,
                 dag,
-                device=target,
-                share=share,
-                memory_cap_bytes=cap,
-                ladder=variants,
-                backend=backend,
-                tuning=tuning,
-                with_chains=chains,
+                ProfileRequest(target, share, cap, variants, backend, tuning, with_chains=chains),
                 resume=unfinished,
                 progress=update,
-                note=note,
+                note=lambda text: say(f"note: {text}"),
             )
             if rank == 0:
                 artifact.save(found, output)
@@ -169,6 +172,7 @@ def _facts(found: Profile, output: Path) -> dict[str, object]:
             }
             for model in found.casts
         ],
+        "compiled": None if found.compiled is None else str(found.compiled),
         "steps": [
             {"variant": step.variant.label, "iteration_ns": step.iteration_ns, "peak_bytes": step.peak_bytes, "spread": step.spread}
             for step in found.steps
@@ -181,6 +185,8 @@ def _render(found: Profile, output: Path, console: Console) -> None:
     if found.chains:
         count = len({name for entry in found.chains for name in entry.chains})
         console.print(f"{count} chains measured in {len(found.chains)} distinct ways to run fused")
+    if found.compiled is not None:
+        console.print(f"whole steps of the model compiled by {found.compiled}")
     rows = [
         (
             step.variant.label,

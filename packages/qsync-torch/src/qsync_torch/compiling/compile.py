@@ -26,6 +26,7 @@ from qsync_torch.compiling.copies_again import write_copies_again
 from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.gradient_sums import fuse_gradient_sums
+from qsync_torch.compiling.no_ops import drop_no_ops
 from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
 from qsync_torch.compiling.shape_arguments import keep_no_shapes
@@ -103,6 +104,7 @@ def compile(
     cuts = Cuts(applied)
 
     def fusing(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        drop_no_ops(graph)
         watched = cuts.read(graph, inputs)
         if planned is None:
             fuse_chains(graph, kept)

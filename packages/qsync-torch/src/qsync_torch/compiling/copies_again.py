@@ -18,13 +18,13 @@ from torch.fx import Graph, Node
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.compiling.graph_nodes import move_before, needs
 from qsync_torch.kernels.binding import BOUND
+from qsync_torch.kernels.library_ops import GRAD_WEIGHT_OF_ROWS
 from qsync_torch.kernels.producers import ProducerBinding
 from qsync_torch.operators.casts import AGAIN
 
 _OUTPUT = torch.ops.qsync.glu_output.default
 _GRADIENT = torch.ops.qsync.glu_grad_input.default
 _WITH_COPY = torch.ops.qsync.glu_grad_copy.default
-_GRAD_WEIGHT = torch.ops.qsync.linear_grad_weight.default
 _ATEN = torch.ops.aten
 _LAYOUTS = frozenset(getattr(_ATEN, name).default for name in ("view", "_unsafe_view", "reshape", "t", "permute", "clone", "alias"))
 _LAYOUTS |= {_ATEN.transpose.int, _ATEN.detach.default}
@@ -113,7 +113,7 @@ def _readers(q: Node) -> Iterator[tuple[Node, list[Node]]]:
     while waiting:
         numbers, layouts = waiting.pop()
         for user in numbers.users:
-            if user.target is _GRAD_WEIGHT and user.args[1] is numbers:
+            if user.target is GRAD_WEIGHT_OF_ROWS and user.args[1] is numbers:
                 yield user, layouts
             elif user.target in _LAYOUTS:
                 waiting.append((user, [*layouts, user]))

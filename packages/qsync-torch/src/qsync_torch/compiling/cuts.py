@@ -26,6 +26,7 @@ _EAGER = {
     "NativeBatchNormBackward0": Producer.BATCH_NORM,
     "CudnnBatchNormBackward0": Producer.BATCH_NORM,
     "NativeLayerNormBackward0": Producer.LAYER_NORM,
+    "FusedRmsNormBackward0": Producer.RMS_NORM,
     "ReluBackward0": Producer.ACTIVATION,
     "GeluBackward0": Producer.ACTIVATION,
     "SiluBackward0": Producer.ACTIVATION,
@@ -167,7 +168,7 @@ def _end(node: object, graph: Graph, names: Mapping[Node, OpId]) -> _End | None:
     if found is None or value is None or not isinstance(node, Node):
         return None
     alone = len(node.users) == 1 and found.producer is Producer.BATCH_NORM and found.activation is Activation.NONE
-    name = names.get(node if found.norm is None else found.norm)
+    name = names.get(found.head)
     return _End(weakref.ref(value), name, found.producer, alone and found.residual is None, alone)
 
 

@@ -1,4 +1,4 @@
-"""Chains in a graph of ``torch.compile``, as :func:`qsync_core.ir.chain.chains_of` finds them in a trace.
+"""Chains in a graph of ``torch.compile``, as :func:`qsync_core.chains.finding.chains_of` finds them in a trace.
 
 The graph is as the model was written: in-place functions are still in place, and views share memory.  A chain is taken only where
 running all of it at the place of its last member changes nothing: its members but the last are read by the next one alone, nothing
@@ -24,39 +24,46 @@ from qsync_torch.torch_internals import version_of
 
 
 @attrs.frozen
-class FoundChain:
-    """A chain of a graph.
+class Parts:
+    """What a chain could be, before it is known who reads it.
 
     Attributes:
-        producer: what it is built around; ``norm``: the node of that, None for an activation.
+        producer: what it is built around.
+        head: the node that it is named after (:attr:`qsync_core.ir.chain.Chain.name`).
         members: in the order of the graph.
         x, residual, factor: what it reads; ``factor``: what a gated unit multiplies with.
-        activation: applied last.
-        copy: how the copy is quantized that operators of a plan read; None where none does.
-        consumers: the operators that read the copy, in the order of the graph.
-        float_result: something else reads the result.
+        activation: applied last, but for the product of a gated unit.
+        norm: the node whose result is the norm's; None where there is no norm.
     """
 
     producer: Producer
-    norm: Node | None
+    head: Node
     members: tuple[Node, ...]
     x: Node
-    residual: Node | None
-    activation: Activation
-    copy: Quantization | None
-    consumers: tuple[Node, ...]
-    float_result: bool
+    residual: Node | None = None
+    activation: Activation = Activation.NONE
     factor: Node | None = None
+    norm: Node | None = None
 
     @property
     def last(self) -> Node:
         """The member that delivers the result."""
         return self.members[-1]
 
-    @property
-    def head(self) -> Node:
-        """The member that it is named after (:attr:`qsync_core.ir.chain.Chain.name`)."""
-        return self.last if self.norm is None else self.norm
+
+@attrs.frozen
+class FoundChain(Parts):
+    """A chain of a graph.
+
+    Attributes:
+        copy: how the copy is quantized that operators of a plan read; None where none does.
+        consumers: the operators that read the copy, in the order of the graph.
+        float_result: something else reads the result.
+    """
+
+    copy: Quantization | None = None
+    consumers: tuple[Node, ...] = ()
+    float_result: bool = True
 
     @property
     def call(self) -> dict[str, Any]:
@@ -96,19 +103,6 @@ def described(producer: Producer, form: ChainForm) -> str:
     return " + ".join(parts)
 
 
-@attrs.frozen
-class Parts:
-    """What a chain could be, before it is known who reads it."""
-
-    producer: Producer
-    norm: Node | None
-    members: tuple[Node, ...]
-    x: Node
-    residual: Node | None = None
-    activation: Activation = Activation.NONE
-    factor: Node | None = None
-
-
 def find_chains(graph: Graph) -> list[FoundChain]:
     """The chains of a graph that write a copy, by their last members in the order of the graph; no node is in two."""
     found: list[FoundChain] = []
@@ -139,10 +133,9 @@ def planned_chains(graph: Graph, heads: Collection[Node]) -> tuple[list[FoundCha
     decided: set[Node] = set()
     for last in reversed(list(graph.nodes)):  # so that the longest chain of a name comes first
         for shape in _shapes_ending_in(last, order):
-            head = last if shape.norm is None else shape.norm
-            if head not in heads or head in decided:
+            if shape.head not in heads or shape.head in decided:
                 continue
-            decided.add(head)
+            decided.add(shape.head)
             chain = with_readers(shape, order)
             fits = taken.isdisjoint(chain.members) and runs_as_one(chain, order)
             (found if fits else refused).append(chain)
@@ -202,7 +195,7 @@ def _shapes_ending_in(last: Node, order: dict[Node, int]) -> Iterator[Parts]:
         yield from _rms_norms(last, order)
         yield from _gated_units(last)
     elif nodes.float_of(behind) is not None and (not nodes.is_in_place(last) or _is_its_own(behind, order[last], order)):
-        yield Parts(Producer.ACTIVATION, None, (last,), behind, None, activation)
+        yield Parts(Producer.ACTIVATION, last, (last,), behind, activation=activation)
 
 
 def _is_its_own(node: Node, place: int, order: dict[Node, int]) -> bool:
@@ -224,7 +217,8 @@ def _only_reader(node: Node) -> bool:
 def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, order: dict[Node, int]) -> Parts | None:
     """A batch norm, or the sum of one with a residual; of two batch norms the one that runs later is the chain's."""
     if (call := nodes.batch_norm_of(node)) is not None:
-        return Parts(Producer.BATCH_NORM, node, (node, *tail), call["input"], None, activation) if _is_image_norm(node) else None
+        x = call["input"]
+        return Parts(Producer.BATCH_NORM, node, (node, *tail), x, None, activation, norm=node) if _is_image_norm(node) else None
     summands = nodes.summands_of(node)
     if summands is None or not _same(node, *summands):
         return None
@@ -235,7 +229,7 @@ def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, orde
     residual = summands[summands[0] is norm]
     call = nodes.batch_norm_of(norm)
     assert call is not None
-    return Parts(Producer.BATCH_NORM, norm, (norm, node, *tail), call["input"], residual, activation)
+    return Parts(Producer.BATCH_NORM, norm, (norm, node, *tail), call["input"], residual, activation, norm=norm)
 
 
 def _layer_norms(node: Node, order: dict[Node, int]) -> Iterator[Parts]:
@@ -247,25 +241,33 @@ def _layer_norms(node: Node, order: dict[Node, int]) -> Iterator[Parts]:
     summands = nodes.summands_of(x)
     if summands is not None and _only_reader(x) and not nodes.is_in_place(x) and _same(x, *summands):
         residual, added = sorted(summands, key=order.__getitem__)
-        yield Parts(Producer.LAYER_NORM, node, (x, node), added, residual)
+        yield Parts(Producer.LAYER_NORM, node, (x, node), added, residual, norm=node)
     if nodes.float_of(x) is not None:
-        yield Parts(Producer.LAYER_NORM, node, (node,), x)
+        yield Parts(Producer.LAYER_NORM, node, (node,), x, norm=node)
 
 
 def _rms_norms(node: Node, order: dict[Node, int]) -> Iterator[Parts]:
     """An RMS norm; where it alone reads a sum, with that: the summand that was there first is the residual."""
     norm = nodes.rms_norm_of(node)
-    value = None if norm is None else nodes.float_of(norm.x)
-    if norm is None or value is None or eps_of(norm) is None or not _same(node, norm.x):
-        return
-    weight = nodes.value_of(norm.weight)
-    if norm.weight is not None and (weight is None or not _are_vectors(norm.weight) or weight.shape[0] != value.shape[-1]):
+    if norm is None or reason_against_norm(norm) or not _same(node, norm.x):
         return
     members, summands = tuple(sorted(norm.members, key=order.__getitem__)), nodes.summands_of(norm.x)
     if summands is not None and set(norm.x.users) <= set(members) and not nodes.is_in_place(norm.x) and _same(norm.x, *summands):
         residual, added = sorted(summands, key=order.__getitem__)
-        yield Parts(Producer.RMS_NORM, node, (norm.x, *members), added, residual)
-    yield Parts(Producer.RMS_NORM, node, members, norm.x)
+        yield Parts(Producer.RMS_NORM, norm.head, (norm.x, *members), added, residual, norm=node)
+    yield Parts(Producer.RMS_NORM, norm.head, members, norm.x, norm=node)
+
+
+def reason_against_norm(norm: nodes.RmsNorm) -> str:
+    """Why no producer computes an RMS norm; empty where one does."""
+    value, weight = nodes.float_of(norm.x), nodes.value_of(norm.weight)
+    if value is None:
+        return "it runs on a tensor that is neither in float32 nor in 16 bits"
+    if eps_of(norm) is None:
+        return "without eps, what is added to 16-bit numbers is up to PyTorch's version: give eps"
+    if norm.weight is not None and (weight is None or not _are_vectors(norm.weight) or weight.shape[0] != value.shape[-1]):
+        return "its weight is not a float32 vector of the length of its rows"
+    return ""
 
 
 def _gated_units(node: Node) -> Iterator[Parts]:
@@ -276,7 +278,7 @@ def _gated_units(node: Node) -> Iterator[Parts]:
             continue
         activation, x = found
         if _same(node, x, function, factor):
-            yield Parts(Producer.GLU, None, (function, node), x, None, activation, factor)
+            yield Parts(Producer.GLU, function, (function, node), x, activation=activation, factor=factor)
 
 
 def _is_image_norm(node: Node) -> bool:
@@ -312,10 +314,8 @@ def with_readers(shape: Parts, order: dict[Node, int]) -> FoundChain:
     copy = next((quantization for quantization in wanted.values() if quantization is not None), None)
     kind = None if copy is None else copy.kind
     consumers = tuple(reader for reader in readers if (found := wanted.get(reader)) is not None and found.kind == kind)
-    return FoundChain(
-        shape.producer, shape.norm, shape.members, shape.x, shape.residual, shape.activation, copy, consumers,
-        float_result=copy is None or len(consumers) < len(readers), factor=shape.factor,
-    )  # fmt: skip
+    parts = {field.name: getattr(shape, field.name) for field in attrs.fields(Parts)}
+    return FoundChain(**parts, copy=copy, consumers=consumers, float_result=copy is None or len(consumers) < len(readers))
 
 
 def _wanted(consumer: Node, producer: Producer) -> Quantization | None:

@@ -41,6 +41,7 @@ _NAMED: dict[str, Collection[Any]] = {
     "batch_norm": _BATCH_NORMS,
     "layer_norm": _LAYER_NORMS,
     "rms_norm": _RMS_NORMS,
+    "rsqrt": _ROOTS,
     "relu": _RELUS,
     "gelu": (F.gelu,),
     "silu": (F.silu,),
@@ -94,12 +95,14 @@ class RmsNorm:
         x: what it normalizes; weight: what it is multiplied with, a node or None.
         eps: None: what PyTorch takes by itself.
         members: its nodes, but for the last one in no order.
+        head: the one that it is named after: of a norm that is written out the ``rsqrt``.
     """
 
     x: Node
     weight: object
     eps: object
     members: tuple[Node, ...]
+    head: Node
 
 
 def rms_norm_of(node: object) -> RmsNorm | None:
@@ -113,7 +116,7 @@ def rms_norm_of(node: object) -> RmsNorm | None:
     if node.op == "call_function" and node.target in _RMS_NORMS:
         call: dict[str, Any] = {"weight": None, "eps": None}
         call |= dict(zip(_RMS_NORMS[node.target], node.args, strict=False)) | node.kwargs
-        return RmsNorm(call["input"], call["weight"], call["eps"], (node,)) if len(call["normalized_shape"]) == 1 else None
+        return RmsNorm(call["input"], call["weight"], call["eps"], (node,), node) if len(call["normalized_shape"]) == 1 else None
     factors = _two_of(node, _PRODUCTS)
     for normalized, weight in (*_orders(factors), (node, None)):
         found = _written_out(normalized, node, weight)
@@ -127,7 +130,7 @@ def _written_out(result: Node, last: Node, weight: Node | None) -> RmsNorm | Non
     if weight is not None and (value := value_of(weight)) is not None and value.ndim != 1:
         return None
     members = [last] if weight is not None else []
-    while (source := _cast_of(result)) is not None:
+    while (source := cast_of(result)) is not None:
         members.append(result)
         result = source
     members.append(result)
@@ -139,12 +142,12 @@ def _written_out(result: Node, last: Node, weight: Node | None) -> RmsNorm | Non
             continue
         members += [root, inside, total[0], squares]
         x = wide
-        while (source := _cast_of(x)) is not None and set(x.users) <= set(members):
+        while (source := cast_of(x)) is not None and set(x.users) <= set(members):
             members.append(x)
             x = source
         own = set(members)
         if all(set(member.users) <= own for member in members if member is not last):
-            return RmsNorm(x, weight, total[1], (*(member for member in members if member is not last), last))
+            return RmsNorm(x, weight, total[1], (*(member for member in members if member is not last), last), root)
     return None
 
 
@@ -167,7 +170,7 @@ def _argument_of(node: Node, targets: Collection[Any]) -> Node | None:
     return node.args[0] if isinstance(node.args[0], Node) else None
 
 
-def _cast_of(node: Node) -> Node | None:
+def cast_of(node: Node) -> Node | None:
     """What a node is a cast of that keeps device and layout."""
     if node.op != "call_method" or node.target not in _CASTS or not isinstance(source := node.args[0], Node):
         return None

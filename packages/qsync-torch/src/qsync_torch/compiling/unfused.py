@@ -17,6 +17,7 @@ from qsync_torch.compiling.finding import (
     described,
     last_parts,
     reason_against_copy,
+    reason_against_norm,
     reason_for_own_copy,
     runs_as_one,
     with_readers,
@@ -121,7 +122,7 @@ def _why(source: Node, readers: Sequence[Node], graph: Graph, order: dict[Node, 
     parts = last_parts(origin, graph)
     if parts is None:
         if (norm := nodes.rms_norm_of(origin)) is not None:
-            return _against_norm(norm)
+            return reason_against_norm(norm)
         if nodes.batch_norm_of(origin) or nodes.layer_norm_of(origin):
             return "its weight and bias are not float32 vectors, or it runs on a tensor of other than four dimensions"
         if nodes.activation_of(origin) is not None:
@@ -141,9 +142,3 @@ def _producer_of(node: Node) -> Producer | None:
     """The producer in the place of a chain whose result a node is."""
     made = node.args[0] if node.target is operator.getitem else None
     return _PRODUCERS.get(made.target) if isinstance(made, Node) else None
-
-
-def _against_norm(norm: nodes.RmsNorm) -> str:
-    if norm.eps is None:
-        return "without eps, what is added to 16-bit numbers is up to PyTorch's version: give eps"
-    return "its weight is not a float32 vector of the length of its rows"

@@ -19,7 +19,7 @@ from qsync_torch.conformance.calls import Asked, Call, Written
 from qsync_torch.conformance.operands import Outputs, floats
 from qsync_torch.conformance.producer_checks import FINE, check_bits, check_close, check_copy, packed, unpacked
 from qsync_torch.conformance.quantization import LARGEST, check_stream
-from qsync_torch.conformance.subject import Kernel, Subject
+from qsync_torch.conformance.subject import Kernel
 from qsync_torch.dtypes import TORCH_DTYPE
 
 EPS = 1e-5
@@ -198,11 +198,6 @@ class Producer(_OfProducer):
     def residual_absmax(self) -> torch.Tensor | None:
         """The residual's largest magnitude, which whoever wrote it hands on."""
         return None if self.residual is None else magnitude(self.residual).float().view(1)
-
-    def is_refused(self, subject: Subject) -> bool:
-        """Whether the backend has reasons against one of its two kernels."""
-        ops = (f"{self.name}.output", f"{self.name}.grad_input")
-        return any(subject.refuses(op, self.variant, (self.shape,), chain=self.chain) for op in ops)
 
     def allocate(self, outputs: Outputs) -> Written:
         """All that its chain and its variant ask for."""

@@ -17,8 +17,8 @@ import torch
 
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import KernelRequest
 from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
 from qsync_torch.conformance.operands import LAYOUTS, Outputs, dense, floats, integers, laid_out, large_integers, powers_of_two
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -303,7 +303,8 @@ class Draw:
 
 def column_scaled(part: str, variant: Variant) -> bool:
     """Whether a linear's gradient takes a number for each of its columns."""
-    return KernelRequest(f"linear.{part}", variant, ()).column_scaled
+    steps = steps_of(variant)
+    return steps.factored or (part == "grad_weight" and steps.by_column)
 
 
 def formats(part: str, gradient: Precision, **more: Any) -> Variant:

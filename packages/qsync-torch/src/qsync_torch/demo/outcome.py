@@ -81,9 +81,9 @@ class Row:
     @property
     def cells(self) -> dict[str, str]:
         """The row as a table shows it, by column."""
+        sizes = self.local_batches.values()  # the strong worker's first
         return {
-            "method": self.title,
-            "batches": " + ".join(str(size) for size in self.local_batches.values()),  # the strong worker's first
+            "method": self.title if len(set(sizes)) == 1 else f"{self.title}, {' + '.join(map(str, sizes))}",
             "iteration, measured": f"{self.measured_ns / 1e6:,.0f} ms ± {self.spread * self.measured_ns / 2e6:.0f}",
             "predicted": f"{self.predicted_ns / 1e6:,.0f} ms",
             "off by": f"{self.error:.1%}",

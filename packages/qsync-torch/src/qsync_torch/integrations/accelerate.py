@@ -16,6 +16,7 @@ from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Compiled
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
@@ -95,10 +96,12 @@ def accelerator_settings(accelerator: Accelerator) -> TrainerSettings:
     return TrainerSettings("Accelerate", f"mixed_precision={mode!r}", _AUTOCAST[mode], wanted)
 
 
-def compiles(accelerator: Accelerator) -> bool:
-    """Whether an accelerator compiles its model, whoever told it so: a Trainer's arguments, ``accelerate launch``."""
+def compiles(accelerator: Accelerator) -> Compiled | None:
+    """How an accelerator compiles its model, whoever told it so: a Trainer's arguments, ``accelerate launch``."""
     plugin = accelerator.state.dynamo_plugin
-    return plugin is not None and plugin.backend != DynamoBackend.NO
+    if plugin is None or plugin.backend == DynamoBackend.NO:
+        return None
+    return Compiled(around_ddp=True, backend=plugin.backend.value.lower())
 
 
 def check_accelerator(accelerator: Accelerator, model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
 from qsync_torch.kernels.operands import OUT, Arguments, make_operands
-from qsync_torch.kernels.selection import build_kernel
+from qsync_torch.kernels.selection import backend_of, build_kernel
 
 _CPU_SIZE, _CPU_PIXELS, _CPU_GROUPS = 64, 12, 8
 """Rows and channels, height and width of an image, and groups that are checked on a CPU, about: the kernels are the same."""
@@ -108,15 +108,15 @@ class Canary:
         return self._once(key, run)
 
     def _eight_bit(self, asked: OperatorRequest, choice: KernelChoice) -> list[WrongKernel]:
-        chain, pinned = choice.asked_for(asked.role)
-        own = KernelChoice(chain, () if pinned is None else ((asked.request.op, pinned),))
+        pinned = choice.of(asked.role)
+        own = KernelChoice(choice.chain, () if pinned is None else ((asked.request.op, pinned),))
 
         def find() -> Iterator[WrongKernel]:
             arguments = canary_operands(asked, self.device)
             build_kernel(asked.request, own)(*arguments)
             self.checked += 1
             if problem := problem_of_call(asked, arguments):
-                yield WrongKernel(asked.request, asked.role, "+".join(chain), problem)
+                yield WrongKernel(asked.request, asked.role, backend_of(asked.request, own), problem)
 
         return self._once((asked, own), find)
 

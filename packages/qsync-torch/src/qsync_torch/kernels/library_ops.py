@@ -22,7 +22,7 @@ import torch
 from qsync_core.kernels.backend import Op
 from qsync_torch.aten.quantize import quantizable
 from qsync_torch.aten.random_bits import Offset, as_kernels_take
-from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
+from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding, Quantization
 
 Copied = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Values, scales and stream."""
@@ -64,7 +64,7 @@ def quantize(
     if not x.is_contiguous():
         x = quantizable(x, quantization.granularity)
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x.shape)
-    q, scale, stream = _quantized(x, quantization, quantization.scale_counts[x.shape])
+    q, scale, stream = _quantized(x, quantization, quantization.scale_counts[x.shape], _NO_STREAM[x.device])
     written = stream if quantization.streamed else None
     if multiplier is None:
         kernel(x, q, scale, written, seed, offset)
@@ -94,12 +94,19 @@ def quantize_transposed(
     return q, scale, stream, transposed
 
 
-def _quantized(x: torch.Tensor, quantization: Quantization, scale_count: int) -> Copied:
-    return (
-        torch.empty_like(x, dtype=quantization.dtype),
-        x.new_empty(scale_count, dtype=torch.float32),
-        x.new_empty(int(quantization.streamed), dtype=torch.int64),
-    )
+def _no_stream(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.int64, device=device)
+
+
+_NO_STREAM = Memo(_no_stream)
+"""By device, what stands for the stream of what nothing reads one of: it holds nothing, and is never written."""
+
+
+def _quantized(x: torch.Tensor, quantization: Quantization, scale_count: int, no_stream: torch.Tensor | None = None) -> Copied:
+    """Allocate a copy, its scales and its stream, for which ``no_stream`` stands where there is none."""
+    stream = x.new_empty(int(quantization.streamed), dtype=torch.int64) if quantization.streamed or no_stream is None else no_stream
+    return torch.empty_like(x, dtype=quantization.dtype), x.new_empty(scale_count, dtype=torch.float32), stream
 
 
 def _transposed(x_MK: torch.Tensor, shape: Sequence[int], quantization: Quantization, scale_count: int) -> CopiedTwice:
@@ -414,3 +421,6 @@ def _define_products(name: str, of_rows: bool) -> None:
 
 _define_products("linear", True)
 _define_products("convolution", False)
+
+GRAD_WEIGHT_OF_ROWS = torch.ops.qsync.linear_grad_weight.default
+"""What stands in a graph for the gradient of a weight that multiplies rows."""

@@ -193,6 +193,23 @@ def _opened(x: torch.Tensor, key: str, keep: bool) -> tuple[ProducerBinding, Pro
     return binding, binding.allocate(x, keep), binding.kernel(binding.output_op, x.device, x.shape)
 
 
+def _operator(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make an operator ``qsync::*`` of a function, with its name and schema; ``fake`` allocates what it writes."""
+
+    def make(run: Callable[..., Any]) -> Callable[..., Any]:
+        define(run.__name__.lstrip("_") + torch.library.infer_schema(run, mutates_args=()), run, fake)
+        return run
+
+    return make
+
+
+def _allocated(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+    """Make what a forward operator writes, from its arguments: the binding, and then whether a backward pass may follow."""
+    place = next(index for index, argument in enumerate(args) if isinstance(argument, str))
+    return _written(_binding(args[place]).allocate(x, args[place + 1]))
+
+
+@_operator(_allocated)
 def _batch_norm_output(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -214,6 +231,7 @@ def _batch_norm_output(
     return _written(p)
 
 
+@_operator(_allocated)
 def _layer_norm_output(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -235,6 +253,7 @@ def _layer_norm_output(
     return _written(p)
 
 
+@_operator(_allocated)
 def _rms_norm_output(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -255,12 +274,14 @@ def _rms_norm_output(
     return _written(p)
 
 
+@_operator(_allocated)
 def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
     binding, p, kernel = _opened(x, key, keep)
     kernel(x, p.out, p.q, p.scale, p.stream, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
     return _written(p)
 
 
+@_operator(_allocated)
 def _glu_output(
     x: torch.Tensor, factor: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, factor_seed: int, offset: torch.Tensor
 ) -> list[torch.Tensor]:
@@ -280,6 +301,30 @@ def _gradients(
     return made, [tensor for tensor in made if tensor is not None]
 
 
+def _wanted_gradients(*args: Any) -> list[torch.Tensor]:
+    """Make the wanted gradients of a norm, from the arguments of its operator: the binding, and then which are wanted."""
+    place = next(index for index, argument in enumerate(args) if isinstance(argument, str))
+    return _gradients(args[1], _binding(args[place]), args[place + 1])[1]
+
+
+GRADIENT_BINDING = 9
+"""Which argument of a batch norm's gradient names its binding."""
+
+
+def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The gradient of a result, as kernels take it whole or in two parts.
+
+    Dense already, unless the graph was made with a layout that the operator before it does not give.
+    """
+    return tuple(part.contiguous(memory_format=torch.channels_last) for part in (grad, other) if part is not None)
+
+
+def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
+    """Make the tensors of a gradient's copy, to be written: int8 and its scale."""
+    return [torch.empty_like(x, dtype=torch.int8), x.new_empty(1, dtype=torch.float32)]
+
+
+@_operator(_wanted_gradients)
 def _batch_norm_grad_input(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -301,6 +346,7 @@ def _batch_norm_grad_input(
     return out
 
 
+@_operator(lambda *args: [*_wanted_gradients(*args), *_grad_copy(args[1])])
 def _batch_norm_grad_copy(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -327,24 +373,7 @@ def _batch_norm_grad_copy(
     return [*out, *copy]
 
 
-def _wanted_gradients(*args: Any) -> list[torch.Tensor]:
-    """Make tensors for a batch norm's wanted gradients, from the arguments of either of its operators."""
-    return _gradients(args[1], _binding(args[GRADIENT_BINDING]), args[GRADIENT_BINDING + 1])[1]
-
-
-def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """The gradient of a result, as kernels take it whole or in two parts.
-
-    Dense already, unless the graph was made with a layout that the operator before it does not give.
-    """
-    return tuple(part.contiguous(memory_format=torch.channels_last) for part in (grad, other) if part is not None)
-
-
-def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
-    """Make the tensors of a gradient's copy, to be written: int8 and its scale."""
-    return [torch.empty_like(x, dtype=torch.int8), x.new_empty(1, dtype=torch.float32)]
-
-
+@_operator(_wanted_gradients)
 def _layer_norm_grad_input(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -361,6 +390,7 @@ def _layer_norm_grad_input(
     return out
 
 
+@_operator(_wanted_gradients)
 def _rms_norm_grad_input(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -376,6 +406,7 @@ def _rms_norm_grad_input(
     return out
 
 
+@_operator(lambda grad, x, x_scale, key: torch.empty_like(x, dtype=_binding(key).grad_input))
 def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor | None, key: str) -> torch.Tensor:
     binding = _binding(key)
     out = torch.empty_like(x, dtype=binding.grad_input)
@@ -383,6 +414,14 @@ def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.T
     return out
 
 
+def _glu_gradients_and_copy(x: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make the tensors that a gated unit's backward writes, its result's copy among them."""
+    binding = _binding(key)
+    grad_input, grad_factor = (torch.empty_like(x, dtype=binding.grad_input) for _ in range(2))
+    return grad_input, grad_factor, torch.empty_like(x, dtype=binding.dtype)
+
+
+@_operator(lambda grad, x, x_scale, factor, factor_scale, key: _glu_gradients_and_copy(x, key)[:2])
 def _glu_grad_input(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -397,6 +436,7 @@ def _glu_grad_input(
     return both
 
 
+@_operator(lambda grad, x, x_scale, factor, factor_scale, key, *rest: _glu_gradients_and_copy(x, key))
 def _glu_grad_copy(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -413,84 +453,3 @@ def _glu_grad_copy(
     kernel = binding.kernel(binding.grad_op, x.device, x.shape)
     kernel(grad, x, x_scale, factor, factor_scale, *written[:2], scale, written[2], seed, as_kernels_take(offset))
     return written
-
-
-def _glu_gradients_and_copy(x: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make the tensors that a gated unit's backward writes, its result's copy among them."""
-    binding = _binding(key)
-    grad_input, grad_factor = (torch.empty_like(x, dtype=binding.grad_input) for _ in range(2))
-    return grad_input, grad_factor, torch.empty_like(x, dtype=binding.dtype)
-
-
-_AFFINE = "Tensor? weight, Tensor? bias, float eps"
-_STREAMS = "str binding, bool keep, SymInt seed, SymInt x_seed, Tensor offset"
-_SAVED = "Tensor grad, Tensor x, Tensor? x_scale"
-GRADIENT_BINDING = 9
-"""Which argument of a batch norm's gradient names its binding; the next one says which gradients are wanted."""
-
-define(
-    f"batch_norm_output(Tensor x, {_AFFINE}, Tensor? residual, Tensor? residual_absmax, {_STREAMS}) -> Tensor[]",
-    _batch_norm_output,
-    lambda x, weight, bias, eps, residual, absmax, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
-)
-define(
-    f"layer_norm_output(Tensor x, {_AFFINE}, Tensor? residual, {_STREAMS}) -> Tensor[]",
-    _layer_norm_output,
-    lambda x, weight, bias, eps, residual, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
-)
-define(
-    f"rms_norm_output(Tensor x, Tensor? weight, float eps, Tensor? residual, {_STREAMS}) -> Tensor[]",
-    _rms_norm_output,
-    lambda x, weight, eps, residual, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
-)
-define(
-    f"activation_output(Tensor x, {_STREAMS}) -> Tensor[]",
-    _activation_output,
-    lambda x, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
-)
-define(
-    f"batch_norm_grad_input({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
-    "Tensor? other=None) -> Tensor[]",
-    _batch_norm_grad_input,
-    _wanted_gradients,
-)
-define(
-    f"batch_norm_grad_copy({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
-    "Tensor? multiplier, SymInt seed, Tensor offset, Tensor? other=None) -> Tensor[]",
-    _batch_norm_grad_copy,
-    lambda *args: [*_wanted_gradients(*args), *_grad_copy(args[1])],
-)
-define(
-    f"layer_norm_grad_input({_SAVED}, Tensor mean, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",
-    _layer_norm_grad_input,
-    lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
-)
-define(
-    f"rms_norm_grad_input({_SAVED}, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",
-    _rms_norm_grad_input,
-    lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
-)
-define(
-    f"activation_grad_input({_SAVED}, str binding) -> Tensor",
-    _activation_grad_input,
-    lambda grad, x, x_scale, key: torch.empty_like(x, dtype=_binding(key).grad_input),
-)
-define(
-    "glu_output(Tensor x, Tensor factor, str binding, bool keep, SymInt seed, SymInt x_seed, SymInt factor_seed, Tensor offset) "
-    "-> Tensor[]",
-    _glu_output,
-    lambda x, factor, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
-)
-define(
-    f"glu_grad_input({_SAVED}, Tensor factor, Tensor? factor_scale, str binding) -> (Tensor, Tensor)",
-    _glu_grad_input,
-    lambda grad, x, x_scale, factor, factor_scale, key: tuple(
-        torch.empty_like(x, dtype=_binding(key).grad_input) for _ in range(2)
-    ),
-)
-define(
-    f"glu_grad_copy({_SAVED}, Tensor factor, Tensor? factor_scale, str binding, Tensor scale, SymInt seed, Tensor offset) "
-    "-> (Tensor, Tensor, Tensor)",
-    _glu_grad_copy,
-    lambda grad, x, x_scale, factor, factor_scale, key, *rest: _glu_gradients_and_copy(x, key),
-)

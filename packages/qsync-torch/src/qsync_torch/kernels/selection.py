@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ import torch
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Rounding
 from qsync_core.kernels.backend import (
+    BackgroundCompilingBackend,
     CompilingBackend,
     Kernel,
     KernelBackend,
@@ -19,7 +23,8 @@ from qsync_core.kernels.backend import (
     Op,
     takes_offset_tensors,
 )
-from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
+from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice, OpChoice
+from qsync_core.plugins.backends import ask_backend
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.random_bits import Offset, known_number
 from qsync_torch.kernels.installed import installed, store_of_request
@@ -115,42 +120,114 @@ def backend_of(request: KernelRequest, choice: KernelChoice) -> str:
     """The backend that runs a request; empty where none does."""
     if reasons_against(request, choice):
         return ""
-    chain, _ = choice.asked_for(request.op)
-    if chain == AUTO:
-        return installed().select(request, store=store_of_request(request))[0].name
-    return next(backend.name for backend in find_backends(chain) if not backend.unsupported_reasons(request))
+    backend, config = _chosen(request, choice)
+    other = stand_in(backend, request, config, choice.chain)
+    return (backend if other is None else other[0]).name
 
 
 def build_kernel(request: KernelRequest, choice: KernelChoice) -> Kernel:
-    """Build the kernel of a request with the backend that the choice leads to.
+    """Build the kernel of a request with the backend that the choice leads to, or a :func:`stand_in` while that is compiled.
 
     A pinned configuration that its backend refuses for the shapes at hand (a smaller last batch) gives way to the same backend's
-    first candidate, with a warning; a configuration that it has for no shapes is an error.  Another backend never takes over.
+    first candidate, with a warning; a configuration that it has for no shapes is an error.
 
     Raises:
         BackendError: with every backend's reasons.
     """
+    backend, config = _chosen(request, choice)
+    if (other := stand_in(backend, request, config, choice.chain)) is not None:
+        return _build(other[0], request, other[1])
+    try:
+        return _build(backend, request, config)
+    except BackendError as error:
+        pinned = choice.of(request.op)
+        if pinned is None or not pinned.config or is_for_any_sizes(error):
+            raise
+        first = backend.candidate_configs(request)[0]
+        if first.text == config.text:
+            raise
+        warnings.warn(f"{error}; it runs there with {first.text or 'its default'} instead", stacklevel=2)
+        return build_kernel(request, KernelChoice(choice.chain, ((request.op, OpChoice(backend.name, first.text)),)))
+
+
+def _chosen(request: KernelRequest, choice: KernelChoice) -> tuple[KernelBackend, KernelConfig]:
+    """The backend that a choice leads to, and its configuration.
+
+    Raises:
+        BackendError: with every backend's reasons, when none takes the request.
+    """
     chain, pinned = choice.asked_for(request.op)
     if chain == AUTO:
-        backend, chosen = installed().select(request, store=store_of_request(request))
-        return _build(backend, request, chosen)
+        return installed().select(request, store=store_of_request(request))
     for backend in find_backends(chain):
         if not backend.unsupported_reasons(request):
             if pinned is not None and pinned.config:
-                try:
-                    return _build(backend, request, KernelConfig(pinned.config))
-                except BackendError as error:
-                    first = backend.candidate_configs(request)[0]
-                    if first.text == pinned.config or is_for_any_sizes(error):
-                        raise
-                    warnings.warn(f"{error}; it runs there with {first.text or 'its default'} instead", stacklevel=2)
-                    return _build(backend, request, first)
-            return _build(backend, request, backend.candidate_configs(request)[0])
+                return backend, KernelConfig(pinned.config)
+            return backend, backend.candidate_configs(request)[0]
     shapes = " and ".join(str(list(shape)) for shape in request.shapes)
     raise BackendError(
         f"{request.op} as {request.variant.label} on {shapes} cannot run on {request.device_kind}: "
         + "; ".join(reasons_against(request, choice))
     )
+
+
+def stand_in(
+    backend: KernelBackend, request: KernelRequest, config: KernelConfig, chain: tuple[str, ...]
+) -> tuple[KernelBackend, KernelConfig] | None:
+    """Who runs a kernel in this process that its backend has still to compile; None where it has not, or nobody may.
+
+    The chain says who may: its members, or of ``auto`` every backend; never PyTorch's own kernels, a reference that is slow on a
+    GPU.  The compiler is started, a warning says so once, and the process keeps the other's kernel
+    (docs/decisions/compilers-beside-training.md).
+    """
+    if not isinstance(backend, BackgroundCompilingBackend) or _waits() or backend.is_compiled(request, config):
+        return None
+    others = [one for one in find_backends(chain) if one.name not in (backend.name, DEFAULT_BACKEND)]
+    store = store_of_request(request)
+    answers = {
+        one.name: answer
+        for one in others
+        if not (answer := ask_backend(one, request, store)).reasons
+        and (not isinstance(one, BackgroundCompilingBackend) or one.is_compiled(request, KernelConfig(answer.config)))
+    }
+    if not answers:
+        return None
+    answer = installed().choose(request, list(answers.values()))
+    backend.compile_later(request, config)
+    _say_once(
+        f"{backend.name} has yet to compile kernels of this model for this device: until the next start {answer.backend} runs in "
+        "their place, perhaps slower than predicted, while the compilers work beside the training "
+        f"({WAIT_VARIABLE}=1 waits for them)"
+    )
+    return next(one for one in others if one.name == answer.backend), KernelConfig(answer.config)
+
+
+WAIT_VARIABLE = "QSYNC_WAIT_FOR_KERNELS"
+"""Environment variable: 1 has every kernel compiled before it runs; 0, as without it, lets another backend stand in."""
+_awaiting = 0
+
+
+@contextlib.contextmanager
+def compilers_awaited() -> Iterator[None]:
+    """Inside, no kernel stands in for one that is still to be compiled: what is measured is what is named."""
+    global _awaiting
+    _awaiting += 1
+    try:
+        yield
+    finally:
+        _awaiting -= 1
+
+
+def _waits() -> bool:
+    said = os.environ.get(WAIT_VARIABLE, "")
+    if said not in ("", "0", "1"):
+        raise BackendError(f"{WAIT_VARIABLE} is 1 (wait for compilers) or 0 (another backend stands in meanwhile), got {said!r}")
+    return _awaiting > 0 or said == "1"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 _OFFSET = {

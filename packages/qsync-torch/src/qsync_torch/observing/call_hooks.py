@@ -90,6 +90,7 @@ class _HookedCall:
     """Stands where ``apply_`` puts an operator in a variant."""
 
     follows_casts = True
+    label = ""
 
     def __init__(self, model: _HookedModel, fqn: str) -> None:
         self.forms: set[tuple[str, bool]] = set()

@@ -23,7 +23,7 @@ from qsync_torch.job import Job, check_same_model
 from qsync_torch.load_job import load_job
 from qsync_torch.observing.collector import ObservedStep
 from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, kept_inputs, passes, subjects
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 
 _GOOD_BATCHES = 4
 """Batches up to which one more tells more than another draw: gradients differ more between batches than between draws."""
@@ -60,14 +60,16 @@ def measure_truth(request: TruthRequest) -> Observations:
     return observe(
         job,
         dag,
-        request.variants,
-        warmup=warmup,
-        steps=budget.batches,
-        batch_size=observations.batch_size,
-        device=target,
-        collectors=[MonteCarloCollector(budget.draws, chains=request.chains, progress=_over_batches(budget, request.progress))],
-        settled=None,
-        seed=seed,
+        ObserveRequest(
+            request.variants,
+            warmup=warmup,
+            steps=budget.batches,
+            batch_size=observations.batch_size,
+            device=target,
+            collectors=[MonteCarloCollector(budget.draws, chains=request.chains, progress=_over_batches(budget, request.progress))],
+            settled=None,
+            seed=seed,
+        ),
     )
 
 

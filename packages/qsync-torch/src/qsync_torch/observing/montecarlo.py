@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import attrs
 import torch
 
+from qsync_core.chains.finding import chains_of
 from qsync_core.errors import NumericsError, ObservationError
 from qsync_core.ir import observations as terms
-from qsync_core.ir.chain import Chain, ChainVariant, chains_of
+from qsync_core.ir.chain import Chain, ChainVariant
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.noise import kept_formats
@@ -31,7 +32,8 @@ from qsync_torch.apply.first_step import device_of
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.selection import default_backend
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision
-from qsync_torch.observing.kept_inputs import ProducerCalls, RoundedInput
+from qsync_torch.observing.kept_inputs import RoundedInput
+from qsync_torch.observing.producer_calls import ProducerCalls
 from qsync_torch.observing.replaced_functions import PairedDropout
 
 DRAWS = 8

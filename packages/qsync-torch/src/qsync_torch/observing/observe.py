@@ -38,21 +38,43 @@ _SAME_LOSS = {"cpu": 1e-3, "cuda": 2e-2}
 """The part of the largest recorded loss by which an update trained again may differ: a GPU adds in another order each time."""
 
 
+def _device(named: str | torch.device) -> torch.device:
+    return parse_device(str(named))
+
+
+@attrs.frozen
+class ObserveRequest:
+    """What is observed, and how.
+
+    Attributes:
+        variants: what the collectors are asked about: every ladder that a plan may use.
+        warmup: updates before the first that is observed.
+        steps: updates to observe at most.
+        batch_size: samples per update; None for half the job's, as in the paper, or all where the loss does not take half.
+        device: where to train; the numbers do not depend on it.
+        collectors: None for those of all installed plugins, but those that take long.
+        settled: when to stop earlier; None to use all steps.
+        seed: of dropout and whatever else the model draws.
+    """
+
+    variants: Sequence[Variant]
+    warmup: int = WARMUP
+    steps: int = STEPS
+    batch_size: int | None = None
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=_device)
+    collectors: Sequence[AnyCollector] | None = None
+    settled: SettledRule | None = SettledRule()  # noqa: RUF009 (frozen)
+    seed: int = 0
+
+
 def observe(
     job: Job,
     dag: PrecisionDag,
-    variants: Sequence[Variant],
+    asked: ObserveRequest,
     *,
-    warmup: int = WARMUP,
-    steps: int = STEPS,
-    batch_size: int | None = None,
-    device: str | torch.device = "cpu",
-    collectors: Sequence[AnyCollector] | None = None,
-    settled: SettledRule | None = SettledRule(),  # noqa: B008 (frozen)
-    seed: int = 0,
     earlier: Observations | None = None,
-    checkpoint: Callable[[Observations], None] | None = None,
-    announce: Callable[[str], None] | None = None,
+    checkpoint: Callable[[Observations], None] = lambda so_far: None,
+    announce: Callable[[str], None] = lambda text: None,
     progress: ProgressCallback = silent,
 ) -> Observations:
     """Train a copy of the job's model in float32 and collect numbers at every update after a warm-up.
@@ -62,14 +84,7 @@ def observe(
 
     Args:
         dag: its graph (``trace(job)``).
-        variants: what the collectors are asked about: every ladder that a plan may use.
-        warmup: updates before the first that is observed.
-        steps: updates to observe at most.
-        batch_size: samples per update; None for half the job's, as in the paper, or all where the loss does not take half.
-        device: where to train; the numbers do not depend on it.
-        collectors: None for those of all installed plugins, but those that take long.
-        settled: when to stop earlier; None to use all steps.
-        seed: of dropout and whatever else the model draws.
+        asked: what is observed.
         earlier: what an interrupted run of the same settings handed to ``checkpoint`` last; its updates are trained again, which
             costs little, and not observed again.
         checkpoint: receives everything so far after each observed update.
@@ -82,15 +97,14 @@ def observe(
         ObservationError: naming the operator and the term when a value is NaN or infinite, or when the loss is, or when it
             depends on no parameter, or no gradient reaches any operator, or no collector can work here, or ``earlier`` is of other
             settings or of a job that trains otherwise.  A :class:`JobFault` says that it is of no use to continue.
-        PluginError: when one of ``collectors`` fails; one of the default collectors is left out instead.
+        PluginError: when one of the collectors asked for fails; one of the default collectors is left out instead.
     """
-    announce = announce or (lambda text: None)
-    active = default_collectors(announce) if collectors is None else list(collectors)
+    active = default_collectors(announce) if asked.collectors is None else list(asked.collectors)
     if not active:
         raise ObservationError(
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed_collectors()))}"
         )
-    ladder, _ = ladder_under(dag.base, variants)
+    ladder, _ = ladder_under(dag.base, asked.variants)
     if dag.base is not Precision.FLOAT32:
         ladder = ladder[:-1]
     if not low_precision(ladder):
@@ -101,26 +115,23 @@ def observe(
     if earlier is not None and earlier.batch_size == job.batch_size:
         half = job.batch_size
     run = _Run(
-        job=attrs.evolve(job, batch_size=batch_size or half, loss=_differentiable_loss(job), amp=None),
+        job=attrs.evolve(job, batch_size=asked.batch_size or half, loss=_differentiable_loss(job), amp=None),
         dag=dag,
-        warmup=warmup,
-        steps=steps,
-        seed=seed,
-        target=parse_device(str(device)),
-        collectors=RunningCollectors(dag.model, ladder, active, asked_for=collectors is not None, announce=announce),
+        asked=asked,
+        collectors=RunningCollectors(dag.model, ladder, active, asked_for=asked.collectors is not None, announce=announce),
     )
     check_same_model(job, dag)
     try:
         with held_state(job.loss):
-            return run.observe(settled, earlier, checkpoint, progress)
+            return run.observe(earlier, checkpoint, progress)
     except JobError as error:
         # What comes later than the first update is no matter of the size: data that is gone, say.
-        if batch_size is not None or half == job.batch_size or run.ended:
+        if asked.batch_size is not None or half == job.batch_size or run.ended:
             raise
         announce(f"updates of {job.batch_size} samples are observed instead of {half}: {error}")
     run.job = attrs.evolve(run.job, batch_size=job.batch_size)
     with held_state(job.loss):
-        return run.observe(settled, earlier, checkpoint, progress)
+        return run.observe(earlier, checkpoint, progress)
 
 
 def _differentiable_loss(job: Job) -> Callable[[Any, Batch], torch.Tensor]:
@@ -142,61 +153,52 @@ def _differentiable_loss(job: Job) -> Callable[[Any, Batch], torch.Tensor]:
 class _Run:
     job: Job
     dag: PrecisionDag
-    warmup: int
-    steps: int
-    seed: int
-    target: torch.device
+    asked: ObserveRequest
     collectors: RunningCollectors
     ended: int = 0
     """Updates, those of the warm-up included."""
 
     def observe(
-        self,
-        settled: SettledRule | None,
-        earlier: Observations | None,
-        checkpoint: Callable[[Observations], None] | None,
-        progress: ProgressCallback,
+        self, earlier: Observations | None, checkpoint: Callable[[Observations], None], progress: ProgressCallback
     ) -> Observations:
-        asked = self._settings()
-        record = Record(self.dag.model) if earlier is None else self._continued(earlier, asked)
+        settings, settled = self._settings(), self.asked.settled
+        record = Record(self.dag.model) if earlier is None else self._continued(earlier, settings)
         done = 0 if earlier is None else len(earlier.iterations)
-        first, last = self.warmup + done, self.warmup + self.steps
+        first, last = self.asked.warmup + done, self.asked.warmup + self.asked.steps
         stopped = "budget"
-        runner = StepRunner.start(self.job, self.target, batches=0, widened=True)
+        runner = StepRunner.start(self.job, self.asked.device, batches=0, widened=True)
         if earlier is not None:
             self.collectors.restore(runner.model, first - 1, record)
-        cuda = [self.target.index or 0] if self.target.type == "cuda" else []
+        cuda = [self.asked.device.index or 0] if self.asked.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(self.asked.seed)
             started = time.perf_counter()
             for update in range(last):
-                progress(update, last, "warm-up" if update < self.warmup else "update")
+                progress(update, last, "warm-up" if update < self.asked.warmup else "update")
                 if update == 1:  # the first one prepares what later ones find
                     started = time.perf_counter()
-                observed = update >= first
-                if observed and update == first:
+                if update == first:
                     self._announce_cost(last - first, self._seconds(started, update - 1), update, record)
-                if not observed:
+                if update < first:
                     self._train(runner, update, record)
-                    runner.update()
-                    self.ended += 1
-                    continue
-                record.add(self._observe_update(runner, update, record), update)
-                done += 1
+                else:
+                    record.add(self._observe_update(runner, update, record), update)
+                    done += 1
                 runner.update()
                 self.ended += 1
+                if update < first:
+                    continue
                 if settled is not None and update + 1 < last and (reason := settled.reason(record.rankings())):
                     stopped = reason
                     break
-                if checkpoint is not None:
-                    checkpoint(self._observations(record, done, "interrupted", asked))
+                checkpoint(self._observations(record, done, "interrupted", settings))
         progress(last, last, "")
-        return self._observations(record, done, stopped, asked)
+        return self._observations(record, done, stopped, settings)
 
     def _observe_update(self, runner: StepRunner, update: int, record: Record) -> dict[Key, float]:
         """All numbers of one update, whose gradients are then in place."""
-        batch = self.job.batch(update, self.job.batch_size).to(self.target)
-        step = ObservedStep(self.job, runner.model, self.dag, batch, update, self.seed * _STEP_SEED + update)
+        batch = self.job.batch(update, self.job.batch_size).to(self.asked.device)
+        step = ObservedStep(self.job, runner.model, self.dag, batch, update, self.asked.seed * _STEP_SEED + update)
         found = self.collectors.of_step(step, record)
         if self.collectors.read_calls:
             capture = GradientCapture(self.dag.adjustable)
@@ -224,11 +226,11 @@ class _Run:
         Raises:
             ObservationError: when the loss is not finite (a :class:`JobFault` where it is observed), or not the recorded one.
         """
-        loss = self.job.compute_loss(self.job.batch(update, self.job.batch_size).to(self.target), runner.model)
+        loss = self.job.compute_loss(self.job.batch(update, self.job.batch_size).to(self.asked.device), runner.model)
         value: float = loss.item()
-        if record is not None and self.warmup <= update:
-            recorded = record.losses[update - self.warmup]
-            allowed = _SAME_LOSS.get(self.target.type, _SAME_LOSS["cuda"]) * max(map(abs, record.losses))
+        if record is not None and self.asked.warmup <= update:
+            recorded = record.losses[update - self.asked.warmup]
+            allowed = _SAME_LOSS.get(self.asked.device.type, _SAME_LOSS["cuda"]) * max(map(abs, record.losses))
             if not abs(value - recorded) <= allowed:  # also where it is not finite
                 raise ObservationError(
                     f"the interrupted observation cannot be continued: the loss of {self.job.name} at update {update} was "
@@ -245,8 +247,8 @@ class _Run:
         """Return the seconds of a training update, measured over the warm-up; None where there was none to measure."""
         if updates < 1:
             return None
-        if self.target.type == "cuda":
-            torch.cuda.synchronize(self.target)
+        if self.asked.device.type == "cuda":
+            torch.cuda.synchronize(self.asked.device)
         return (time.perf_counter() - started) / updates
 
     def _announce_cost(self, steps: int, update_s: float | None, update: int, record: Record) -> None:
@@ -262,16 +264,16 @@ class _Run:
     def _settings(self) -> dict[str, str]:
         """What decides the numbers, besides the model and the batch size."""
         return {
-            "seed": str(self.seed),
-            "device": self.target.type,
-            "warmup": str(self.warmup),
-            "steps": str(self.steps),
+            "seed": str(self.asked.seed),
+            "device": self.asked.device.type,
+            "warmup": str(self.asked.warmup),
+            "steps": str(self.asked.steps),
             "collectors": ",".join(self.collectors.names),
             "variants": " ".join(sorted(map(str, self.collectors.variants))),
             "optimizer": describe_optimizer(self.job),
             **{
                 name: value
-                for name, value in software_versions(self.target).items()
+                for name, value in software_versions(self.asked.device).items()
                 if name in SETTINGS and (SETTINGS[name].changes_numbers or name == "torch")
             },
         }
@@ -301,16 +303,16 @@ class _Run:
             )
         return record
 
-    def _observations(self, record: Record, done: int, stopped: str, asked: Mapping[str, str]) -> Observations:
+    def _observations(self, record: Record, done: int, stopped: str, settings: Mapping[str, str]) -> Observations:
         return Observations(
             model=self.dag.model,
             dag_digest=digest(self.dag),
-            iterations=tuple(range(self.warmup, self.warmup + done)),
+            iterations=tuple(range(self.asked.warmup, self.asked.warmup + done)),
             batch_size=self.job.batch_size,
             stopped=stopped,
             series=record.series(),
             settings={
-                **asked,
+                **settings,
                 **{f"without {name}": reason for name, reason in self.collectors.unavailable.items()},
             },
         )

@@ -20,7 +20,8 @@ from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.library_ops import is_channels_last, rows
 from qsync_torch.kernels.producers import Produced, ProducerBinding
-from qsync_torch.operators.casts import KEPT, KEPT_FACTOR, apply_of, first_derivative
+from qsync_torch.operators.autograd import apply_of, first_derivative
+from qsync_torch.operators.casts import KEPT, KEPT_FACTOR
 
 _OPS = torch.ops.qsync
 Streams = tuple[int, torch.Tensor]
@@ -308,28 +309,13 @@ def _glu_chain(x: torch.Tensor, factor: torch.Tensor, key: str, seed: int, offse
 
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
-for _schema, _run in (
-    (
-        "batch_norm_chain(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "float momentum, float eps, Tensor? residual, Tensor? residual_absmax, str binding, SymInt seed, "
-        "Tensor offset) -> Tensor[]",
-        _batch_norm_chain,
-    ),
-    (
-        "layer_norm_chain(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? residual, str binding, SymInt seed, "
-        "Tensor offset) -> Tensor[]",
-        _layer_norm_chain,
-    ),
-    (
-        "rms_norm_chain(Tensor x, Tensor? weight, float eps, Tensor? residual, str binding, SymInt seed, Tensor offset) "
-        "-> Tensor[]",
-        _rms_norm_chain,
-    ),
-    ("activation_chain(Tensor x, bool images, str binding, SymInt seed, Tensor offset) -> Tensor[]", _activation_chain),
-    ("glu_chain(Tensor x, Tensor factor, str binding, SymInt seed, Tensor offset) -> Tensor[]", _glu_chain),
+for _run, _mutated in (
+    (_batch_norm_chain, ("running_mean", "running_var")),
+    *((run, ()) for run in (_layer_norm_chain, _rms_norm_chain, _activation_chain, _glu_chain)),
 ):
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeImplicitAutograd")
+    _name = _run.__name__.lstrip("_")
+    _LIBRARY.define(_name + torch.library.infer_schema(_run, mutates_args=_mutated))
+    _LIBRARY.impl(_name, _run, "CompositeImplicitAutograd")
 
 CHAINS: dict[Producer, Any] = {
     Producer.BATCH_NORM: _OPS.batch_norm_chain.default,

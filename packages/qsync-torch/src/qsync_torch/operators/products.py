@@ -22,21 +22,17 @@ from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.products import bias_gradient, operand_of
 from qsync_torch.kinds.table import kind_with
+from qsync_torch.operators.autograd import Saved, apply_of, keep_for_backward, no_forward_mode, run_backward
+from qsync_torch.operators.cast_cache import CastCache
 from qsync_torch.operators.casts import (
-    CastCache,
     Gradient,
     Grads,
     Needs,
     Operand,
-    Saved,
     Seeds,
-    apply_of,
     cast_input,
     cast_weight,
     float_input,
-    keep_for_backward,
-    no_forward_mode,
-    run_backward,
     seeds_of,
     wants_transposed,
 )

@@ -221,8 +221,8 @@ class _Flow:
                 self.board.note(note, of_job=True)
         if folder.rank == 0 and job.compiles:
             self.board.note(
-                f"{request.job} compiles its model, and predictions are of the eager step: how far they are off is measured with "
-                "each profile; applied.log_scalars writes what was predicted beside what is",
+                f"{request.job} compiles its model, and whole steps are measured so ({job.compiles}, in its default mode); where "
+                "training does not, say qsync.hybrid(..., compiles=False)",
                 of_job=True,
             )
         self._on_disk = merge_disks(folder, fresh=request.fresh)
@@ -264,6 +264,7 @@ class _Flow:
         if folder.rank == 0 and of_person and (warning := contradiction(cluster, self._profiled(dag, cluster), dag.base)):
             self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
+        self._compile(bench, own)
         return cluster
 
     def _check_asked(self) -> None:
@@ -466,6 +467,13 @@ class _Flow:
             with self.folder.together(slow=True):
                 made, removed = step()
             self.folder.publish(made, removed)
+
+    def _compile(self, bench: Bench, own: Group) -> None:
+        """Let one rank of each machine compile what it will train with: kernels were measured by one rank of a group."""
+        first = next(member.rank for member in own.members if member.host == bench.me.host)
+        with self.folder.together(slow=True):
+            if bench.me.rank == first:
+                bench.compile(own)
 
     def under_base(self, cluster: Cluster) -> Cluster:
         """The cluster with the ladders that a job of this base has."""

@@ -14,32 +14,31 @@ import torch
 
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest, load, save, to_bytes
-from qsync_core.errors import ArtifactError, JobError, QSyncError
+from qsync_core.errors import ArtifactError, BackendError, JobError, QSyncError
 from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
-from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
-from qsync_core.units import format_ns
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
-from qsync_torch.observing.observe import STEPS, WARMUP, observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import JobFault
+from qsync_torch.prepare.attention_masks import masks_told
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
-from qsync_torch.profiling.attention_masks import masks_told
 from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
-from qsync_torch.profiling.profile import STEP_EFFORT, profile
-from qsync_torch.profiling.whole_step import StepRunner, measure_compiled
+from qsync_torch.profiling.profile import ProfileRequest, profile
+from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
-from qsync_torch.tuning.job_tuning import TUNING_S, tune_job
+from qsync_torch.tuning.job_tuning import TUNING_S, compile_planned, tune_job
 
 Run = Callable[[Mapping[str, str]], Made]
 """Makes a part of its inputs."""
@@ -153,19 +152,13 @@ class Bench:
             found = profile(
                 self.job,
                 self.dag,
-                device=self.device,
-                share=group.share,
-                ladder=group.ladder,
+                ProfileRequest(self.device, group.share, ladder=group.ladder, with_collectives=False, with_chains=self.chains),
                 resume=self.folder.run.partial(self.folder.run.profile(group.name)),
-                with_collectives=False,
-                with_chains=self.chains,
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
-            if self.job.compiles:
-                self.board.note(self._compiled(group.name, found.steps[0]))
-                if masks := masks_told(self.dag, self.device, found.steps[0].iteration_ns):
-                    self.board.note(masks)
+            if self.job.compiles and (masks := masks_told(self.dag, self.device, found.steps[0].iteration_ns)):
+                self.board.note(masks)
             return Made(inputs, to_bytes(found))
 
         ladder, known = _texts(group.ladder), self.folder.parts.get(f"profile {group.name}")
@@ -192,6 +185,19 @@ class Bench:
         software = {name: self.me.software[name] for name in ("torch", "qsync-torch")}
         inputs = {"graph": digest(self.dag), **software, "optimizer": describe_optimizer(self.job), "rungs": _texts(wanted)}
         return self._unless_kept("observations", inputs, run)
+
+    def compile(self, group: Group) -> None:
+        """Compile on this machine what its ranks of a group train with, under every plan that has them."""
+        stage, run = self.board.stage("compiling kernels"), self.folder.run
+        if self.device.type != "cuda":
+            return
+        for names in run.planned_groups():
+            if group.name in names and (plan := run.load_plan(names)).dag_digest == digest(self.dag):
+                try:
+                    compile_planned(self.dag, plan.group(group.name).assignments, self.device, stage)
+                except BackendError as error:  # which training would meet
+                    self.board.note(str(error))
+        stage(1, 1, "")
 
     def forget_partials(self, made: Iterable[str]) -> None:
         """Remove what was kept for parts that are finished now."""
@@ -226,9 +232,9 @@ class Bench:
             self._checked.append(True)
 
     def _inputs(self, **more: str) -> dict[str, str]:
-        """The job's graph, and what this process is."""
-        device = self.me.device
-        return {"graph": digest(self.dag), "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
+        """The job's graph, how its script compiles it, and what this process is."""
+        device, how = self.me.device, {"compiled": str(self.job.compiles)} if self.job.compiles else {}
+        return {"graph": digest(self.dag), **how, "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
 
     def _probe(self, inputs: Mapping[str, str]) -> Made:
         self.board.stage(COMPARING)(0, 1, "a few steps")
@@ -249,7 +255,11 @@ class Bench:
         return Made(inputs, value=Probe(round(1e9 * step.value), ladder, round(1e9 * step.spread)).value)
 
     def _step(self) -> Uncertain:
-        """Seconds of a step in the base precision."""
+        """Seconds of a step in the base precision, compiled where the script compiles it.
+
+        Raises:
+            JobError: where it fails.
+        """
 
         def step() -> None:
             runner.train_step(next(numbers))
@@ -257,35 +267,26 @@ class Bench:
                 torch.cuda.synchronize(self.device)
 
         try:
-            numbers, runner = itertools.count(), StepRunner.start(self.job, self.device, batches=2)
-            step()
-            return repeated(lambda: seconds_of(step))
+            numbers, runner = itertools.count(), StepRunner.start(self.job, self.device, batches=2, compiled=self.job.compiles)
+            with runner.compiling(None):
+                step()
+                return repeated(lambda: seconds_of(step))
         except torch.OutOfMemoryError:
             return Uncertain(_TOO_LARGE_NS / 1e9)
         except (QSyncError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
+            if self.job.compiles and rank_count() < 2:
+                raise JobError(
+                    f"a training step of {self.job.name}, compiled by {self.job.compiles}, fails{place_of(error)} "
+                    f"({first_line(error)}); see that it runs without QSync, or where the script does not compile this model, say "
+                    "qsync.hybrid(..., compiles=False)"
+                ) from error
             raise JobError(
                 f"a training step of {self.job.name} on rank {self.me.rank}, which is measured alone, fails{place_of(error)} "
                 f"({first_line(error)}); see that it runs without QSync, and where it waits for other ranks, that it asks them by "
                 "functions of torch.distributed with tensors, which are answered meanwhile, and by no dist.barrier or object store"
             ) from error
-
-    def _compiled(self, group: str, eager: StepMeasurement) -> str:
-        """Say by how much predictions are off where the script compiles its model, as a sentence."""
-        self.board.stage("profiling")(0, 1, "a compiled step")
-        try:
-            compiled = measure_compiled(self.job, self.dag, self.device, STEP_EFFORT)
-        except Exception as error:  # of a compiler: what PyTorch, Triton or a C++ compiler says
-            return (
-                f"how far predictions for {group} are off is not known: its step fails once compiled ({first_line(error)}), and "
-                "they are of the eager step"
-            )
-        off, takes = eager.iteration_ns / compiled.iteration_ns - 1, format_ns(compiled.iteration_ns)
-        return (
-            f"compiled in torch.compile's default mode, a step of {group} in {self.dag.base} takes {takes} here, and uncompiled "
-            f"{format_ns(eager.iteration_ns)}, which predictions speak of: they are {abs(off):.0%} {'more' if off > 0 else 'less'}"
-        )
 
     def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
         partial.parent.mkdir(parents=True, exist_ok=True)
@@ -294,10 +295,7 @@ class Bench:
                 return observe(
                     self.job if alone is None else attrs.evolve(self.job, loss=_followed(self.job.loss, alone)),
                     self.dag,
-                    variants,
-                    warmup=WARMUP,
-                    steps=STEPS,
-                    device=self.device,
+                    ObserveRequest(variants, device=self.device),
                     earlier=earlier,
                     checkpoint=lambda so_far: save(so_far, partial),
                     announce=self.board.note,

@@ -22,7 +22,8 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kinds.convolution import CHANNELS_LAST
 from qsync_torch.kinds.products import operand_of
-from qsync_torch.operators.casts import GRAD, Gradient, Grads, Saved, Seeds, W, cast_gradient, cast_input, cast_weight
+from qsync_torch.operators.autograd import Saved
+from qsync_torch.operators.casts import GRAD, Gradient, Grads, Seeds, W, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.products import QuantizedProduct, backward_products, forward_product
 from qsync_torch.torch_internals import pytree
 from qsync_torch.tracing.aten_call import AtenCall

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 import torch
 
-from qsync_core.ir.chain import Chain, ChainVariant, Producer, chains_of
+from qsync_core.chains.calls import eps_of
+from qsync_core.chains.finding import chains_of
+from qsync_core.ir.chain import Chain, ChainVariant, Producer
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -116,33 +118,35 @@ def chain_case(dag: PrecisionDag, item: ChainItem, choice: KernelChoice, device:
     """
     chain, binding = item.chain, item.binding(choice)
     dtype = TORCH_DTYPE[item.run.variant.output]
-    operands: dict[OpId, torch.Tensor] = {}
+    operands: dict[tuple[OpId, int], torch.Tensor] = {}
     for member in (dag[name] for name in chain.members):
         made = _call_of(dag, member.op_id).make_inputs([dtype] * len(member.inputs), device)
         for index, (source, tensor) in enumerate(zip(member.inputs, made, strict=True)):
-            operands.setdefault(source, tensor.requires_grad_(index not in member.no_grad_inputs))
-    x, residual = operands[chain.x], None if chain.residual is None else operands[chain.residual]
+            operands.setdefault((source, member.view(index)), tensor.requires_grad_(index not in member.no_grad_inputs))
+    residual, factor = (_last_of(operands, name) for name in (chain.residual, chain.factor))
+    x = next(tensor for (source, _), tensor in operands.items() if source == chain.x)
     streams = binding.key, 1, torch.zeros(1, dtype=torch.int64, device=device)
-    affine: list[torch.Tensor | None] = []
-    buffers: list[torch.Tensor] = []
+    affine, buffers = _affine(dag, chain, device), list[torch.Tensor]()
     arguments: tuple[Any, ...]
-    if chain.producer is Producer.ACTIVATION:
-        arguments = (x, item.images)
-    else:
-        call = _call_of(dag, chain.name)
-        parameters = [parameter.requires_grad_() for parameter in call.make_parameters(device)]
-        first = 1 if chain.producer is Producer.BATCH_NORM else 2
-        affine = [None if spec is None else parameters[spec["parameter"]] for spec in call.args[first : first + 2]]
-        if chain.producer is Producer.LAYER_NORM:
-            arguments = (x, *affine, call.args[4] if len(call.args) > 4 else 1e-5, residual)
-        else:
-            if call.args[3] is not None:
+    match chain.producer:
+        case Producer.ACTIVATION:
+            arguments = (x, item.images)
+        case Producer.GLU:
+            arguments = (x, factor)
+        case Producer.LAYER_NORM:
+            args = _call_of(dag, chain.name).args
+            arguments = (x, *affine, args[4] if len(args) > 4 else 1e-5, residual)
+        case Producer.RMS_NORM:
+            arguments = (x, *affine, eps_of(dag, chain.name), residual)
+        case Producer.BATCH_NORM:
+            args = _call_of(dag, chain.name).args
+            if args[3] is not None:
                 buffers = [torch.zeros(x.shape[1], device=device), torch.ones(x.shape[1], device=device)]
             absmax = None if residual is None else residual.detach().abs().amax().float().view(1)
-            arguments = (x, *affine, *(buffers or (None, None)), *call.args[6:8], residual, absmax)
+            arguments = (x, *affine, *(buffers or (None, None)), *args[6:8], residual, absmax)
     run = partial(CHAINS[chain.producer], *arguments, *streams)
     trained = [tensor for tensor in affine if tensor is not None]
-    activations = tuple(tensor for tensor in (x, residual) if tensor is not None)
+    activations = tuple({id(tensor): tensor for tensor in (x, residual, factor) if tensor is not None}.values())
     wanted = tuple(tensor for tensor in (*activations, *trained) if tensor.requires_grad)
     is_channels_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return BenchmarkCase(
@@ -151,6 +155,27 @@ def chain_case(dag: PrecisionDag, item: ChainItem, choice: KernelChoice, device:
         (*trained, *buffers),
         gradient_layout=torch.channels_last if is_channels_last else torch.contiguous_format,
     )
+
+
+def _last_of(operands: Mapping[tuple[OpId, int], torch.Tensor], name: OpId | None) -> torch.Tensor | None:
+    """What a chain reads of an operator; a gated unit may read two parts of one, of which the function's comes first."""
+    return [tensor for (source, _), tensor in operands.items() if source == name][-1] if name is not None else None
+
+
+def _affine(dag: PrecisionDag, chain: Chain, device: torch.device) -> list[torch.Tensor | None]:
+    """Weight and bias of a norm as its kernels take them, in float32; of an RMS norm a weight alone."""
+    if not chain.producer.normalizes:
+        return []
+    if chain.weight is not None:
+        return [torch.randn(dag[chain.last].output_shape[-1:], device=device).requires_grad_()]
+    written_out = chain.producer is Producer.RMS_NORM and dag[chain.name].kind != "rms_norm"
+    call = _call_of(dag, chain.last if written_out else chain.name)
+    parameters = [parameter.requires_grad_() for parameter in call.make_parameters(device)]
+    if written_out:
+        return [*parameters, None][:1]
+    first = 1 if chain.producer is Producer.BATCH_NORM else 2
+    specs = (call.args + [None] * 2)[first : first + (1 if chain.producer is Producer.RMS_NORM else 2)]
+    return [None if spec is None else parameters[spec["parameter"]] for spec in specs]
 
 
 def _call_of(dag: PrecisionDag, name: OpId) -> AtenCall:

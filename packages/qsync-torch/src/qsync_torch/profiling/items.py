@@ -242,3 +242,22 @@ def _right_choice(item: Item, chooser: KernelChooser, canary: Canary, found: lis
             return None
         for one in wrong:
             chooser.leave_out(one.backend, one.request)
+
+
+def layer_kinds(dag: PrecisionDag, time_of: Callable[[Operator], int]) -> list[tuple[OpId, ...]]:
+    """The adjustable operators by their place in a layer, those that read one tensor together (Q, K and V), the longest first.
+
+    Layers repeat: numbers in names count as equal, where shapes are.
+    """
+    kinds: dict[frozenset[tuple[object, ...]], list[Operator]] = {}
+    for operator in dag.adjustable:
+        read = operator.inputs[0]
+        together = (reader for reader in dag.adjustable if reader.inputs[:1] == (read,))
+        kinds.setdefault(frozenset(map(_place, together)), []).append(operator)
+    in_order = sorted(kinds.values(), key=lambda members: -sum(map(time_of, members)))
+    return [tuple(operator.op_id for operator in members) for members in in_order]
+
+
+def _place(operator: Operator) -> tuple[object, ...]:
+    name = ".".join("*" if part.isdigit() else part for part in operator.op_id.fqn.split("."))
+    return name, operator.weight_shape, operator.output_shape

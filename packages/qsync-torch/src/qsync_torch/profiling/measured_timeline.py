@@ -14,7 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -36,7 +36,9 @@ RANGE = "qsync.operator "
 """Prefix of the ranges that mark a module's operator; its OpId follows."""
 STEP = "qsync.step"
 _RECORDED = 2
-"""Steps run under the profiler; the last is kept, the first pays for what the profiler sets up."""
+"""Steps run under the profiler; the last is kept, the first pays for what is set up, and shows whether the model is compiled."""
+_COMPILED = "Torch-Compiled Region"
+"""Begins the range around a compiled graph.  It tells no operators, and marks on modules would have it compiled anew."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 _LOWERED = QuantizedProduct.__name__
@@ -69,10 +71,13 @@ def measured_timeline(
     """
     device = torch.device(device)
     period = _period_ns(train_step, steps, device)
+    marks = False
     for _ in range(_RECORDED):
         _wait_for_all(device)
-        events, software = record_step(model, dag, train_step, device)
-    spans = spans_of(events, dag, marked_operators(model, dag))
+        events, software = record_step(model, dag, train_step, device, marks=marks)
+        marks = not any(event.name.startswith(_COMPILED) for event in events)
+    software["compiled"] = str(not marks)
+    spans = spans_of(events, dag, marked_operators(model, dag) if marks else ())
     zero = min((span.start_ns for span in spans), default=0)
     rank = own_rank()
     intervals = tuple(
@@ -168,9 +173,9 @@ class Event:
 
 
 def record_step(
-    model: torch.nn.Module, dag: PrecisionDag, train_step: Callable[[], Any], device: torch.device
+    model: torch.nn.Module, dag: PrecisionDag, train_step: Callable[[], Any], device: torch.device, *, marks: bool = True
 ) -> tuple[list[Event], dict[str, str]]:
-    """Run one step under the profiler.
+    """Run one step under the profiler, with the operators' modules marked or not.
 
     Returns:
         Its events in order of their start, and the versions and settings (:mod:`qsync_core.settings`) in force in its forward.
@@ -180,14 +185,19 @@ def record_step(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     software = job_software(model, device)
     autocast: list[str] = []
-    look = model.register_forward_pre_hook(lambda *_: autocast.append(active_autocast(device)))
+    look = model.register_forward_pre_hook(lambda *_: autocast.append(active_autocast(device))) if marks else None
     try:
-        with _marked(model, dag), torch.profiler.profile(activities=activities) as recorded, torch.profiler.record_function(STEP):
+        with (
+            _marked(model, dag) if marks else nullcontext(),
+            torch.profiler.profile(activities=activities) as recorded,
+            torch.profiler.record_function(STEP),
+        ):
             train_step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     finally:
-        look.remove()
+        if look is not None:
+            look.remove()
     session = recorded.profiler
     assert session is not None
     events = [
@@ -263,8 +273,9 @@ def spans_of(events: Sequence[Event], dag: PrecisionDag, marked: Iterable[str]) 
     Forward: a module's operator is the range its hooks marked; any other operator is found by its ATen name between the marked ones
     before and after it in the graph.  Backward: an autograd node carries the sequence number of the forward operator that made it.
     On a device, a kernel belongs to the operator that launched it, and the CPU's spans are dispatch; what no operator launched is
-    of the phase in which it was launched.  Collectives are communication.  No moment is counted twice on one resource: where spans
-    overlap, because one contains the other or streams run side by side, the one that began last has it.
+    of the phase in which it was launched.  Of a compiled model nothing belongs to an operator.  Collectives are communication.  No
+    moment is counted twice on one resource: where spans overlap, because one contains the other or streams run side by side, the
+    one that began last has it.
 
     Args:
         events: from :func:`record_step`.
@@ -342,6 +353,7 @@ def _same_work(one: Span, other: Span) -> bool:
 def _forward_spans(events: Sequence[Event], dag: PrecisionDag, marked: set[str], resource: Resource) -> list[Span]:
     spans: list[Span] = []
     position, covered_until = 0, 0
+    compiled = any(event.name.startswith(_COMPILED) for event in events)
     for event in events:
         if event.start_ns < covered_until:
             continue
@@ -349,6 +361,8 @@ def _forward_spans(events: Sequence[Event], dag: PrecisionDag, marked: set[str],
             marked_id = OpId.parse(event.name.removeprefix(RANGE))
             op_id: OpId | None = marked_id
             position = dag.index.get(marked_id, position - 1) + 1
+        elif compiled and ("::" in event.name or event.name.startswith(_COMPILED)):
+            op_id = None
         elif "::" in event.name or event.name == _LOWERED:
             found = _find(dag, position, marked, event.name)
             op_id = None if found is None else dag.operators[found].op_id

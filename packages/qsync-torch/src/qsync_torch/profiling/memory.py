@@ -1,15 +1,24 @@
-"""Memory of a piece of work: its peak, and what autograd keeps of it for backward.
+"""Memory of a piece of work: its peak, what autograd keeps of it for backward, and what a process takes of a GPU in training steps.
 
-See docs/design/memory.md#measuring-and-checking.
+See docs/design/memory.md#measuring-and-checking and docs/design/memory.md#what-a-process-takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
+
+from qsync_core.ir.profile import RungMemory
+from qsync_core.ir.variant import Variant
+from qsync_torch.devices import nvidia_smi
+
+_MORE_STEPS = 3
+"""An allocator may reserve more in later steps, for tensors that no longer fit where they were."""
 
 
 def memory_rise(run: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, int]:
@@ -144,3 +153,78 @@ def watch_saved(forward: Callable[[], Any], activations: Sequence[torch.Tensor],
     first = result[0] if isinstance(result, (tuple, list)) else result
     output = isinstance(first, torch.Tensor) and kept.pop(first.untyped_storage().data_ptr(), None) is not None
     return Saved(tuple(inputs), output, sum(kept.values()), result)
+
+
+def kept_for_backward(loss: torch.Tensor, beside: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages that the graph behind a loss keeps, those of ``beside`` (parameters, the batch) apart.
+
+    Of a compiled graph these are the tensors that its partition hands from forward to backward.
+    """
+    kept: dict[int, int] = {}
+    seen: set[Any] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        for tensor in _tensors_of(node):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for tensor in beside:
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+def _tensors_of(node: Any) -> Iterator[torch.Tensor]:
+    """What a node of autograd keeps: PyTorch's own by name, functions in Python in a tuple, compiled ones also outside of it."""
+    names = ["saved_tensors", "_tensors_no_vc_check", *(name for name in dir(node) if name.startswith("_saved_"))]
+    for name in names:
+        value = getattr(node, name, None)
+        for entry in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(entry, torch.Tensor):
+                yield entry
+
+
+def measure_memory(step: Callable[[], Any], variant: Variant, device: torch.device, beside: Iterable[torch.Tensor]) -> RungMemory:
+    """Peak of training steps on a CUDA device: what lives before a step (libraries' workspaces too), and its rise.
+
+    Args:
+        step: one whole step of a model and optimizer that have run before.
+        beside: tensors that only the measurement keeps; those on the device do not count.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    apart = storage_bytes(tensor for tensor in beside if tensor.device == device)
+    resident = torch.cuda.memory_allocated(device) - apart
+    rise, _ = memory_rise(step, device)
+    for _ in range(_MORE_STEPS):
+        step()
+    torch.cuda.synchronize(device)
+    return RungMemory(
+        variant,
+        allocated_bytes=max(0, resident + rise),
+        reserved_bytes=max(0, torch.cuda.max_memory_reserved(device) - apart),
+    )
+
+
+def outside_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device in use outside PyTorch's allocator, but for other processes that nvidia-smi names."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device) - _of_others(device))
+
+
+def _of_others(device: torch.device) -> int:
+    """Memory of other processes on the device; 0 where nvidia-smi does not list this one, which then has another number there."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return others_in(nvidia_smi("compute-apps=gpu_uuid,pid,used_memory"), uuid, os.getpid())
+
+
+def others_in(listed: Iterable[str], uuid: str, pid: int) -> int:
+    """Bytes of all processes but ``pid`` on a device, by nvidia-smi's list of (device, process, MiB); 0 where it lacks ``pid``."""
+    used: dict[int, int] = {}
+    for line in listed:
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 3 and fields[0] == uuid and fields[1].isdigit() and fields[2].isdigit():
+            used[int(fields[1])] = int(fields[2]) << 20
+    return sum(used.values()) - used[pid] if pid in used else 0

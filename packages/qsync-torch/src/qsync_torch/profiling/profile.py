@@ -6,103 +6,112 @@ See docs/design/cost-mapper.md#profiled-costs.
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import attrs
 import torch
 
-from qsync_core.artifacts.atomic_file import write_atomically
-from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.files import digest
-from qsync_core.artifacts.whole_file import read_whole
-from qsync_core.errors import ArtifactError, JobError, PlanError, QSyncError
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import (
-    CastKey,
-    CastModel,
+    AlternatingDispatch,
     ChainCost,
+    Compiler,
     DeviceKind,
     DeviceMemory,
+    DeviceType,
     KernelCheck,
+    MixedStep,
     OpCost,
     Profile,
     RungMemory,
     StepMeasurement,
     WrongKernels,
 )
-from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.settings import CHECKED_ON
-from qsync_torch.devices import active_autocast, device_type, gpu_and_sms, memory_format, parse_device, software_versions
+from qsync_torch.devices import device_type, gpu_and_sms, memory_format, parse_device, software_versions
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
-from qsync_torch.failures import first_line, place_of
-from qsync_torch.job import Job, autocast, check_same_model, describe_optimizer
+from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
-from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
-from qsync_torch.profiling.benchmark_case import loss_case
-from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast, possible_casts
-from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
+from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, compilers_awaited, default_backend
+from qsync_torch.profiling.bench import AUTOCAST, Bench, Efforts
+from qsync_torch.profiling.cast_cost import possible_casts
+from qsync_torch.profiling.chain_cost import distinct_chains
 from qsync_torch.profiling.collective import measure_collective
-from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.handing_on import handed_on
-from qsync_torch.profiling.items import FLOAT32, Item, distinct_items, refuse_wrong_base, right_kernels
-from qsync_torch.profiling.operator_cost import measure_case, measure_operator
-from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
-from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
+from qsync_torch.profiling.items import FLOAT32, Item, RightKernels, distinct_items, layer_kinds, refuse_wrong_base, right_kernels
+from qsync_torch.profiling.memory import outside_bytes
+from qsync_torch.profiling.resume_store import ResumeStore
+from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating
+from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import is_run_loss
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 from qsync_torch.tuning.compiling import build_all
 
-_LONGEST_VALUE = 200
-"""Characters of a setting that a sentence shows."""
-
-T = TypeVar("T")
-OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
-CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
-STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
-_FORMAT = 4
-"""The format of the file of a :class:`ResumeStore`."""
-_AUTOCAST = "autocast"
-"""Name under which a :class:`ResumeStore` keeps the autocast of the job's forward."""
 _MUCH_RESERVED = 1.1
-_WRITE_EVERY_S = 0.5
-_MAX_BYTES = 256 << 20
+_KINDS, _COMPILE_S = 3, 300
+"""Kinds of layers whose compiled step is measured with them alone lowered, as long as compilers took no more than these seconds."""
+Note = Callable[[str], None]
 
 
+def _device(named: str | torch.device) -> torch.device:
+    return parse_device(str(named))
+
+
+@attrs.frozen
+class ProfileRequest:
+    """What is measured, and how.
+
+    Attributes:
+        device: ``cpu``, ``cuda`` or ``cuda:1``.
+        share: share of the device that the job gets; recorded, and part of what a plan matches.
+        memory_cap_bytes: memory that the job may use, 0 for all; recorded likewise.
+        ladder: variants a plan may use; the job's base (float32 without AMP) is always measured as well, and what is above it not.
+        backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer; ``auto`` whatever ``qsync
+            tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
+        tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
+        with_collectives: measure all-reduces; without, ranks need not finish at the same time.
+        with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
+            ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size.
+        efforts: how long each is timed.
+
+    Raises:
+        QSyncError: when the device is not there.
+    """
+
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=_device)
+    share: float = 1.0
+    memory_cap_bytes: int = 0
+    ladder: Sequence[Variant] = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32)
+    backend: str | None = None
+    tuning: Path | None = None
+    with_collectives: bool = True
+    with_chains: bool = False
+    efforts: Efforts = attrs.field(factory=Efforts)
+
+
+@compilers_awaited()
 def profile(
     job: Job,
     dag: PrecisionDag,
+    asked: ProfileRequest | None = None,
     *,
-    device: str | torch.device = "cpu",
-    share: float = 1.0,
-    memory_cap_bytes: int = 0,
-    ladder: Sequence[Variant] = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32),
-    backend: str | None = None,
-    tuning: Path | None = None,
     resume: Path | None = None,
-    with_collectives: bool = True,
-    with_chains: bool = False,
     progress: ProgressCallback = silent,
-    note: Callable[[str], None] = lambda text: None,
-    operator_effort: Effort = OPERATOR_EFFORT,
-    cast_effort: Effort = CAST_EFFORT,
-    step_effort: Effort = STEP_EFFORT,
+    note: Note = lambda text: None,
 ) -> Profile:
     """Measure a job's operators, casts, buckets and whole steps on one device.
 
@@ -114,57 +123,35 @@ def profile(
     recorded: set them where the job is made, as training has them.
 
     Args:
-        job: what is trained; its model is copied to the device and not changed.
+        job: what is trained; its model is copied to the device and not changed.  Where its script compiles it, whole steps are
+            measured so (docs/design/cost-mapper.md#compiled-steps); with chains by ``torch.compile``, which fuses none of them.
         dag: its graph (``trace(job)``).
-        device: ``cpu``, ``cuda`` or ``cuda:1``.
-        share: share of the device that the job gets; recorded, and part of what a plan matches.
-        memory_cap_bytes: memory that the job may use, 0 for all; recorded likewise.
-        ladder: variants a plan may use; the job's base (float32 without AMP) is always measured as well, and what is above it not.
-        backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer; ``auto`` whatever ``qsync
-            tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
-        tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
+        asked: what is measured; by default on a CPU.
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.  One of
             another job, optimizer, loss, ladder, device, version or setting is not continued, and a note says what differs.
-        with_collectives: measure all-reduces; without, ranks need not finish at the same time.
-        with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
-            ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size
-            (``cast_effort``).
         note: receives sentences that a reader of the profile should know.
 
     Raises:
-        QSyncError: when the device is not there, the graph is of another model, a kernel cannot run, or, with all-reduces, when
-            that is so on another rank.
+        QSyncError: when the graph is of another model, a kernel cannot run, or, with all-reduces, when that is so on another rank.
     """
-    target = parse_device(str(device))
+    asked = asked or ProfileRequest()
+    target = asked.device
     check_same_model(job, dag)
-    chooser = chooser_of(target, backend, tuning)
-    base = Variant.plain(dag.base)
-    kept, cut = ladder_under(dag.base, ladder)
-    variants = tuple(dict.fromkeys((*kept, base)))
-    if cut:
-        how = "trains under autocast" if dag.autocast else "holds its weights"
-        note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} {how} in {dag.base}")
-    type_ = device_type(target, share, memory_cap_bytes)
+    chooser = chooser_of(target, asked.backend, asked.tuning)
+    variants = _variants(job, dag, asked, note)
+    type_ = device_type(target, asked.share, asked.memory_cap_bytes)
+    compiled = job.compiles
+    if compiled is not None and asked.with_chains:
+        compiled = attrs.evolve(compiled, by=Compiler.TORCH)
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
-    items = distinct_items(dag, variants, type_.kind)
-    if floats := [operator for operator in dag.adjustable if not all(map(operator.runs_in, variants))]:
-        note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
-    for item in items:
-        if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
-            chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
-    build_all(chooser.to_compile, lambda built, every: progress(0, every, f"compiling: {built} of {every} kernels"))
-    progress(0, 1, "canary")
-    canary = Canary(target)
-    right = right_kernels(items, dag, chooser, canary)
-    refuse_wrong_base(right, items, dag.base, share, type_.name)
-    for left_out in right.wrong:
-        note(left_out_sentence(left_out, type_.name))
-    items, choices = [*right.choices], right.choices
-    complete = _complete(dag, items, variants)
-    asked = {item: chooser.for_chain(item.requests(target)) for item in (distinct_chains(dag, variants) if with_chains else ())}
-    fused = {item: choice for item, choice in asked.items() if choice is not None}
-    efforts = (operator_effort, cast_effort, step_effort)
+    right, checked = _right_kernels(dag, variants, chooser, type_, target, progress, note)
+    choices = right.choices
+    complete = _complete(dag, choices, variants)
+    chosen = {
+        item: chooser.for_chain(item.requests(target)) for item in (distinct_chains(dag, variants) if asked.with_chains else ())
+    }
+    fused = {item: choice for item, choice in chosen.items() if choice is not None}
     store = ResumeStore(
         resume,
         {
@@ -174,10 +161,11 @@ def profile(
             "job": job.name,
             "optimizer": describe_optimizer(job),
             "ladder": " ".join(map(str, variants)),
+            **({} if compiled is None else {"compiled": str(compiled)}),
             "backend": "+".join(chooser.chain),
             "kernels": _kernels(choices),
             "number of ranks": str(rank_count()),
-            "effort": " ".join(map(str, efforts)),
+            "effort": str(asked.efforts),
         },
     )
     if len(store) and digest(trace(job)) != dag_digest:
@@ -192,87 +180,61 @@ def profile(
         )
     if type_.kind is DeviceKind.CUDA and (advice := layout_advice(dag, variants)):
         note(advice)
-    layouts = dict(job.model.named_parameters())
-    bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts, note)
+    bench = Bench(dag, dict(job.model.named_parameters()), chooser, make_stopwatch(target), store, asked.efforts, note)
     held = {operator.weight_format for operator in dag.adjustable} | {operator.result_format for operator in dag.operators}
     cast_sites = possible_casts(variants, sorted(held))
-    total = len(items) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(complete) + 1
-    done = 0
-
-    def advance(what: str) -> None:
-        nonlocal done
-        progress(done, total, what)
-        done += 1
-
-    build_all(chooser.to_compile, lambda built, every: progress(0, total, f"compiling: {built} of {every} kernels"))
+    total = len(choices) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(complete) + 1
+    counted = _Counted(progress, total)
+    build_all(chooser.to_compile, partial(_tell_compiled, progress, total))
     with ExitStack() as ending:
-        if with_collectives:  # which start when all ranks are ready: none waits in one for a rank that failed
+        if asked.with_collectives:  # which start when all ranks are ready: none waits in one for a rank that failed
             ending.enter_context(together("profile", {"graph": dag_digest[:16]}, slow=True))
         ending.callback(store.flush)
         ending.enter_context(held_state(job.loss))
-        costs: list[OpCost] = []
-        index: dict[OpId, dict[Variant, int]] = {}
-        for item in items:
-            advance(f"operators: {item.operator.kind} {item.variant.label}")
-            cost = bench.operator(item, choices[item])
-            if cost is None:
-                continue
-            for op_id in item.holders:
-                index.setdefault(op_id, {})[item.variant] = len(costs)
-            costs.append(cost)
-        casts: list[CastModel] = []
+        costs, index = _operators(bench, choices, counted)
+        casts = []
         for key, sites in cast_sites.items():
-            advance(f"casts: {key.source}→{key.target}")
+            counted(f"casts: {key.source}→{key.target}")
             casts.append(bench.cast(key, sites))
-        chains: list[ChainCost] = []
+        chains = []
         for chain, choice in fused.items():
-            advance(f"chains: {chain.chain.producer}")
+            counted(f"chains: {chain.chain.producer}")
             chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
-        runner = StepRunner.start(job, target)
+        runner = StepRunner.start(job, target, compiled=compiled)
         for operator in filter(is_run_loss, dag.operators):
-            advance("loss")
+            counted("loss")
             index[operator.op_id] = {FLOAT32: len(costs)}
             costs.append(bench.loss(operator, runner))
-        _watch_autocast(runner.model, target, store)
-        steps: list[StepMeasurement] = []
-        for variant in sorted(complete, key=lambda v: v != base):
-            advance(f"whole step {variant.label}")
-            chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
-            steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
-        if runner.communicates:
-            note(
-                "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step "
-                "times leave these transfers out"
-            )
-        alternating = None
-        rung = next((v for v in complete if v != base and not v.compute.needs_scale), complete[0])
-        of_rung = next(step for step in steps if step.variant == rung)
-        if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps[0], of_rung):
-            chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
-            progress(done, total, "alternating steps")
-            try:
-                alternating = measure_alternating(runner, rung, dag, bench.stopwatch, chosen)
-            except torch.OutOfMemoryError:  # a mixed step may need more than any rung's
-                note("steps with every other operator lowered do not fit: mixed plans may take the CPU longer than predicted")
-        progress(done, total, "what is handed on")
+        bench.watch_autocast(runner.model)
+        if compiled is not None and runner.compiled is None:
+            note("ranks communicate in the model's forward, where one is compiled with the others only: whole steps are eager ones")
+        if runner.compiled is not None:
+            runner.forward(0)  # no compiler is to read who watches
+        steps = _steps(bench, runner, complete, choices, counted)
+        mixed = [] if runner.compiled is None else _kinds_alone(bench, runner, complete, choices, counted, steps[0], costs, index)
+        if runner.compile_s:
+            note(f"{len(steps) + len(mixed)} whole steps were compiled by {compiled}, which took {runner.compile_s:.0f} s")
+        counted.stay("alternating steps")
+        alternating = _alternating(bench, runner, complete, choices, steps)
+        counted.stay("what is handed on")
         if not runner.optimizer.state:
             runner.train_step(0)
         # A graph is traced on a CPU.
         handing_on = () if target.type == "cpu" else handed_on(runner.model, dag, lambda: runner.forward(0))
         state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
-        advance("all-reduce")
-    collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if with_collectives else None
+        counted("all-reduce")
+    collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if asked.with_collectives else None
     memory = None
     if target.type == "cuda":
         rungs = (store.read(f"memory {variant}", RungMemory) for variant in complete)
         memory = DeviceMemory(outside_bytes(target), tuple(rung for rung in rungs if rung is not None))
-        _note_fragmentation(memory, software, memory_cap_bytes, note)
+        _note_fragmentation(memory, software, asked.memory_cap_bytes, note)
     progress(total, total, "")
     return Profile(
         device=type_,
         software={
             **{name: value for name, value in {**software, CHECKED_ON: gpu_and_sms(target)}.items() if value},
-            "autocast": store.read(_AUTOCAST, str) or software["autocast"],
+            "autocast": store.read(AUTOCAST, str) or software["autocast"],
             **chooser.versions((*choices.values(), *fused.values())),
         },
         model=dag.model,
@@ -291,11 +253,165 @@ def profile(
         chains=tuple(chains),
         handed_on=tuple(op_id for op_id in handing_on if op_id in index),
         alternating=alternating,
-        check=KernelCheck(canary.checked, right.wrong),
+        check=KernelCheck(checked, right.wrong),
+        compiled=runner.compiled,
+        mixed=tuple(mixed),
     )
 
 
-def _complete(dag: PrecisionDag, items: Sequence[Item], variants: Sequence[Variant]) -> tuple[Variant, ...]:
+@attrs.define
+class _Counted:
+    """Tells how far a profile is, one thing that is measured after the other."""
+
+    progress: ProgressCallback
+    total: int
+    done: int = 0
+
+    def __call__(self, what: str) -> None:
+        self.stay(what)
+        self.done += 1
+
+    def stay(self, what: str) -> None:
+        """Say what is measured beside what is counted."""
+        self.progress(self.done, self.total, what)
+
+
+def _tell_compiled(progress: ProgressCallback, total: int, built: int, every: int) -> None:
+    progress(0, total or every, f"compiling: {built} of {every} kernels")
+
+
+def _variants(job: Job, dag: PrecisionDag, asked: ProfileRequest, note: Note) -> tuple[Variant, ...]:
+    """The rungs that are measured, each once, and the base."""
+    kept, cut = ladder_under(dag.base, asked.ladder)
+    variants = tuple(dict.fromkeys((*kept, Variant.plain(dag.base))))
+    if cut:
+        how = "trains under autocast" if dag.autocast else "holds its weights"
+        note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} {how} in {dag.base}")
+    if floats := [operator for operator in dag.adjustable if not all(map(operator.runs_in, variants))]:
+        note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
+    return variants
+
+
+def _right_kernels(
+    dag: PrecisionDag,
+    variants: Sequence[Variant],
+    chooser: KernelChooser,
+    type_: DeviceType,
+    device: torch.device,
+    progress: ProgressCallback,
+    note: Note,
+) -> tuple[RightKernels, int]:
+    """Compile and check what operators may run on.
+
+    Returns:
+        The kernels that are left, and how many were checked.
+
+    Raises:
+        QSyncError: where the job's own, without a plan, are wrong.
+    """
+    items = distinct_items(dag, variants, type_.kind)
+    for item in items:
+        if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
+            chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
+    build_all(chooser.to_compile, partial(_tell_compiled, progress, 0))
+    progress(0, 1, "canary")
+    canary = Canary(device)
+    right = right_kernels(items, dag, chooser, canary)
+    refuse_wrong_base(right, items, dag.base, type_.share, type_.name)
+    for left_out in right.wrong:
+        note(left_out_sentence(left_out, type_.name))
+    return right, canary.checked
+
+
+def _operators(
+    bench: Bench, choices: Mapping[Item, KernelChoice], counted: _Counted
+) -> tuple[list[OpCost], dict[OpId, dict[Variant, int]]]:
+    """The distinct costs, and which of them is whose in which variant."""
+    costs: list[OpCost] = []
+    index: dict[OpId, dict[Variant, int]] = {}
+    for item, choice in choices.items():
+        counted(f"operators: {item.operator.kind} {item.variant.label}")
+        cost = bench.operator(item, choice)
+        if cost is None:
+            continue
+        for op_id in item.holders:
+            index.setdefault(op_id, {})[item.variant] = len(costs)
+        costs.append(cost)
+    return costs, index
+
+
+def _of_variant(choices: Mapping[Item, KernelChoice], variant: Variant) -> dict[OpId, KernelChoice]:
+    return {op_id: choice for item, choice in choices.items() if item.variant == variant for op_id in item.holders}
+
+
+def _steps(
+    bench: Bench, runner: StepRunner, complete: Sequence[Variant], choices: Mapping[Item, KernelChoice], counted: _Counted
+) -> list[StepMeasurement]:
+    """Whole steps in each variant, the base's first."""
+    steps: list[StepMeasurement] = []
+    for variant in sorted(complete, key=lambda v: v != Variant.plain(bench.dag.base)):
+        counted(f"whole step {variant.label}{'' if runner.compiled is None else ', compiled'}")
+        steps.append(bench.step(runner, variant, _of_variant(choices, variant), steps[0] if steps else None))
+    if runner.communicates:
+        bench.note(
+            "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step "
+            "times leave these transfers out"
+        )
+    return steps
+
+
+def _kinds_alone(
+    bench: Bench,
+    runner: StepRunner,
+    complete: Sequence[Variant],
+    choices: Mapping[Item, KernelChoice],
+    counted: _Counted,
+    base: StepMeasurement,
+    costs: Sequence[OpCost],
+    index: Mapping[OpId, Mapping[Variant, int]],
+) -> list[MixedStep]:
+    """Compiled steps with the kinds of layers that take longest, each alone, in the lowest variant."""
+
+    def base_ns(operator: Operator) -> int:
+        cost = costs[index[operator.op_id][base.variant]]
+        return cost.forward_compute_ns + cost.backward_compute_ns
+
+    rung = next((variant for variant in complete if variant != base.variant), None)
+    kinds = layer_kinds(bench.dag, base_ns)
+    if rung is None or len(kinds) < 2:
+        return []
+    found: list[MixedStep] = []
+    for kind in kinds[:_KINDS]:
+        if runner.compile_s > _COMPILE_S:
+            bench.note(f"no more than {len(found)} kinds of layers are measured alone in {rung.label}: compiling takes long")
+            break
+        counted.stay(f"whole step {rung.label} of {kind[0].fqn} and its like, compiled")
+        found.append(MixedStep(kind, bench.step(runner, rung, _of_variant(choices, rung), base, kind)))
+    return found
+
+
+def _alternating(
+    bench: Bench,
+    runner: StepRunner,
+    complete: Sequence[Variant],
+    choices: Mapping[Item, KernelChoice],
+    steps: Sequence[StepMeasurement],
+) -> AlternatingDispatch | None:
+    """Steps with every other operator lowered, where the CPU may bind them; no call goes through a plan in compiled graphs."""
+    base = Variant.plain(bench.dag.base)
+    rung = next((v for v in complete if v != base and not v.compute.needs_scale), complete[0])
+    of_rung = next(step for step in steps if step.variant == rung)
+    mixes = bench.stopwatch.device.type == "cuda" and rung != base and len(bench.dag.adjustable) > 1
+    if not mixes or runner.compiled is not None or not may_bind(steps[0], of_rung):
+        return None
+    try:
+        return measure_alternating(runner, rung, bench.dag, bench.stopwatch, _of_variant(choices, rung))
+    except torch.OutOfMemoryError:  # a mixed step may need more than any rung's
+        bench.note("steps with every other operator lowered do not fit: mixed plans may take the CPU longer than predicted")
+        return None
+
+
+def _complete(dag: PrecisionDag, items: Iterable[Item], variants: Sequence[Variant]) -> tuple[Variant, ...]:
     """The variants in which every adjustable operator has right kernels: whole steps are measured in these."""
     held: dict[Variant, set[OpId]] = {}
     for item in items:
@@ -331,7 +447,7 @@ def layout_advice(dag: PrecisionDag, variants: Sequence[Variant]) -> str:
     )
 
 
-def _note_fragmentation(memory: DeviceMemory, software: Mapping[str, str], cap_bytes: int, note: Callable[[str], None]) -> None:
+def _note_fragmentation(memory: DeviceMemory, software: Mapping[str, str], cap_bytes: int, note: Note) -> None:
     """Say what to do against an allocator that reserves far more than tensors take, or may under a memory budget."""
     worst = max((rung.reserved_bytes / max(1, rung.allocated_bytes) for rung in memory.rungs), default=1.0)
     if software["expandable_segments"] == "False" and (cap_bytes or worst > _MUCH_RESERVED):
@@ -347,233 +463,7 @@ def chooser_of(device: torch.device, backend: str | None, tuning: Path | None) -
     return KernelChooser(device, backend, None if backend == DEFAULT_BACKEND else open_store(device, tuning))
 
 
-@attrs.frozen(eq=False)
-class _Bench:
-    """Makes one profile's measurements, except those that the store has from an earlier run."""
-
-    dag: PrecisionDag
-    layouts: Mapping[str, torch.Tensor]
-    chooser: KernelChooser
-    stopwatch: Stopwatch
-    store: ResumeStore
-    operator_effort: Effort
-    cast_effort: Effort
-    step_effort: Effort
-    note: Callable[[str], None]
-
-    def operator(self, item: Item, choice: KernelChoice) -> OpCost | None:
-        """An operator's cost; None in a format that PyTorch does not run it in: the planner names it if a plan would need it.
-
-        One that does not run alone in float32 either is free in all.
-        """
-        name = item.name if choice == KernelChoice() else f"{item.name} {choice.backend} {choice.config}"
-        if name in self.store:
-            return self.store.read(name, OpCost)
-        cost = None
-        try:
-            with self._noting(f"operator {item.holders[0]} in {item.variant.label}"):
-                cost = measure_operator(
-                    item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort, self.dag.autocast_base
-                )
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except RuntimeError as error:
-            if item.operator.is_adjustable:
-                raise
-            is_float32 = item.variant in (FLOAT32, Variant.plain(item.operator.result_format))
-            free = _free(item.operator)
-            if not is_float32 and self.operator(attrs.evolve(item, variant=FLOAT32), choice) == free:
-                cost = free  # which is said
-            elif is_float32 or item.variant == Variant.plain(self.dag.base):
-                cost = self._say_free(item.operator, "on operands of random values", error)
-        return self.store.write(name, cost)
-
-    def loss(self, operator: Operator, runner: StepRunner) -> OpCost:
-        """The cost of a loss that no graph holds.  It is not kept: no setting tells one such loss from another."""
-        device = self.stopwatch.device
-        make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0], runner.alone)
-        try:
-            with self._noting(f"operator {operator.op_id}"):
-                return measure_case(
-                    make, KernelChoice(), self.stopwatch, self.operator_effort, autocast(self.dag.autocast_base, device)
-                )
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except RuntimeError as error:
-            return self._say_free(operator, "on detached outputs", error)
-
-    def _say_free(self, operator: Operator, where: str, error: RuntimeError) -> OpCost:
-        self.note(
-            f"operator {operator.op_id} ({operator.kind}) counts as free outside of whole steps: it does not run alone {where} "
-            f"({first_line(error)})"
-        )
-        return _free(operator)
-
-    def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
-        """The costs of one kind of cast at the model's sizes."""
-        name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}{'' if key.symmetric else ' affine'}"
-        name += f" {key.storage}" if key.storage.is_quantized else ""
-        shapes = cast_shapes(self.dag, sites, key.granularity)
-        return self.store.read(name, CastModel) or self.store.write(
-            name, measure_cast(key, shapes, self.stopwatch, self.cast_effort, self.chooser)
-        )
-
-    def chain(self, item: ChainItem, choice: KernelChoice) -> OpCost:
-        """The cost of a fused chain; like a cast's it is the time of passes over memory, so that it is repeated as long."""
-        name = f"{item.name} {choice.backend} {choice.config}"
-        known = self.store.read(name, OpCost)
-        if known is not None:
-            return known
-        with self._noting(f"chain {item.holders[0]}"):
-            make = partial(chain_case, self.dag, item, choice, self.stopwatch.device)
-            return self.store.write(name, measure_case(make, choice, self.stopwatch, self.cast_effort))
-
-    def step(
-        self, runner: StepRunner, variant: Variant, choices: Mapping[OpId, KernelChoice], base: StepMeasurement | None
-    ) -> StepMeasurement:
-        """Whole steps with every adjustable operator in one variant.
-
-        Raises:
-            JobError: when they fail, naming the line.
-        """
-        name = f"step {variant}"
-        known = self.store.read(name, StepMeasurement)
-        if known is not None:
-            return known
-        try:
-            with self._noting(f"whole step in {variant.label}"):
-                measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
-        except Exception as error:
-            # Of a function that fails under a plan, a forward says what a script can do; here a rung is what cannot run.
-            failed = error.__cause__ if isinstance(error, PlanError) else error
-            if failed is None or isinstance(failed, QSyncError):
-                raise
-            raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), failed)) from error
-        if variant in runner.rungs:
-            self.store.write(f"memory {variant}", runner.rungs[variant])
-        return self.store.write(name, measured)
-
-    @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
-        """Says where a device's time could not be measured apart from the CPU's."""
-        before = self.stopwatch.given_up
-        yield
-        if self.stopwatch.given_up > before:
-            self.note(
-                f"{what}: the device waited for the CPU while its time was measured (it synchronises often, or launches more than "
-                "a launch queue holds within one call), so that its compute time may hold some of the CPU's"
-            )
-
-
-def _free(operator: Operator) -> OpCost:
-    """No time, and all that it reads and writes kept for backward."""
-    return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
-
-
-def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException) -> str:
-    if is_base:
-        return f"a training step of {job} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync"
-    return (
-        f"{job} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); compute in float32 "
-        f"there (x.float()), or leave {variant.label} off the ladder"
-    )
-
-
 def _kernels(choices: Mapping[Item, KernelChoice]) -> str:
     """A digest of the kernels that were chosen: a search since (``qsync tune``) may have found others."""
     rows = sorted(f"{item.name} {choice.backend} {choice.config}" for item, choice in choices.items())
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-
-def _watch_autocast(model: torch.nn.Module, device: torch.device, store: ResumeStore) -> None:
-    """Keep the autocast in which the model's next forward runs: the job's own code switches it on."""
-
-    def look(*_: Any) -> None:
-        store.write(_AUTOCAST, active_autocast(device))
-        handle.remove()
-
-    handle = model.register_forward_pre_hook(look)
-
-
-class ResumeStore:
-    """Measured values by name, so that a killed run continues: one JSON file beside the output.
-
-    The file holds the settings that its values depend on, and is ignored and overwritten where one of them is another now, or where
-    it is damaged; ``discarded`` then says why.  It is replaced atomically at most twice a second.  Without a path nothing is kept.
-    """
-
-    def __init__(self, path: Path | None, settings: Mapping[str, str]) -> None:
-        self._path = path
-        self._settings = dict(settings)
-        self._values: dict[str, Any] = {}
-        self._written = 0.0
-        self.discarded = ""
-        if path is not None and path.exists():
-            self._values, self.discarded = _read(path, self._settings)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def read(self, name: str, kind: type[T]) -> T | None:
-        """The measurement of that name; None where there is none, or where it turned out not to be possible.
-
-        Raises:
-            ArtifactError: when the file holds something else under that name.
-        """
-        plain = self._values.get(name)
-        try:
-            return from_plain(plain, kind) if plain else None
-        except CodecError as error:
-            raise ArtifactError(f"{self._path} is damaged, {name} has {error}; remove it, or start anew with --fresh") from None
-
-    def write(self, name: str, value: T) -> T:
-        """Keep a measurement, None for one that is not possible, and return it."""
-        self._values[name] = None if value is None else to_plain(value)
-        if time.monotonic() - self._written >= _WRITE_EVERY_S:
-            self.flush()
-        return value
-
-    def discard(self, why: str) -> None:
-        """Forget all values."""
-        self._values, self.discarded = {}, why
-
-    def flush(self) -> None:
-        """Write everything now.
-
-        Raises:
-            ArtifactError: when the file cannot be written; what it held stays.
-        """
-        if self._path is None:
-            return
-        content = {"format": _FORMAT, "settings": self._settings, "values": self._values}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(content).encode())
-        except OSError as error:
-            raise ArtifactError(f"cannot write {self._path}: {error.strerror or error}") from None
-        self._written = time.monotonic()
-
-
-def _read(path: Path, settings: dict[str, str]) -> tuple[dict[str, Any], str]:
-    """The values of a file that belongs to these settings; else none, and why."""
-    try:
-        content = json.loads(read_whole(path, _MAX_BYTES, "files of an interrupted profile"))
-    except (OSError, ValueError, RecursionError):
-        return {}, "it is damaged"
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        return {}, "another version of QSync wrote it, or it is damaged"
-    theirs, values = content.get("settings"), content.get("values")
-    if not isinstance(theirs, dict) or not isinstance(values, dict):
-        return {}, "it is damaged"
-    for name in dict.fromkeys(itertools.chain(settings, theirs)):
-        if theirs.get(name) != settings.get(name):
-            return {}, f"its {name} was {_short(theirs.get(name))} and is {_short(settings.get(name))} now"
-    return values, ""
-
-
-def _short(value: Any) -> str:
-    text = "not recorded" if value is None else str(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"

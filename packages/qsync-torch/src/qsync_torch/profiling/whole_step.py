@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -20,17 +20,20 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.profile import AlternatingDispatch, RungMemory, StepMeasurement
+from qsync_core.ir.profile import AlternatingDispatch, Compiled, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.compiling.whole_model import compiled_model
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
-from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
-from qsync_torch.timing import Effort, Stopwatch, make_stopwatch, relative_spread, repeat
+from qsync_torch.profiling.memory import kept_for_backward, measure_memory, memory_rise, passing_rise, storage_bytes
+from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
+
+if TYPE_CHECKING:
+    from qsync_torch.apply.applied_plan import AppliedPlan
 
 BATCHES = 4
 """Different batches that the measured steps go through in turn."""
@@ -54,6 +57,8 @@ Operators of both take the CPU up to 60% longer than that mean, and a step that 
 the time.  Of BERT-base's mixed steps alternating dispatch makes 2 to 6 of 50 ms at 0.53, and from 0.36 downwards at most 0.1 ms,
 as of three other models'.
 """
+_SPINS = 3
+"""Steps until the spin before a compiled phase is long enough."""
 _PERIOD_NS, _PERIOD_STEPS = 1_000_000_000, (3, 10)
 """How long steps run back to back on a CUDA device to measure the steady-state period; how many they are at least and at most."""
 
@@ -64,7 +69,8 @@ class StepRunner:
 
     ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU;
     ``synchronises`` says whether a step waits for the device, once that was looked for; ``rungs`` is the memory of the steps
-    measured on a CUDA device.  ``alone`` answers collectives in the model for the ranks that do not step meanwhile; None where
+    measured on a CUDA device; ``compiled`` says how the script compiles the model, and ``compile_s`` is how many seconds that
+    took.  ``alone`` answers collectives in the model for the ranks that do not step meanwhile; None where
     there are no other ranks, or none is asked.
     """
 
@@ -76,9 +82,19 @@ class StepRunner:
     synchronises: bool | None = None
     rungs: dict[Variant, RungMemory] = attrs.field(factory=dict)
     alone: Alone | None = None
+    compiled: Compiled | None = None
+    compile_s: float = 0.0
 
     @classmethod
-    def start(cls, job: Job, device: torch.device, batches: int = BATCHES, *, widened: bool = False) -> StepRunner:
+    def start(
+        cls,
+        job: Job,
+        device: torch.device,
+        batches: int = BATCHES,
+        compiled: Compiled | None = None,
+        *,
+        widened: bool = False,
+    ) -> StepRunner:
         """Copy the job's model to ``device`` in training mode; the job's own is not touched.
 
         Args:
@@ -89,7 +105,8 @@ class StepRunner:
             if tensor.dtype in LOW_FLOATS:
                 tensor.data = tensor.data.float()
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
-        runner = cls(job, model, optimizer, [job.batch(step, job.batch_size).to(device) for step in range(batches)])
+        given = [job.batch(step, job.batch_size).to(device) for step in range(batches)]
+        runner = cls(job, model, optimizer, given, compiled=compiled)
         if rank_count() > 1 and batches:
             runner._meet_collectives(device)
         return runner
@@ -100,14 +117,17 @@ class StepRunner:
         return self.alone is not None and self.alone.communicates
 
     def _meet_collectives(self, device: torch.device) -> None:
-        """Find out whether the model waits for other ranks; on a GPU, whose steps a mode may lengthen, in its first steps alone."""
+        """Find out whether the model waits for other ranks; on a GPU, whose steps a mode may lengthen, and where a compiler would
+        read the mode, in its first steps alone."""
         self.alone = Alone()
-        if device.type == "cuda":
+        if device.type == "cuda" or self.compiled is not None:
             for step in range(_STEPS_TO_MEET):
                 self.forward(step).backward()
             self.optimizer.zero_grad(set_to_none=True)
             if not self.communicates:
                 self.alone = None
+            else:
+                self.compiled = None  # no graph is made of answers in place of other ranks
 
     def forward(self, step: int) -> torch.Tensor:
         """Forward pass and loss of the batch of a step."""
@@ -131,6 +151,37 @@ class StepRunner:
         if self.synchronises is None:
             self.synchronises = waits_for_device(lambda: self.train_step(0), device)
         return self.synchronises
+
+    @contextmanager
+    def compiling(self, applied: AppliedPlan | None) -> Iterator[None]:
+        """Have the model compiled as the script has it, under the plan that is in force; where it does not, as it is.
+
+        A first step is run, which compiles.  Afterwards the compiler forgets all its graphs: it makes no more than a few of one
+        function, and keeps their memory.
+
+        Raises:
+            Exception: whatever the compiler raises.
+        """
+        if self.compiled is None:
+            yield
+            return
+        plain = self.model
+        try:
+            self.model = compiled_model(plain, self.compiled, applied)
+            began = time.monotonic()
+            self.forward(0).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.compile_s += time.monotonic() - began
+            yield
+        finally:
+            self.model = plain
+            torch.compiler.reset()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps of a forward for its backward, beside what lives anyway; runs one."""
+        static = itertools.chain(self.model.parameters(), self.model.buffers(), self.batches[0].tensors)
+        return kept_for_backward(self.forward(0), static)
 
     @property
     def optimizer_state_bytes(self) -> int:
@@ -161,33 +212,51 @@ def measure_step(
     effort: Effort,
     base: StepMeasurement | None = None,
     chosen: Mapping[OpId, KernelChoice] | None = None,
+    lowered: Collection[OpId] | None = None,
 ) -> StepMeasurement:
     """Measure whole steps with every adjustable operator of ``dag`` in ``variant``; the runner's model is left as it was found.
+
+    ``lowered`` names those that are, where the others stay at the base precision.
 
     ``chosen`` are the kernels of each operator, PyTorch's own where it says nothing.  ``base`` is an earlier measurement of the
     same model: where its step is long, the optimizer's time, which no variant changes, is not measured again.
     """
-    with _lowered(runner, dag.index, variant, dag, chosen or {}):
+    with _lowered(runner, dag.index if lowered is None else lowered, variant, dag, chosen or {}) as applied:
         runner.watch_synchronising(stopwatch.device)
-        # The step that is watched for its memory also warms up.
         known = _known_optimizer_ns(stopwatch.device, base)
-        peak_bytes = _peak_bytes(runner, variant, stopwatch.device, with_update=known is None)
-        if rank_count() < 2:
-            return _measure(runner, variant, stopwatch, effort, known, peak_bytes)
-        with _group_of_one() as group:
-            # Not kept in a variable: a wrapper that outlives its process group can abort the process at its end.
-            return _measure(_wrapped(runner, group), variant, stopwatch, effort, known, peak_bytes)
+        cut = runner.compiled is not None and runner.compiled.around_ddp and rank_count() > 1
+        with runner.compiling(applied):
+            # The step that is watched for its memory also warms up.
+            peak_bytes = _peak_bytes(runner, variant, stopwatch.device, with_update=known is None)
+            kept = None if runner.compiled is None else runner.saved_bytes
+            if rank_count() < 2:
+                found = _measure(runner, variant, stopwatch, effort, known, peak_bytes)
+            elif not cut:
+                with _group_of_one() as group:
+                    # Not kept in a variable: a wrapper that outlives its process group can abort the process at its end.
+                    found = _measure(_wrapped(runner, group), variant, stopwatch, effort, known, peak_bytes)
+        if cut:
+            found = _measure_cut(runner, applied, variant, stopwatch, effort, known, peak_bytes)
+        return attrs.evolve(found, saved_bytes=kept)
 
 
-def measure_compiled(job: Job, dag: PrecisionDag, device: torch.device, effort: Effort) -> StepMeasurement:
-    """Measure whole steps in the base precision of a model that ``torch.compile`` has compiled in its default mode.
-
-    Raises:
-        Exception: whatever the compiler raises.
-    """
-    runner = StepRunner.start(job, device)
-    runner.model = cast(torch.nn.Module, torch.compile(runner.model))
-    return measure_step(runner, Variant.plain(dag.base), dag, make_stopwatch(device), effort)
+def _measure_cut(
+    runner: StepRunner,
+    applied: AppliedPlan | None,
+    variant: Variant,
+    stopwatch: Stopwatch,
+    effort: Effort,
+    optimizer_ns: int | None,
+    peak_bytes: int,
+) -> StepMeasurement:
+    """The same where what is compiled is the wrapper: memory was that of graphs without cuts, and buckets are the planner's."""
+    with _group_of_one() as group:
+        wrapped = _wrapped(runner, group)
+        with wrapped.compiling(applied):
+            found = _measure(wrapped, variant, stopwatch, effort, optimizer_ns, peak_bytes)
+        runner.compile_s = wrapped.compile_s
+        del wrapped
+    return found
 
 
 def may_bind(base: StepMeasurement, rung: StepMeasurement) -> bool:
@@ -224,10 +293,10 @@ def measure_alternating(
 @contextmanager
 def _lowered(
     runner: StepRunner, lowered: Collection[OpId], variant: Variant, dag: PrecisionDag, chosen: Mapping[OpId, KernelChoice]
-) -> Iterator[None]:
+) -> Iterator[AppliedPlan | None]:
     """A plan with some operators in a variant and the others at the base precision; none at all where it lowers none."""
     if not lowered or variant == Variant.plain(dag.base):
-        yield
+        yield None
         return
     from qsync_torch.apply.apply import apply_
 
@@ -238,7 +307,7 @@ def _lowered(
         entries[op_id] = Assignment(run, kernel.backend, kernel.config, "")
     applied = apply_(runner.model, entries, base=dag.base, keep_stored=True)
     try:
-        yield
+        yield applied
     finally:
         applied.remove()
 
@@ -316,6 +385,8 @@ def _measure_cuda(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, ef
     """Phases apart, issue and device, then steps back to back (docs/design/cost-mapper.md#whole-steps-on-a-gpu)."""
     steps = itertools.count()
     dispatch = repeat(lambda: _issue_times(runner, next(steps), stopwatch), _ISSUE_EFFORT).median_ns
+    if runner.compiled is not None:
+        effort = attrs.evolve(effort, warmup=max(_SPINS, effort.warmup))
     compute = repeat(lambda: _device_times(runner, next(steps), stopwatch), effort).median_ns
     least, most = _PERIOD_STEPS
     in_a_row = min(most, max(least, math.ceil(_PERIOD_NS / max(1, sum(dispatch), sum(compute)))))
@@ -368,10 +439,11 @@ def _issue_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[i
 
 def _device_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[int, ...]:
     """How long the device takes for forward, backward and optimizer where it never waits for the CPU."""
-    loss, forward = stopwatch.time_phase(lambda: runner.forward(step))
-    _, backward = stopwatch.time_phase(loss.backward)
+    timed = stopwatch.time_phase if runner.compiled is None else stopwatch.time_whole
+    loss, forward = timed(lambda: runner.forward(step))
+    _, backward = timed(loss.backward)
     del loss
-    _, optimizer = stopwatch.time_phase(runner.update)
+    _, optimizer = timed(runner.update)
     return forward, backward, optimizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +14,11 @@ import torch
 
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelRequest
-from qsync_core.kernels.choice import QUANTIZE_WEIGHT
+from qsync_core.kernels.choice import QUANTIZE_WEIGHT, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.kernels.roofline import lower_bound_ns, operations, read_bytes
 from qsync_core.progress import ProgressCallback, silent
@@ -26,7 +28,7 @@ from qsync_core.tuning.store import TuningStore
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, find_backends
-from qsync_torch.tuning.compiling import BackgroundCompiler, LimitedBackend, group_of
+from qsync_torch.tuning.compiling import BackgroundCompiler, Group, LimitedBackend, build_all, group_of, kernel_of
 from qsync_torch.tuning.kernel_timing import KernelTimer, device_peaks, rotating_sets
 
 DEFAULT_EFFORT = Effort()
@@ -282,6 +284,32 @@ def compile_requests(
         kernels = getattr(library, "kernels", None)
         done[backend.name] = CompiledAhead(len(taken), kernels if isinstance(kernels, int) else None)
     return done
+
+
+def compile_planned(
+    dag: PrecisionDag, assignments: Mapping[OpId, Assignment], device: torch.device, progress: ProgressCallback = silent
+) -> None:
+    """Compile on this machine what the planned kernels of a group need, side by side; what does not compile says so in training.
+
+    Args:
+        dag: the job.
+        assignments: what its adjustable operators run as.
+        device: where they will.
+        progress: receives how many kernels are compiled.
+    """
+    wanted: dict[Group, tuple[KernelBackend, KernelRequest, str]] = {}
+    for operator in dag.adjustable:
+        entry = assignments[operator.op_id]
+        if device.type != "cuda" or not entry.variant.compute.needs_scale:
+            continue
+        choice = KernelChoice.parse(entry.backend, entry.config)
+        for asked in operator_requests(CallShapes.of(operator), entry.variant, *device_facts(device)):
+            pinned = choice.of(asked.role)
+            (backend,) = find_backends((pinned.backend,)) if pinned is not None and pinned.config else (None,)
+            if pinned is not None and isinstance(backend, CompilingBackend):
+                kernel = (pinned.backend, group_of(asked.request), kernel_of(pinned.config))
+                wanted.setdefault(kernel, (backend, asked.request, pinned.config))
+    build_all(wanted, lambda built, every: progress(built, every, f"{every} kernels"))
 
 
 def capability_of(arch: str) -> str:

@@ -88,6 +88,7 @@ class Choices:
         self._states: dict[tuple[int, tuple[int, ...]], OpState] = {}
         self._joint: dict[tuple[object, ...], dict[tuple[int, ...], Indicator]] = {}
         self._known: dict[tuple[object, ...], _Formats] = {}
+        self.chains = model.chains
         self.wiring = model.wiring
         self.of: list[list[Choice]] = []
         self._formats: list[_Formats] = []

@@ -81,6 +81,7 @@ class GroupProgram:
     def __init__(self, group: GroupProblem, replayer: Replayer, rest: Rest | None = None) -> None:
         self._group, self._replayer, self._rest = group, replayer, rest
         self._state: GroupState | None = None
+        self._rungs: tuple[int, ...] = ()
         self._spare: int | None = None
         model = replayer.model(group.name)
         self.program = Program()
@@ -220,17 +221,20 @@ class GroupProgram:
 
     def replay(self, rungs: Sequence[int]) -> Replayed:
         """What a plan takes, exactly."""
+        units = self._group.units
         if self._state is None:
             self._state = self._replayer.group_state(self._group.name, self._group.variants(rungs), self._shape)
         else:
-            self._state.update(self._group.variants(rungs))
+            changed = ((unit, rung) for unit, rung, before in zip(units, rungs, self._rungs, strict=True) if rung != before)
+            self._state.update({op_id: unit.rungs[rung] for unit, rung in changed for op_id in unit.operators})
             self._state.commit()
+        self._rungs = tuple(rungs)
         moments, times, rest = self._state.memory.moments_bytes(), self._state.times, self._rest
         period = times.period_ns
         if rest is not None:
             ranks = (times.rank_step(self._shape.slowdown), *rest.ranks)
             period = max(period, joint_step(ranks, self._shape.collective_ns, self._shape.start_delay_ns).period_ns)
-        return Replayed(tuple(rungs), period, self._state.peak_bytes, moments.index(max(moments)))
+        return Replayed(self._rungs, period, self._state.peak_bytes, moments.index(max(moments)))
 
     def bytes_by_moment(self) -> Values:
         """Memory of the plan replayed last at each moment, as the rows of memory count it."""

@@ -7,15 +7,20 @@ of less time and less cost remain, so that layers that repeat give few.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 import attrs
 import numpy as np
 
+from qsync_planner.allocator.exact.counts import Counting, countings
 from qsync_planner.allocator.exact.network import Network, Priced, Row
 from qsync_planner.allocator.exact.stages import Indices, Numbers
 
 _FEW, _STRONG, _AT_ONCE, _NEARLY_ALL = 100, 256, 32, 0.99
-"""Labels beyond which the best ones are compared with all others; how many of these, how many at once, and the part that is left of
-all from which on no more are."""
+"""Labels up to which all are compared with all; of more the best ones are compared with all others: how many of these, how many at
+once, and the part that is left of all from which on no more are."""
 _BEAM = 2000
 """Labels that are kept for a good plan where there are too many for the best."""
 
@@ -54,58 +59,47 @@ def best_path(network: Network, rows: list[Row], priced: Priced, distance: float
         cap: labels that are kept at once; where there are more, a few of the least excess from there on.
     """
     distance += 2 * priced.error
-    kept = priced.excess <= distance
-    if not kept.any():
+    near = np.flatnonzero(priced.excess <= distance)
+    if not len(near):
         return Labelled(None, True, 0)
-    far = np.where(kept, 0.0, np.inf)
-    rest_most = [network.least(np.where(kept, row.amounts, -np.inf), most=True) for row in rows]
-    binding = [i for i, row in enumerate(rows) if rest_most[i][0] > row.most]
-    amounts = np.stack([rows[i].amounts for i in binding], axis=1) if binding else np.zeros((len(kept), 0))
-    least = np.stack([network.least(rows[i].amounts + far) for i in binding], axis=1) if binding else np.zeros((network.states, 0))
-    most = np.stack([rest_most[i] for i in binding], axis=1) if binding else np.zeros((network.states, 0))
-    limits = np.asarray([rows[i].most for i in binding])
-    prices = priced.prices[binding]
-    rest_cost = network.least(network.cost + far)
-    labels = _Labels(np.zeros(1, dtype=np.int64), np.zeros((1, len(binding))), np.zeros(1), np.zeros(1))
+    ways = _Ways.of(network, rows, priced, near)
+    labels = _Labels(np.zeros(1, dtype=np.int64), np.zeros((1, min(1, len(ways.limits)))), np.zeros(1), np.zeros(1))
     back: list[tuple[Indices | None, Indices]] = []
     complete, largest = True, 1
-    for number in range(len(network.stages)):
-        low, high = network.first[number], network.first[number + 1]
-        arcs = low + np.flatnonzero(kept[low:high])
+    for number, counting in enumerate(countings(ways.amounts, ways.limits, ways.prices, ways.first)):
+        own = slice(int(ways.first[number]), int(ways.first[number + 1]))
+        arcs, amounts = near[own], ways.amounts[own]
         if len(arcs) == 1 and (labels.state == network.source[arcs[0]]).all():
             (arc,) = arcs
-            labels.state[:] = network.target[arc]
-            labels.taken = labels.taken + amounts[arc]
-            labels.cost = labels.cost + network.cost[arc]
+            taken, unused = counting.merged(counting.added(labels.taken, amounts[0]))
+            labels = _Labels(
+                np.full(len(taken), network.target[arc]), taken, labels.cost + network.cost[arc], labels.excess + unused
+            )
             back.append((None, arcs))
             continue
-        before, arc = _pairs(labels, network.source, priced.reduced, arcs, distance)
-        new = _Labels(
-            network.target[arc],
-            labels.taken[before] + amounts[arc],
-            labels.cost[before] + network.cost[arc],
-            labels.excess[before] + priced.reduced[arc],
-        )
-        room = limits - new.taken
-        with np.errstate(invalid="ignore"):  # no way leads on: what is left of nothing
-            unused = np.maximum(0.0, room - most[new.state]) @ prices
-        fits = (room >= least[new.state]).all(axis=1) & (new.excess + unused <= distance)
-        fits &= new.cost + rest_cost[new.state] < most_cost
-        chosen = np.flatnonzero(fits)
-        new = new[chosen]
-        # What can no longer exceed a limit counts as just keeping it.
-        new.taken = np.maximum(new.taken, limits - most[new.state])
-        survivors = _undominated(new)
-        if len(survivors) > _FEW:
-            survivors = survivors[_not_worse(new[survivors])]
+        before, chosen = _pairs(labels, network.source[arcs], priced.reduced[arcs], distance)
+        arc = arcs[chosen]
+        taken, unused = counting.merged(counting.added(labels.taken[before], amounts[chosen]))
+        excess = labels.excess[before] + priced.reduced[arc] + unused
+        new = _Labels(network.target[arc], taken, labels.cost[before] + network.cost[arc], excess)
+        fits, least_excess = ways.fitting(new, counting)
+        fits &= (least_excess <= distance) & (new.cost + ways.rest_cost[new.state] < most_cost)
+        kept = np.flatnonzero(fits)
+        new, least_excess = new[kept], least_excess[kept]
+        if len(kept) <= _FEW:
+            survivors = _best_of_few(new)
+        else:
+            survivors = _undominated(new)
+            if len(survivors) > _FEW:
+                survivors = survivors[_not_worse(new[survivors])]
         if len(survivors) > cap:
             complete, cap = False, min(cap, _BEAM)
-            survivors = survivors[np.argpartition(new.excess[survivors] + unused[chosen][survivors], cap)[:cap]]
+            survivors = survivors[np.argpartition(least_excess[survivors], cap)[:cap]]
         largest = max(largest, len(survivors))
         if not len(survivors):
             return Labelled(None, complete, largest)
         labels = new[survivors]
-        back.append((before[chosen][survivors], arc[chosen][survivors]))
+        back.append((before[kept][survivors], arc[kept][survivors]))
     place = int(np.argmin(labels.cost))
     path = []
     for before_, arcs in reversed(back):
@@ -116,25 +110,85 @@ def best_path(network: Network, rows: list[Row], priced: Priced, distance: float
     return Labelled(found if keeps else None, complete, largest)
 
 
-def _pairs(labels: _Labels, source: Indices, reduced: Numbers, arcs: Indices, distance: float) -> tuple[Indices, Indices]:
-    """Every label with every arc that begins in its state and leaves it near enough."""
+@attrs.frozen(eq=False)
+class _Ways:
+    """The arcs that are near enough, and what a path over these takes from any state on.
+
+    Attributes:
+        first: by stage the first of the arcs, and the end of all.
+        amounts: what they take of the rows that may bind, of shape (arcs, rows).
+        limits, prices: of these rows.
+        most_before, least_before: by state and row what a path may have taken until there: with more it exceeds the limit, up to
+            ``most_before`` no path over these arcs does.
+        rest_cost: by state the least cost from there on.
+    """
+
+    first: Indices
+    amounts: Numbers
+    limits: Numbers
+    prices: Numbers
+    most_before: Numbers
+    least_before: Numbers
+    rest_cost: Numbers
+
+    @classmethod
+    def of(cls, network: Network, rows: Sequence[Row], priced: Priced, near: Indices) -> _Ways:
+        amounts = np.stack([row.amounts[near] for row in rows], axis=1) if rows else np.zeros((len(near), 0))
+        limits = np.asarray([row.most for row in rows])
+        # The most that is taken is the least of what is taken the other way round.
+        rest = network.least(np.concatenate([amounts, -amounts, network.cost[near, None]], axis=1), near)
+        least, most = rest[:, : len(rows)], -rest[:, len(rows) : -1]
+        binding = np.flatnonzero(most[0] > limits)
+        first = np.searchsorted(near, network.first)
+        limits, prices = limits[binding], priced.prices[binding]
+        return cls(first, amounts[:, binding], limits, prices, limits - most[:, binding], limits - least[:, binding], rest[:, -1])
+
+    def fitting(self, labels: _Labels, counting: Counting) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Numbers]:
+        """Which labels keep the rows with the least that is to come; and the least excess of their paths.
+
+        What can no longer exceed a limit counts as just keeping it, from here on; what that leaves unused is excess.
+        """
+        fits, least_excess, excess = np.ones(len(labels.cost), dtype=bool), labels.excess, labels.excess
+        low = int(labels.state.min(initial=0))
+        high = int(labels.state.max(initial=0)) + 1
+        for number, rows in enumerate(counting.cut):
+            own = [*rows]
+            taken = labels.taken[:, number]
+            fits &= taken <= self.least_before[low:high, own].min(axis=1)[labels.state - low]
+            enough = self.most_before[low:high, own]
+            raised = np.maximum(taken, enough.min(axis=1)[labels.state - low])
+            for place, row in enumerate(own):
+                if price := counting.prices[row]:
+                    least_excess = least_excess + price * np.maximum(0.0, enough[labels.state - low, place] - taken)
+                    excess = excess + price * (raised - taken)
+            labels.taken[:, number] = raised
+        labels.excess = excess
+        return fits, least_excess
+
+
+def _pairs(labels: _Labels, source: Indices, reduced: Numbers, distance: float) -> tuple[Indices, Indices]:
+    """Every label with every arc (by its place) that begins in its state and leaves it near enough."""
     order = np.lexsort((labels.excess, labels.state))
     states, excess = labels.state[order], labels.excess[order]
-    before, chosen = [], []
-    bounds: dict[int, tuple[int, int]] = {}
-    for arc in arcs.tolist():
-        state = int(source[arc])
-        if state not in bounds:
-            low, high = np.searchsorted(states, (state, state + 1))
-            bounds[state] = int(low), int(high)
-        low, high = bounds[state]
-        end = low + int(np.searchsorted(excess[low:high], distance - reduced[arc], side="right"))
-        if end > low:
-            before.append(order[low:end])
-            chosen.append(np.full(end - low, arc))
-    if not before:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    before, chosen = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    begins = np.flatnonzero(np.concatenate([[True], source[1:] != source[:-1]])) if len(source) else order[:0]
+    for begin, end in itertools.pairwise([*begins.tolist(), len(source)]):
+        low, high = np.searchsorted(states, (source[begin], source[begin] + 1))
+        counts = np.searchsorted(excess[low:high], distance - reduced[begin:end], side="right")
+        ends = np.cumsum(counts)
+        before.append(order[low + np.arange(ends[-1]) - np.repeat(ends - counts, counts)])
+        chosen.append(np.repeat(np.arange(begin, end), counts))
     return np.concatenate(before), np.concatenate(chosen)
+
+
+def _best_of_few(labels: _Labels) -> Indices:
+    """All labels but those that cost no less than another of their state and take no less of any row; of equal ones the first."""
+    worse = labels.state[:, None] == labels.state
+    for figure in (labels.cost, *labels.taken.T):
+        worse &= figure[:, None] <= figure
+    ranks = np.arange(len(labels.cost))
+    worse &= ~(worse.T & (ranks <= ranks[:, None]))
+    return np.flatnonzero(~worse.any(axis=0))
 
 
 def _not_worse(labels: _Labels) -> Indices:

@@ -7,8 +7,12 @@ at which a plan that was found exceeds the budget, until none does.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 from qsync_core.ir.precision import Precision
 from qsync_planner.allocator.exact.choices import Choices
@@ -60,6 +64,12 @@ class MemoryRows:
         self._kept: dict[tuple[int, object, tuple[int, ...]], Indicator] = {}
         self._outputs: dict[int, list[_Output]] = {}
         self._copies: dict[int, list[_Copy]] = {}
+        last = [self._last(position) for position in range(layout.count)]
+        self._by_last = sorted(range(layout.count), key=last.__getitem__)
+        self._last_of = [last[position] for position in self._by_last]
+        self._settled: tuple[array[int], array[int]] = array("q"), array("q")
+        """Columns and bytes of what is kept for the backward pass, operator by operator."""
+        self._settled_until = [0]
 
     def add(self, moment: int) -> bool:
         """Add a moment's row; False where it is there already."""
@@ -72,13 +82,49 @@ class MemoryRows:
         return True
 
     def _at(self, moment: int) -> Expression:
-        found: Expression = {CONSTANT: self._static_bytes + self._layout.parameter_gradients_until[moment]}
-        for position in range(self._layout.count):
+        """Sum up what is alive: near the moment by all that it depends on, else what is kept from then on until long after."""
+        count = self._layout.count
+        at = moment if moment < count else self._layout.backward_of(moment)
+        settled = bisect_left(self._last_of, at)
+        found = self._kept_by(settled)
+        add(found, ALWAYS, self._static_bytes + self._layout.parameter_gradients_until[moment])
+        for position in self._by_last[settled:]:
             self._add_own(found, position, moment)
-            if self._layout.dag.operators[position].kind != "input" and position not in self._layout.handed_on:
+            if position > at:
+                continue  # not made yet, or given back
+            if self._is_tensor(position):
                 self._add_output(found, position, moment)
             self._add_copies(found, position, moment)
         return found
+
+    def _is_tensor(self, position: int) -> bool:
+        return self._layout.dag.operators[position].kind != "input" and position not in self._layout.handed_on
+
+    def _last(self, position: int) -> int:
+        """The last operator that has to do with an operator's tensors, where fused chains run at their end."""
+        concerned = [position, *(reader for reader, _ in self._reads(position)), *self._layout.handing_on.get(position, ())]
+        chains, chain_of = self._choices.chains, self._choices.chain_of
+        return max(chains.members[chain_of[one][0]][-1] if one in chain_of else one for one in concerned)
+
+    def _kept_by(self, operators: int) -> Expression:
+        """What the first so many operators by :attr:`_by_last` keep for the backward pass, between it and all their readers."""
+        columns, nbytes = self._settled
+        while len(self._settled_until) <= operators:
+            position, own = self._by_last[len(self._settled_until) - 1], Expression()
+            for choice in self._choices.of[position]:
+                add(own, choice.chosen, choice.evaluation.memory_correction_bytes + choice.evaluation.saved_own_bytes)
+            for precision, present, size, _, _ in self._outputs_of(position) if self._is_tensor(position) else ():
+                add(own, self._kept_output(position, precision, present, self._layout.count - 1), size)
+            for share, _, holding, size in self._copies_of(position):
+                add(own, self._any_of(position, share, holding), size)
+            columns.extend(own)
+            nbytes.extend(own.values())
+            self._settled_until.append(len(columns))
+        end = self._settled_until[operators]
+        places = np.frombuffer(columns, dtype=np.int64)[:end] - CONSTANT if end else np.zeros(0, dtype=np.int64)
+        sums = np.bincount(places, np.frombuffer(nbytes, dtype=np.int64)[:end] if end else places)
+        some = np.flatnonzero(sums)
+        return dict(zip((some + CONSTANT).tolist(), sums[some].astype(np.int64).tolist(), strict=True))
 
     def _holders(self, moment: int) -> int:
         """Operators before this one still hold what they saved for backward (before the backward pass: all of them)."""

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from qsync_planner.allocator.exact.program import CONSTANT, Indicator, silent_solver
+from qsync_planner.allocator.exact.program import Indicator, silent_solver
 from qsync_planner.allocator.exact.stages import Indices, Numbers, Stage
 
 _DUAL_ROUNDS = 200
@@ -58,6 +58,32 @@ class Priced:
     reduced: Numbers
 
 
+class _Tables:
+    """The arcs of all stages, those that lead nowhere too, one stage after another.
+
+    Attributes:
+        begins: by stage the first of its arcs, and the end of all.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.begins: Indices = np.concatenate([[0], np.cumsum([len(stage.table.values) for stage in stages])])
+        alike: dict[int, list[int]] = {}
+        for number, stage in enumerate(stages):
+            alike.setdefault(id(stage.table), []).append(number)
+        self._alike = []
+        for numbers in alike.values():
+            values = stages[numbers[0]].table.values
+            places = self.begins[numbers][:, None] + np.arange(len(values))
+            self._alike.append((values, np.stack([stages[number].columns for number in numbers]), places))
+
+    def sums(self, amounts: Numbers) -> Numbers:
+        """What every arc makes of an expression, given by the program's columns."""
+        found: Numbers = np.empty(self.begins[-1])
+        for values, columns, places in self._alike:
+            found[places] = amounts[columns] @ values.T
+        return found
+
+
 class Network:
     """The arcs of all stages, sorted by stage, state and next state.
 
@@ -77,25 +103,25 @@ class Network:
 
     def __init__(self, stages: Sequence[Stage], costs: Numbers, constant: float, most_alone: float) -> None:
         self.stages = stages
-        begin, at, source, target, cost, arcs, number = 0, [], [], [], [], [], []
-        for position, stage in enumerate(stages):
-            own = stage.table.values @ costs[stage.columns] + (0.0 if position else constant)
-            kept = np.flatnonzero(stage.table.allowed & (own <= most_alone))
-            source.append(begin + kept // len(stage.table.rungs))
-            begin += stage.states
-            target.append(begin + stage.target[kept])
-            arcs.append(kept)
-            cost.append(own[kept])
-            number.append(np.full(len(kept), position))
-            at.append(len(kept))
-        self.states = begin + 1
-        self.source, self.target, self.arc = (np.concatenate(entry) for entry in (source, target, arcs))
-        self.cost: Numbers = np.concatenate(cost)
-        self.stage: Indices = np.concatenate(number)
-        self.first: Indices = np.concatenate([[0], np.cumsum(at)])
+        tables = self._tables = _Tables(stages)
+        own = tables.sums(costs)
+        own[: tables.begins[1]] += constant
+        kept = np.flatnonzero(np.concatenate([stage.table.allowed for stage in stages]) & (own <= most_alone))
+        states = np.concatenate([[0], np.cumsum([stage.states for stage in stages])])
+        self.states = int(states[-1]) + 1
+        self.stage = np.searchsorted(tables.begins, kept, side="right") - 1
+        self.arc = kept - tables.begins[self.stage]
+        combinations = np.asarray([len(stage.table.rungs) for stage in stages])
+        self.source: Indices = states[self.stage] + self.arc // combinations[self.stage]
+        self.target: Indices = states[self.stage + 1] + np.concatenate([stage.target for stage in stages])[kept]
+        self.cost: Numbers = own[kept]
+        self.first: Indices = np.searchsorted(self.stage, np.arange(len(stages) + 1))
         order = np.lexsort((self.target, self.source))
         self.source, self.target, self.arc = self.source[order], self.target[order], self.arc[order]
         self.cost, self.stage = self.cost[order], self.stage[order]
+        self._at: Indices = tables.begins[self.stage] + self.arc
+        self._place_of: Indices = np.full(tables.begins[-1], -1)
+        self._place_of[self._at] = np.arange(len(self._at))
         key = self.source * self.states + self.target
         self._groups = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.zeros(0, dtype=np.int64)
         self._group_of = np.cumsum(np.concatenate([[0], (key[1:] != key[:-1]).astype(np.int64)])) if len(key) else self._groups
@@ -106,15 +132,24 @@ class Network:
 
     def row(self, amounts: Numbers, constant: float, most: float) -> Row:
         """The row of an expression: ``amounts`` by the program's columns, and a constant, together at most ``most``."""
-        found = [stage.table.values @ amounts[stage.columns] for stage in self.stages]
-        offsets = np.concatenate([[0], np.cumsum([len(entry) for entry in found])])
-        return Row(np.concatenate(found)[offsets[self.stage] + self.arc], most - constant)
+        return Row(self._tables.sums(amounts)[self._at], most - constant)
 
-    def least(self, costs: Numbers, *, most: bool = False) -> Numbers:
-        """What the rest of a path costs at least (or at most), by state; infinite where nothing leads to the end."""
-        sign = -1.0 if most else 1.0
-        costs = sign * costs
-        return sign * np.asarray(self._backward(self._group_least(costs)))
+    def least(self, costs: Numbers, arcs: Indices) -> Numbers:
+        """What the rest of a path over some arcs costs at least, by state, for several costs at once; infinite where none leads on.
+
+        Args:
+            costs: of shape (arcs, kinds of costs).
+            arcs: the only ones that are taken, ascending.
+        """
+        rest: Numbers = np.full((self.states, costs.shape[1]), np.inf)
+        rest[-1] = 0.0
+        groups = self._group_of[arcs]
+        begins = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]]))
+        least = np.minimum.reduceat(costs, begins, axis=0)
+        for number in range(len(begins) - 1, -1, -1):
+            source, target = self._ends[groups[begins[number]]]
+            np.minimum(rest[source], least[number] + rest[target], out=rest[source])
+        return rest
 
     def _group_least(self, costs: Numbers) -> list[float]:
         found: list[float] = np.minimum.reduceat(costs, self._groups).tolist() if len(costs) else []
@@ -172,18 +207,13 @@ class Network:
 
     def path(self, rungs: Sequence[int]) -> Indices | None:
         """The arcs of a plan; None where one of them was left out."""
-        state, found, begin = 0, [], 0
-        for number, stage in enumerate(self.stages):
-            wanted = stage.arc(state, [rungs[unit] for unit in stage.units])
-            place = begin + state
-            low, high = int(self.first[number]), int(self.first[number + 1])
-            own = np.flatnonzero((self.arc[low:high] == wanted) & (self.source[low:high] == place))
-            if not len(own):
-                return None
-            found.append(low + int(own[0]))
-            state = int(stage.target[wanted])
-            begin += stage.states
-        return np.asarray(found)
+        state, found = 0, []
+        for stage, begin in zip(self.stages, self._tables.begins.tolist(), strict=False):
+            arc = stage.arc(state, [rungs[unit] for unit in stage.units.tolist()])
+            found.append(begin + arc)
+            state = int(stage.target[arc])
+        path = self._place_of[found]
+        return None if (path < 0).any() else path
 
     def rungs(self, path: Indices, units: int) -> tuple[int, ...]:
         """The rung of every unit on a path."""
@@ -206,11 +236,11 @@ class Network:
 
 def dense(expression: Indicator, columns: int) -> tuple[Numbers, float]:
     """An expression's coefficients by column, and its constant."""
-    found: Numbers = np.zeros(columns)
-    for column, coefficient in expression.items():
-        if column != CONSTANT:
-            found[column] += coefficient
-    return found, float(expression.get(CONSTANT, 0))
+    found: Numbers = np.zeros(columns + 1)
+    count = len(expression)
+    # A constant's key is the last place.
+    found[np.fromiter(expression, dtype=np.int64, count=count)] = np.fromiter(expression.values(), dtype=np.float64, count=count)
+    return found[:-1], float(found[-1])
 
 
 @attrs.frozen(eq=False)
@@ -226,17 +256,21 @@ class Mixture:
     weights: tuple[float, ...]
 
 
-def best_prices(network: Network, rows: Sequence[Row], known: Sequence[Indices], scale: float) -> tuple[Priced, Mixture]:
+def best_prices(
+    network: Network, rows: Sequence[Row], known: Sequence[Indices], scale: float, *, shares: int = 0
+) -> tuple[Priced, Mixture]:
     """The prices of the highest bound, nearly, and the mixture of paths that costs as much.
 
     Args:
         known: paths to begin with, better such as keep all rows.
         scale: what costs are divided by.
+        shares: so many rows, the first ones, have prices that are 1 together: what the largest of them takes is minimised.
     """
-    master, paths = _Master(rows, scale), list(known)
+    master, paths = _Master(rows, scale, shares), list(known)
     for path in known:
         master.add(network.cost[path].sum(), [row.amounts[path].sum() - row.most for row in rows])
     best, prices, weights = -math.inf, np.zeros(len(rows)), np.zeros(0)
+    prices[:shares] = 1 / max(1, shares)
     if paths:
         _, prices, weights = master.solve()
     found = prices
@@ -259,17 +293,20 @@ def best_prices(network: Network, rows: Sequence[Row], known: Sequence[Indices],
 
 
 class _Master:
-    """maximise η  subject to  η ≤ cost[p] + λ · g[p] for every path p,  λ ≥ 0."""
+    """maximise η  subject to  η ≤ cost[p] + λ · g[p] for every path p,  λ ≥ 0,  and the first ``shares`` of λ are 1 together."""
 
-    def __init__(self, rows: Sequence[Row], scale: float) -> None:
+    def __init__(self, rows: Sequence[Row], scale: float, shares: int) -> None:
         self._solver: Any = silent_solver()
         self._scale = scale
         self._units = [max(1.0, float(np.ptp(row.amounts)) if len(row.amounts) else 1.0) for row in rows]
-        count = len(rows)
+        self._units[:shares] = [scale] * shares
+        self._shares, count = shares, len(rows)
         for name, value in (("threads", 1), ("presolve", "off")):
             self._solver.setOptionValue(name, value)
         self._solver.addVars(count + 1, np.append(np.zeros(count), -1e9), np.append(np.full(count, _MOST_PRICE), 1e9))
         self._solver.changeColCost(count, -1.0)
+        if shares:
+            self._solver.addRow(1.0, 1.0, shares, np.arange(shares, dtype=np.int32), np.ones(shares))
 
     def add(self, cost: float, over: Sequence[float]) -> None:
         """A path of this cost that takes so much more of each row than there is."""
@@ -284,4 +321,4 @@ class _Master:
         solution = self._solver.getSolution()
         values = np.asarray(solution.col_value)
         prices = np.maximum(values[:-1], 0.0) * self._scale / np.asarray(self._units)
-        return float(values[-1]) * self._scale, prices, np.abs(np.asarray(solution.row_dual))
+        return float(values[-1]) * self._scale, prices, np.abs(np.asarray(solution.row_dual))[bool(self._shares) :]

@@ -131,6 +131,8 @@ class Program:
         self.definitions: dict[int, tuple[Indicator, ...]] = {}
         self.forbidden: list[Indicator] = []
         self._row_lower, self._row_upper = array("d"), array("d")
+        self._written: list[tuple[Expression, int | None, int | None, int]] = []
+        """Rows that no solver has asked for: a search by stages does without."""
         self._starts, self._indices, self._values = array("i"), array("i"), array("d")
         self._solver: Any = None
         self._rows_passed = self._columns_passed = 0
@@ -145,7 +147,7 @@ class Program:
     @property
     def rows(self) -> int:
         """How many there are."""
-        return len(self._row_lower)
+        return len(self._row_lower) + len(self._written)
 
     def column(self, lower: float = 0.0, upper: float = 1.0, *, cost: float = 0.0, integer: bool = False) -> int:
         """A new column."""
@@ -172,14 +174,20 @@ class Program:
 
     def row(self, expression: Indicator, *, lower: int | None = None, upper: int | None = None, unit: int = 1) -> None:
         """A new row ``lower ≤ expression ≤ upper``; all three are divided by ``unit``."""
-        constant = expression.get(CONSTANT, 0)
-        self._starts.append(len(self._indices))
-        for column, coefficient in expression.items():
-            if column != CONSTANT and coefficient:
-                self._indices.append(column)
-                self._values.append(coefficient / unit)
-        self._row_lower.append(-math.inf if lower is None else (lower - constant) / unit)
-        self._row_upper.append(math.inf if upper is None else (upper - constant) / unit)
+        self._written.append((dict(expression), lower, upper, unit))
+
+    def _write_rows(self) -> None:
+        """Bring new rows into the form that the solver takes."""
+        for expression, lower, upper, unit in self._written:
+            constant = expression.get(CONSTANT, 0)
+            self._starts.append(len(self._indices))
+            for column, coefficient in expression.items():
+                if column != CONSTANT and coefficient:
+                    self._indices.append(column)
+                    self._values.append(coefficient / unit)
+            self._row_lower.append(-math.inf if lower is None else (lower - constant) / unit)
+            self._row_upper.append(math.inf if upper is None else (upper - constant) / unit)
+        self._written.clear()
 
     def bound(self, column: int, lower: float, upper: float) -> None:
         """Give a column other bounds."""
@@ -272,6 +280,7 @@ class Program:
             empty = np.empty(0)
             cost, lower, upper = (np.asarray(v[-new:], dtype=np.float64) for v in (self._cost, self._lower, self._upper))
             solver.addCols(new, cost, lower, upper, 0, np.zeros(new, np.int32), empty.astype(np.int32), empty)
+        self._write_rows()
         new = self.rows - self._rows_passed
         if new:
             begin = self._starts[-new]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
 from collections.abc import Mapping, Sequence, Set
 
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, Quantity, Replayed
+from qsync_planner.allocator.exact.extremes import ExtremeSearch
+from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.joint_rows import Rest
-from qsync_planner.allocator.exact.network import dense
 from qsync_planner.allocator.exact.program import Limits
-from qsync_planner.allocator.exact.staged import Endurance, Goal, StagedSearch
 from qsync_planner.allocator.exact.stages import NoStages
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.prediction import GroupPrediction
 from qsync_planner.replayer.replay import Replayer
 
-_NODES, _LABELS = 2000, 20_000
-_HALVINGS = 50
+_NODES = 2000
 _ROUNDS = 1000
 
 
@@ -96,6 +94,7 @@ def least(
     start: Sequence[int] | None = None,
     seconds: float | None = None,
     gap: float = 1e-6,
+    enough: float = 1e-6,
 ) -> Replayed | None:
     """The plan of the shortest period, were the group alone, or of the smallest peak; None where none keeps the limits.
 
@@ -107,6 +106,7 @@ def least(
         start: a plan to begin at.
         seconds: wall-clock time after which the best plan found is returned; None for as long as it takes.
         gap: relative distance to the least size that is near enough.
+        enough: relative distance after which a search by stages is not followed by branch and bound.
     """
     end = None if seconds is None else time.monotonic() + seconds
 
@@ -118,8 +118,11 @@ def least(
     known = [program.replay(rungs) for rungs in (start, program.apart) if rungs is not None]
     best = min(filter(keeps_limits, known), key=lambda plan: _size(plan, quantity), default=None)
     if best is not None and program.deadlines:
-        best, is_least = _least_by_stages(program, quantity, limit_ns or ANY_TIME_NS, budget_bytes, best, end, gap)
-        if is_least or _is_past(end):
+        search = ExtremeSearch(program, quantity, limit_ns, budget_bytes, best, gap, lambda: _is_past(end))
+        with contextlib.suppress(NoStages):
+            search.run()
+        best = search.best
+        if search.is_near(max(gap, enough)) or _is_past(end):
             return best
     program.look_below(None)
     program.limit(limit_ns, budget_bytes)
@@ -142,59 +145,8 @@ def least(
         program.minimise(Quantity.OMEGA)
 
 
-def _least_by_stages(
-    program: GroupProgram,
-    quantity: Quantity,
-    limit_ns: int,
-    budget_bytes: int,
-    best: Replayed,
-    end: float | None,
-    gap: float,
-) -> tuple[Replayed, bool]:
-    """The plan of the smallest size that stages give, beginning with one that keeps the limits, and whether none is smaller.
-
-    A size is the largest of several sums: of deadlines or of moments.  One of them is minimised where none may exceed what is
-    sought: at first the best size known, and where another sum limits the plan found, half-way between that and the bound.
-    """
-    low, sought = 0, _size(best, quantity)
-    endurance = Endurance(gap, _LABELS, enough=gap, is_late=lambda: _is_past(end))
-    for _ in range(_HALVINGS):
-        limits = (min(limit_ns, sought), budget_bytes)
-        if quantity is Quantity.MEMORY:
-            limits = (limit_ns, min(sought, budget_bytes or sought))
-        try:
-            found = StagedSearch(program, _goal(program, quantity, best), *limits, endurance).run(best)
-        except NoStages:
-            found = None
-        if found is None:
-            return best, False
-        # Whatever else there is takes more than what was sought.
-        least = min(found.bound, sought + 1.0)
-        if found.plan is not None:
-            best = min(best, found.plan, key=lambda plan: _size(plan, quantity))
-        elif least <= sought:
-            return best, False  # not every label was kept
-        if _is_past(end):
-            return best, False
-        low = max(low, math.floor(least))
-        if _size(best, quantity) - low <= gap * _size(best, quantity):
-            return best, True
-        sought = (low + _size(best, quantity)) // 2
-    return best, False
-
-
 def _is_past(end: float | None) -> bool:
     return end is not None and time.monotonic() >= end
-
-
-def _goal(program: GroupProgram, quantity: Quantity, plan: Replayed) -> Goal:
-    """What makes a plan as large as it is: the deadline that it passes the last, or memory at the moment of its peak."""
-    if quantity is Quantity.TIME:
-        latest = program.latest_deadline(plan.rungs)
-        return Goal(lambda: program.deadline(latest), lambda found: found.period_ns)
-    program.memory.add(plan.peak_moment)
-    bytes_then = program.memory.moments[plan.peak_moment]
-    return Goal(lambda: dense(bytes_then, program.program.columns), lambda found: found.peak_bytes)
 
 
 def _size(plan: Replayed, quantity: Quantity) -> int:

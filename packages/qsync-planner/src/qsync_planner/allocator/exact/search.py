@@ -40,7 +40,8 @@ class Effort:
     Attributes:
         gap: relative distance to the bound that is near enough.
         work: nodes of the search tree times columns; None for as many as a proof takes.
-        columns: programs with more of them are not searched by branch and bound at all, only relaxed and rounded.
+        columns: programs with more of them are not searched by branch and bound at all, only relaxed and rounded, and by stages to
+            ``enough``.
         rounds: whether plans near the relaxation are looked for.
         seconds: wall-clock time for branch and bound, only where a user asks for it.
         bound_seconds: the same for the relaxation and the plans near it, without which nothing is proven.
@@ -69,6 +70,22 @@ class Answer:
 
     plan: Replayed
     bound: float
+
+
+class TimeLeft:
+    """What is left of some seconds of wall-clock time, from now on; None for as long as it takes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def share(self, parts: int) -> float | None:
+        """One of so many parts of it, not below 0."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic()) / parts
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return self.share(1) == 0.0
 
 
 class Search:
@@ -115,17 +132,20 @@ class Search:
                 return Answer(first, float("-inf"))
             if self._bound == float("-inf"):
                 self._bound = earlier
-            small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
-            if small and self._is_well_scaled() and not self._is_done() and not self._is_late():
+            if self._is_small() and self._is_well_scaled() and not self._is_done() and not self._is_late():
                 self._branch()
             left = self._left()  # of this group's own time: the others need a bound as well
             if self._is_well_scaled() or (left is not None and left < time.monotonic() - began):
                 break
         return Answer(self._best or first, self._bound)
 
+    def _is_small(self) -> bool:
+        return self._effort.columns is None or self._program.program.columns <= self._effort.columns
+
     def _by_stages(self, first: Replayed) -> bool:
         """Search by stages; whether that was enough."""
-        endurance = Endurance(self._effort.gap, self._effort.labels, is_late=self._is_late, tell=self._show)
+        enough = 0.0 if self._is_small() else self._effort.enough
+        endurance = Endurance(self._effort.gap, self._effort.labels, enough, is_late=self._is_late, tell=self._show)
         goal = least_omega(self._group, self._program)
         found = StagedSearch(self._program, goal, self._limit_ns, self._budget, endurance).run(first)
         if found is None:

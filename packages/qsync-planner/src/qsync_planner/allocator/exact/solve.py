@@ -23,9 +23,9 @@ from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Quantity
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.programs import Programs, least
-from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
+from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search, TimeLeft
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
-from qsync_planner.allocator.recovery import History, new_history, slack_ns, sweep_until_stable
+from qsync_planner.allocator.recovery import History, Refusal, new_history, overruns, slack_ns, sweep_until_stable
 from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, rounded_up, slack_text
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "sync_batch_norm")
@@ -48,6 +48,8 @@ _TIME_STEPS = 10_000
 """The shortest time is found to this part of itself."""
 _DEAR = 1.2
 """Times the Σ Ω that would do without contention, from which on a plan's notes speak of it."""
+_SURELY_BEST = 2e-9
+"""Distance to the bound of plans that labels proved to be the best."""
 _ROUNDING = 1e-9
 """Part of a Σ Ω that a solver cannot tell from nothing, and that depends on the order in which it is added up."""
 
@@ -241,11 +243,11 @@ def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further
     """The state's plan with its bound and reasons.
 
     Args:
-        raise_further: whether single steps that still fit are taken first.
+        raise_further: whether single steps that still fit are taken first, unless the bound says that there are none.
         explain: whether the reasons say what other choices would take, which needs a trial for every unit.
     """
-    history = new_history(state)
-    if raise_further:
+    history, objective = new_history(state), state.problem.objective(state.all_rungs())
+    if raise_further and relative_gap(objective, bound) > _SURELY_BEST:
         sweep_until_stable(state, limit_ns, history)
     solution = Solution.of(state)
     if explain:
@@ -276,9 +278,14 @@ def _reason(state: SearchState, group: str, index: int, limit_ns: int, history: 
         return f"{label}: the only variant of the ladder that was measured for it"
     if rung < unit.top and history.refusals:
         return f"kept {label}: {refusal_text(unit, history.refusals[0])}"
+    if rung < unit.top and unit.omega[rung] <= unit.omega[rung + 1]:
+        return f"kept {label}: {refusal_text(unit, Refusal(rung + 1, 0, 0, gains=False))}"
     other = rung + 1 if rung < unit.top else rung - 1
-    after = state.try_moves(group, {index: other}).groups[group]
+    prediction = state.try_moves(group, {index: other})
+    after, over = prediction.groups[group], overruns(state, group, prediction, limit_ns)
     state.reject()
+    if rung < unit.top and any(over):
+        return f"kept {label}: {refusal_text(unit, Refusal(rung + 1, *over, gains=True))}"
     if unit.is_chain and other < rung:
         return f"{label}: {unit.rungs[other].label} would take {added_time_text(after.busy_ns - before.busy_ns)}"
     if other < rung:
@@ -306,7 +313,7 @@ def least_memory_plan(
     """
     require_solver("the objective memory")
     check_deadline_form(state.problem.dag)
-    left = _Left(seconds)
+    left = TimeLeft(seconds)
     for name, start in uniform.items():
         state.move_to(name, start.rungs)
     budgets = {}
@@ -315,7 +322,7 @@ def least_memory_plan(
         if programs.contended:
             program = programs.joint(group, state.problem.variants(state.all_rungs()), {group.name}, limit_ns)
         share = left.share(2 * (len(state.problem.groups) - number))
-        smallest = least(program, Quantity.MEMORY, limit_ns, start=state.rungs(group.name), seconds=share)
+        smallest = least(program, Quantity.MEMORY, limit_ns, start=state.rungs(group.name), seconds=share, enough=effort.enough)
         assert smallest is not None, "uniform precision keeps the time limit"
         budgets[group.name] = smallest.peak_bytes
         state.move_to(group.name, smallest.rungs)
@@ -325,22 +332,6 @@ def least_memory_plan(
         within = attrs.evolve(effort, seconds=left.share(1))
         bound = max(bound, solve_jointly(state, starts, limit_ns, within, programs, budgets=budgets))
     return _as_found(state, limit_ns, bound, "the least memory found within the time limit; of such plans, ")
-
-
-class _Left:
-    """What is left of some seconds of wall-clock time; None for as long as it takes."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def share(self, parts: int) -> float | None:
-        """One of so many parts of it, not below 0."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic()) / parts
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left."""
-        return self.share(1) == 0.0
 
 
 def least_time_plan(
@@ -366,12 +357,13 @@ def least_time_plan(
     """
     require_solver("the objective time")
     check_deadline_form(state.problem.dag)
-    problem, left = state.problem, _Left(seconds)
+    problem, left = state.problem, TimeLeft(seconds)
     shortest = max((state.prediction.groups[g.name].period_ns for g in problem.cluster.groups if g.role is Role.TRAIN), default=0)
     starts: dict[str, tuple[int, ...]] = {}
     for number, group in enumerate(problem.groups):
         start, budget, share = uniform[group.name].rungs, group.group.memory_bytes, left.share(2 * (len(problem.groups) - number))
-        fastest = least(programs.of(group), Quantity.TIME, budget_bytes=budget, start=start, seconds=share)
+        program = programs.of(group)
+        fastest = least(program, Quantity.TIME, budget_bytes=budget, start=start, seconds=share, enough=effort.enough)
         assert fastest is not None, "uniform precision fits"
         starts[group.name] = fastest.rungs
         shortest = max(shortest, fastest.period_ns)

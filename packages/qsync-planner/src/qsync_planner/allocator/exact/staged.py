@@ -12,17 +12,18 @@ from collections.abc import Callable, Sequence
 import attrs
 import numpy as np
 
+from qsync_planner.allocator.exact.binding import BindingRows
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
 from qsync_planner.allocator.exact.labels import Labelled, best_path
-from qsync_planner.allocator.exact.network import Mixture, Network, Priced, Row, best_prices, dense
+from qsync_planner.allocator.exact.network import Mixture, Network, Priced, Row, best_prices
 from qsync_planner.allocator.exact.stages import Indices, NoStages, Numbers
 from qsync_planner.allocator.problem import GroupProblem
 
 _ROUNDS = 200
 _ARCS, _WIDER = 64, 2
-"""Arcs beside one for each stage that a plan is looked for among at first, and times as many where none was found."""
-_FEW, _MORE = 2_000, 4
-"""Labels that are kept at first, and times as many where these are not all."""
+"""Arcs beside the nearest that a plan is looked for among at first, and times as many where none was found."""
+_QUICK, _FEW, _MORE = 200, 2_000, 4
+"""Labels that are kept for a plan that is near enough, that are kept at first else, and times as many where these are not all."""
 _MANY, _FARTHER, _LEAST = 300, 1.5, 1e-6
 """Labels from which on they grow fast, times as far that one looks then, and the part of the bound that is not worth less."""
 _BETTER = 0.9
@@ -108,9 +109,7 @@ class StagedSearch:
         self._units = len(program.choices.columns)
         self._best: Replayed | None = None
         self._bound = -math.inf
-        self._deadlines: list[int] = []
-        self._moments: list[int] = []
-        self._dispatch = self._apart = False
+        self._binding = BindingRows(program)
 
     def run(self, first: Replayed) -> Found | None:
         """Search from a plan; None where the group has no stages, or its rows are not all that limits it."""
@@ -118,9 +117,9 @@ class StagedSearch:
         self._offer(first)
         if program.apart is not None:
             self._offer(program.replay(program.apart))
-        self._deadlines = [len(program.deadlines) - 1]
+        self._binding.add_deadline(len(program.deadlines) - 1)
         if self._budget:
-            self._add_moment(first.peak_moment)
+            self._binding.add_moment(first.peak_moment)
         self._known = [first.rungs]
         for _ in range(_ROUNDS):
             size = self._size()
@@ -176,7 +175,7 @@ class StagedSearch:
         values: Numbers = np.zeros(columns)
         for path, weight in zip(mixture.paths, mixture.weights, strict=True):
             values += weight * network.values(path, columns)
-        added = self._add_late(values, _MEAN_ROUNDING * self._limit_ns)
+        added = self._binding.add_late(values, self._limit_ns, _MEAN_ROUNDING * self._limit_ns)
         if self._budget:
             moments = np.zeros(1)
             for rungs, weight in zip(plans, mixture.weights, strict=True):
@@ -184,7 +183,7 @@ class StagedSearch:
                 moments = moments + weight * program.bytes_by_moment()
             worst = int(np.argmax(moments))
             if moments[worst] > self._budget * (1 + _MEAN_ROUNDING):
-                added = self._add_moment(worst) or added
+                added = self._binding.add_moment(worst) or added
         return added
 
     def _size(self) -> float:
@@ -207,25 +206,9 @@ class StagedSearch:
             self._bound = bound
             self._tell(self._size(), bound)
 
-    def _add_moment(self, moment: int) -> bool:
-        if moment in self._moments:
-            return False
-        self._program.memory.add(moment)
-        self._moments.append(moment)
-        return True
-
     def _rows(self, network: Network) -> list[Row]:
-        program, columns = self._program, self._program.program.columns
-        limit = float(self._limit_ns)
-        found = [network.row(*program.deadline(number), limit) for number in self._deadlines]
-        if self._dispatch:
-            found.append(network.row(*dense(program.dispatch, columns), limit))
-        if self._apart:
-            tops = {entry[-1]: 1 for entry in program.choices.columns}
-            found.append(network.row(*dense(tops, columns), float(len(tops) - 1)))
-        for moment in self._moments:
-            found.append(network.row(*dense(program.memory.moments[moment], columns), float(self._budget)))
-        return found
+        rows = self._binding
+        return [*rows.of_time(network, self._limit_ns), *rows.of_plans(network), *rows.of_memory(network, self._budget)]
 
     def _nearest(self, network: Network, rows: list[Row], priced: Priced) -> tuple[Indices | None, float]:
         """The best path that keeps the rows and is better than the best plan, if there is one; and a bound."""
@@ -235,34 +218,38 @@ class StagedSearch:
         found: Indices | None = None
         spread = np.sort(priced.excess[np.isfinite(priced.excess)])
         proven, reached, cap = bound, math.inf, min(_FEW, self._labels)
-        arcs, looked_farther = len(network.stages) + _ARCS, False
+        # Arcs of the paths that the bound is a mean of are no farther than any.
+        nearest = int(np.searchsorted(spread, _LEAST * abs(bound), side="right"))
+        arcs, looked_farther = nearest + _ARCS, False
 
-        def look(distance: float) -> Labelled:
+        def look(distance: float, labels: int) -> Labelled:
             nonlocal found, most
-            labelled = best_path(network, rows, priced, distance, most, cap)
+            labelled = best_path(network, rows, priced, distance, most, labels)
             if labelled.path is not None:
                 found, most = labelled.path, float(network.cost[labelled.path].sum())
             return labelled
 
+        if self._enough:  # a plan that is near enough may be found by few labels
+            look(self._enough * abs(bound), min(_QUICK, self._labels))
         while not self._is_late() and (most == math.inf or most - proven > self._enough * most):
             # How many arcs are within a distance says how much there is to look through, whatever Ω and time are counted in.
             before, whole = most, min(most - priced.bound, float(spread.sum()))
             distance = min(whole, reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
-            labelled = look(distance)
+            labelled = look(distance, cap)
             if labelled.complete:
                 # Every path up to this distance was considered; one found may be farther.
                 proven = most if distance >= min(whole, most - priced.bound) else min(most, priced.bound + distance)
                 if proven == most:
                     return found, most if found is None else most * (1 - _ROUNDING)
                 proven -= _ROUNDING * abs(proven)
-                arcs, looked_farther = len(network.stages) + _WIDER * (arcs - len(network.stages)), False
+                arcs, looked_farther = nearest + _WIDER * (arcs - nearest), False
                 least = _LEAST * abs(priced.bound)
                 reached = _FARTHER * max(distance, least) if labelled.most > _MANY else math.inf
             elif most - priced.bound < _BETTER * (before - priced.bound):
                 continue
             elif not looked_farther and distance < whole:
                 # A plan that is farther from the bound rules out many paths that are nearer to it.
-                look(min(whole, _WIDER * distance))
+                look(min(whole, _WIDER * distance), cap)
                 looked_farther = True
             elif cap < self._labels:
                 cap, looked_farther = min(self._labels, _MORE * cap), False
@@ -272,21 +259,7 @@ class StagedSearch:
 
     def _add_violated(self, values: Numbers, plan: Replayed) -> bool:
         """Add the rows of what a plan exceeds the most; False where there is none."""
-        added = plan.period_ns > self._limit_ns and self._add_late(values, 0.0)
+        added = plan.period_ns > self._limit_ns and self._binding.add_late(values, self._limit_ns)
         if self._budget and plan.peak_bytes > self._budget:
-            added = self._add_moment(plan.peak_moment) or added
-        if not added and plan.rungs == self._program.apart and not self._apart:
-            self._apart = added = True
-        return added
-
-    def _add_late(self, values: Numbers, rounding_ns: float) -> bool:
-        """Add the deadlines that are missed, and the CPU's; False where none is new."""
-        program = self._program
-        late = program.lateness(values, self._limit_ns)
-        missed = [number for number in np.flatnonzero(late > rounding_ns).tolist() if number not in self._deadlines]
-        self._deadlines += missed
-        added = bool(missed)
-        amounts, constant = dense(program.dispatch, program.program.columns)
-        if amounts @ values + constant > self._limit_ns + rounding_ns and not self._dispatch:
-            self._dispatch = added = True
-        return added
+            added = self._binding.add_moment(plan.peak_moment) or added
+        return added or self._binding.add_apart(plan)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -50,6 +51,12 @@ class Table:
     parts: Numbers
     allowed: np.ndarray[Any, np.dtype[np.bool_]]
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many rungs each unit has."""
+        found: list[int] = (self.rungs.max(axis=0) + 1).tolist()
+        return found
+
 
 @attrs.frozen(eq=False)
 class Stage:
@@ -72,8 +79,8 @@ class Stage:
     def arc(self, state: int, rungs: Sequence[int]) -> int:
         """The arc of some rungs of its units."""
         combination = 0
-        for rung, size in zip(rungs, self.table.rungs.max(axis=0) + 1, strict=True):
-            combination = combination * int(size) + rung
+        for rung, size in zip(rungs, self.table.sizes, strict=True):
+            combination = combination * size + rung
         return state * len(self.table.rungs) + combination
 
 

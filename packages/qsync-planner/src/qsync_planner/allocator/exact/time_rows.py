@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from qsync_core.ir.semantics import CastSite
@@ -111,17 +112,39 @@ class Step:
 
     def __init__(self, works: Sequence[Work]) -> None:
         """``works``: what the step may amount to."""
-        self.dispatch: Expression = {}
-        self.compute: Expression = {}
-        self.chain: Expression = {}
+        self.pieces: list[tuple[Indicator, Work]] = []
         self.least_ns, self.most_ns = min(work.compute_ns for work in works), max(work.compute_ns for work in works)
 
     def add(self, chosen: Indicator, work: Work) -> None:
-        """A piece of work that is done where ``chosen`` is 1."""
-        add(self.dispatch, chosen, work.dispatch_ns)
-        add(self.compute, chosen, work.compute_ns)
-        if work != NOTHING:
-            add(self.chain, chosen, work.chain_ns)
+        """A piece of work that is done where ``chosen`` is 1; before any of the expressions is asked for."""
+        self.pieces.append((chosen, work))
+
+    def add_to(self, compute: Expression, dispatch: Expression, times: int = 1) -> None:
+        """Add up what the device and the CPU do."""
+        for chosen, work in self.pieces:
+            add(compute, chosen, times * work.compute_ns)
+            add(dispatch, chosen, times * work.dispatch_ns)
+
+    @cached_property
+    def dispatch(self) -> Expression:
+        """What the CPU does."""
+        return self._sum(lambda work: work.dispatch_ns)
+
+    @cached_property
+    def compute(self) -> Expression:
+        """What the device does."""
+        return self._sum(lambda work: work.compute_ns)
+
+    @cached_property
+    def chain(self) -> Expression:
+        """The longest way from the first dispatch through one kernel's to the last computation."""
+        return self._sum(lambda work: 0 if work == NOTHING else work.chain_ns)
+
+    def _sum(self, part: Callable[[Work], int]) -> Expression:
+        found: Expression = {}
+        for chosen, work in self.pieces:
+            add(found, chosen, part(work))
+        return found
 
     @property
     def is_fixed(self) -> bool:
@@ -178,17 +201,14 @@ class TimeRows:
         dispatch: Expression = {}
         segment: Expression = {}
         for step in steps.all if self._shape.micro_batches > 1 else ():
-            add(segment, step.compute, self._shape.micro_batches - 1)
-            add(dispatch, step.dispatch, self._shape.micro_batches - 1)
+            step.add_to(segment, dispatch, self._shape.micro_batches - 1)
         for forward in steps.forward:
             for step in forward:
-                add(segment, step.compute)
-                add(dispatch, step.dispatch)
+                step.add_to(segment, dispatch)
         reached: int | None = None
         for position in reversed(range(len(steps.backward))):
             for step in steps.backward[position]:
-                add(segment, step.compute)
-                add(dispatch, step.dispatch)
+                step.add_to(segment, dispatch)
             if position in self._after:
                 self.deadlines.append((segment, self._after[position]))
                 reached = self._then(reached, segment)

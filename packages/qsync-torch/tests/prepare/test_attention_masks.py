@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from qsync_core.ir.profile import OpCost
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling import attention_masks
-from qsync_torch.profiling.attention_masks import masks_told
+from qsync_torch.prepare import attention_masks
+from qsync_torch.prepare.attention_masks import masks_told
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.trace import trace
 

@@ -1,0 +1,1 @@
+"""Ranks that watch each other: row W3."""

@@ -1,0 +1,75 @@
+"""Rows of a program that its search by stages has: those that some plan, or a mean of plans, has exceeded so far."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
+from qsync_planner.allocator.exact.network import Network, Row, dense
+from qsync_planner.allocator.exact.stages import Numbers
+
+
+class BindingRows:
+    """Few deadlines and moments bind, so rows are added when they are exceeded.
+
+    Args:
+        program: of a group whose deadlines are sums (:attr:`~qsync_planner.allocator.exact.group_program.GroupProgram.deadlines`).
+    """
+
+    def __init__(self, program: GroupProgram) -> None:
+        self._program = program
+        self._deadlines: list[int] = []
+        self._moments: list[int] = []
+        self._dispatch = self._apart = False
+
+    def add_deadline(self, number: int) -> bool:
+        """Add a deadline; False where it is there already."""
+        if number in self._deadlines:
+            return False
+        self._deadlines.append(number)
+        return True
+
+    def add_late(self, values: Numbers, limit_ns: float, rounding_ns: float = 0.0) -> bool:
+        """Add the deadlines that columns of these values miss, and the CPU's; False where none is new."""
+        program = self._program
+        late = program.lateness(values, 0) - limit_ns
+        added = [self.add_deadline(int(number)) for number in np.flatnonzero(late > rounding_ns)]
+        amounts, constant = dense(program.dispatch, program.program.columns)
+        if amounts @ values + constant > limit_ns + rounding_ns and not self._dispatch:
+            self._dispatch = True
+            return True
+        return any(added)
+
+    def add_moment(self, moment: int) -> bool:
+        """Add the memory at a moment; False where it is there already."""
+        if moment in self._moments:
+            return False
+        self._program.memory.add(moment)
+        self._moments.append(moment)
+        return True
+
+    def add_apart(self, plan: Replayed) -> bool:
+        """Rule out a plan that the program is not of, if this is it; False where it is not, or was ruled out before."""
+        if plan.rungs != self._program.apart or self._apart:
+            return False
+        self._apart = True
+        return True
+
+    def of_time(self, network: Network, limit_ns: float) -> list[Row]:
+        """The rows of time that were added."""
+        found = [network.row(*self._program.deadline(number), limit_ns) for number in self._deadlines]
+        if self._dispatch:
+            found.append(network.row(*dense(self._program.dispatch, self._program.program.columns), limit_ns))
+        return found
+
+    def of_memory(self, network: Network, budget_bytes: float) -> list[Row]:
+        """The rows of memory that were added."""
+        moments, columns = self._program.memory.moments, self._program.program.columns
+        return [network.row(*dense(moments[moment], columns), budget_bytes) for moment in self._moments]
+
+    def of_plans(self, network: Network) -> list[Row]:
+        """The row that rules out the plan that the program is not of, if it was added."""
+        if not self._apart:
+            return []
+        tops = {entry[-1]: 1 for entry in self._program.choices.columns}
+        return [network.row(*dense(tops, self._program.program.columns), float(len(tops) - 1))]

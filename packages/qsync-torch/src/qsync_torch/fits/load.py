@@ -1,0 +1,41 @@
+"""A job as ``qsync fits`` takes it: its model without memory wherever its code allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from qsync_core.errors import QSyncError
+from qsync_torch.capturing.script import job_of_script
+from qsync_torch.job import Job
+from qsync_torch.load_job import load_job
+
+
+def is_script(job: str) -> bool:
+    """Whether a job is what a script says at its line, and not a function of a file."""
+    return job.endswith(".py") and ".py:" not in job
+
+
+def job_without_memory(text: str, arguments: Sequence[str] = (), batch_size: int | None = None) -> Job:
+    """The job that a text names: a script runs up to its line; other jobs are made on the device without memory if they can be.
+
+    Raises:
+        QSyncError: when it names none, or arguments are given to one that is no script.
+    """
+    if is_script(text):
+        job, _ = job_of_script(text, arguments)
+        return job if batch_size is None else attrs.evolve(job, batch_size=batch_size)
+    if arguments:
+        raise QSyncError(f"{text} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
+    try:
+        with torch.device("meta"):
+            return load_job(text, batch_size)
+    except QSyncError:
+        return load_job(text, batch_size)  # its code needs values, or it is wrong, which this says
+
+
+def tf32_allowed() -> tuple[bool, bool]:
+    """Whether convolutions and linear layers may run in TF32, as the job has left PyTorch's settings."""
+    return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision() != "highest"
