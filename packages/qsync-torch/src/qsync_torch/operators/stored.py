@@ -18,7 +18,9 @@ from qsync_torch.aten import float_products, stored_weights
 from qsync_torch.aten.stored_weights import StoredWeight
 from qsync_torch.kernels.binding import BOUND, OperatorBinding
 from qsync_torch.kinds import products
-from qsync_torch.operators.casts import CastCache, Operand, Seeds, apply_of, float_input
+from qsync_torch.operators.autograd import apply_of
+from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import Operand, Seeds, float_input
 from qsync_torch.operators.products import QuantizedProduct, offset_of
 from qsync_torch.torch_internals import transforms_are_active
 
