@@ -27,7 +27,7 @@ RESULTS = ROOT / "docs" / "results"
 _FIELDS = ("id", "what", "value", "unit", "spread", "target")
 _VERSIONS = (
     "qsync-core", "qsync-planner", "qsync-torch", "qsync-kernels-cutlass", "qsync-kernels-triton", "torch", "numpy", "transformers",
-    "triton", "nvidia-cutlass", "torchao", "msgpack", "cattrs", "highspy",
+    "triton", "nvidia-cutlass", "torchao", "bitsandbytes", "msgpack", "cattrs", "highspy",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from qsync_core.ir.checks import MOST_MICRO_BATCHES
 from qsync_core.ir.dag import INPUT_STRIDE, Operator, PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Compiled
-from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.dtypes import PRECISION, TORCH_DTYPE
 from qsync_torch.failures import first_line
 from qsync_torch.torch_internals import pytree
 
@@ -75,6 +76,18 @@ def autocast(base: Precision, device: torch.device | str) -> AbstractContextMana
         return nullcontext()
     context: AbstractContextManager[Any] = torch.autocast(torch.device(device).type, TORCH_DTYPE[base])
     return context
+
+
+_SIXTEEN_BITS = (Precision.BFLOAT16, Precision.FLOAT16)
+
+
+def held_format(model: torch.nn.Module) -> Precision:
+    """The float format in which a model holds most elements of its weights; float32 where it has none."""
+    held: Counter[Precision] = Counter()
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and (precision := PRECISION.get(parameter.dtype)) in (Precision.FLOAT32, *_SIXTEEN_BITS):
+            held[precision] += parameter.numel()
+    return max(held, key=lambda precision: (held[precision], precision is Precision.FLOAT32), default=Precision.FLOAT32)
 
 
 def _check_amp(job: Job, attribute: attrs.Attribute[str | None], amp: str | None) -> None:
@@ -160,7 +173,12 @@ class Job:
 
     @property
     def base(self) -> Precision:
-        """Format that operators run in where nothing is lowered: that of the autocast, else float32."""
+        """Format that operators run in where nothing is lowered: the autocast's, else the one in which most weights are held."""
+        return held_format(self.model) if self.amp is None else Precision(self.amp)
+
+    @property
+    def autocast_base(self) -> Precision:
+        """The format of its autocast; float32 where there is none."""
         return Precision.FLOAT32 if self.amp is None else Precision(self.amp)
 
     def compute_loss(self, batch: Batch, model: torch.nn.Module | None = None) -> torch.Tensor:
@@ -168,7 +186,7 @@ class Job:
         copy)."""
         model = self.model if model is None else model
         parameter = next(model.parameters(), None)
-        with autocast(self.base, "cpu" if parameter is None else parameter.device):
+        with autocast(self.autocast_base, "cpu" if parameter is None else parameter.device):
             return self.loss(model(*batch.args, **batch.kwargs), batch)
 
     def copy_model(self) -> torch.nn.Module:
@@ -308,9 +326,9 @@ def check_same_model(job: Job, dag: PrecisionDag, advice: str = TRACE_IT) -> Non
         else:
             difference = f"parameter {name} has shape {list(mine)} in the job and {list(other)} in the graph"
         raise QSyncError(f"the graph ({dag.model}) is of another model than the job ({job.name}): {difference}; {advice}")
-    if job.base is not dag.base:
+    if (job.base, job.autocast_base) != (dag.base, dag.autocast_base):
         raise QSyncError(
-            f"the graph was traced of a job that trains {_under(dag.base)}, and {job.name} trains {_under(job.base)} (its amp is "
+            f"the graph was traced of a job that trains {_under(dag)}, and {job.name} trains {_under(job)} (its amp is "
             f"{job.amp!r}); {advice}"
         )
     if job.accumulate != dag.accumulate:
@@ -325,8 +343,10 @@ def check_same_model(job: Job, dag: PrecisionDag, advice: str = TRACE_IT) -> Non
         )
 
 
-def _under(base: Precision) -> str:
-    return "without autocast" if base is Precision.FLOAT32 else f"under autocast in {base}"
+def _under(one: Job | PrecisionDag) -> str:
+    if one.autocast_base is not Precision.FLOAT32:
+        return f"under autocast in {one.autocast_base}"
+    return "without autocast" if one.base is Precision.FLOAT32 else f"without autocast, with weights in {one.base}"
 
 
 def check_same_job(dag: PrecisionDag, traced: PrecisionDag, advice: str = TRACE_IT) -> None:

@@ -125,7 +125,7 @@ def test_the_users_line_is_named(model: nn.Module, marker: str, advice: str, cap
         (job(InPlace()), TraceError, "PyTorch's backward pass fails, under a plan or not (RuntimeError: one of the variables"),
         (job(nn.Linear(4, 4), loss=lambda y: torch.zeros(())), TraceError, "no parameter of broken gets a gradient"),
         (job(nn.Linear(4, 4).requires_grad_(False)), TraceError, "no parameter of broken gets a gradient"),
-        (job(nn.Linear(4, 4).bfloat16()), TraceError, "parameter weight of broken is bfloat16; QSync keeps parameters in float32"),
+        (job(nn.Linear(4, 4).double()), TraceError, "parameter weight of broken is float64; QSync plans for parameters in float32"),
         (
             job(nn.Linear(4, 4), batch=lambda step, size: (torch.randn(size, 4),)),
             JobError,

@@ -37,9 +37,9 @@ KINDS: dict[str, type] = {
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
     "Sensitivity": 5,
-    "PrecisionDag": 5,
+    "PrecisionDag": 6,
     "PrecisionPlan": 7,
-    "Profile": 8,
+    "Profile": 9,
     "Timeline": 2,
 }
 
@@ -49,6 +49,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionDag", 3): {},
     ("PrecisionDag", 4): {"accumulate": 1},
     ("PrecisionDag", 5): {"calls_are_known": False},
+    ("PrecisionDag", 6): {"autocast": True},
     ("PrecisionPlan", 2): {
         "base": "float32",
         "software": {},
@@ -71,6 +72,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 6): {"alternating": None},
     ("Profile", 7): {"check": None},
     ("Profile", 8): {"compiled": None, "mixed": []},
+    ("Profile", 9): {},
     ("Sensitivity", 3): {"copies": {}},
     ("Sensitivity", 4): {"errors": {}},
     ("Sensitivity", 5): {"masks": {}},
@@ -86,11 +88,16 @@ _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("CollectiveCosts", 2): ("measured", {"transfer_share": {}}),
     ("PrecisionDag", 3): ("operators", {"views": []}),
     ("PrecisionDag", 5): ("operators", {"in_place": False, "also_read_by": []}),
+    ("PrecisionDag", 6): (
+        "operators",
+        {"weight_format": "float32", "frozen": False, "result_format": "float32", "not_storable": ""},
+    ),
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
     ("PrecisionPlan", 4): ("groups", {"chain_forms": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),
     ("Profile", 4): ("casts.key", {"symmetric": True}),
     ("Profile", 8): ("steps", {"saved_bytes": None}),
+    ("Profile", 9): ("casts.key", {"storage": "as-is"}),
 }
 """Fields that a version adds to every entry of a list of that name, or to what the entry has under the name behind a dot."""
 

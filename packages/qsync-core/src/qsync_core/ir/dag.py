@@ -18,6 +18,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS, Kind
 
@@ -94,6 +95,11 @@ class Operator:
         also_read_by: what reads its result and is no operator of the graph, or reads more of it than its values: ``loss``, a
             function that delivers no floating-point tensor (``argmax``), one that is given its format (``to``, ``h.dtype``), a
             view that PyTorch's gradients sum up entry by entry (``as_strided``).
+        weight_format: format in which the script holds the weight (adjustable operators).
+        frozen: the weight is not trained: it has no gradient, and a plan may store it in another format.
+        result_format: format of a fixed operator's floating-point result, as the script has it: 16 bits only in models that hold
+            parameters in 16 bits, all of whose other operators are fixed.
+        not_storable: empty where ``apply_`` can store a frozen weight in another format; else the reason why not.
     """
 
     op_id: OpId
@@ -114,6 +120,10 @@ class Operator:
     views: tuple[int, ...] = ()
     in_place: bool = False
     also_read_by: tuple[str, ...] = ()
+    weight_format: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
+    frozen: bool = False
+    result_format: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
+    not_storable: str = ""
 
     def __attrs_post_init__(self) -> None:
         if self.is_adjustable and self.kind not in KINDS:
@@ -148,8 +158,21 @@ class Operator:
         return KINDS[self.kind]
 
     def runs_in(self, variant: Variant) -> bool:
-        """Whether its kind runs in a variant; profiles, truths and sensitivities leave the others out."""
-        return self.row.in_8_bit or not variant.compute.needs_scale
+        """Whether its kind runs in a variant, and its weight may be stored so; profiles, truths and sensitivities leave the others
+        out."""
+        return not self.not_stored_as(variant.storage) and (self.row.in_8_bit or not variant.compute.needs_scale)
+
+    def not_stored_as(self, storage: Storage) -> str:
+        """Why its weight cannot be stored so; empty where it can."""
+        if not storage.is_quantized or (self.frozen and not self.not_storable):
+            return ""
+        why = self.not_storable or "it is trained, and only weights that are not trained are stored in another format"
+        return f"the weight of {self.op_id} cannot be stored as {storage}: {why}"
+
+    def stored_bytes(self, storage: Storage) -> int:
+        """Bytes of its weight, stored so, with scales and constants; 0 where it has none."""
+        rows = self.weight_shape[0] if self.weight_shape else 0
+        return storage.nbytes(rows, math.prod(self.weight_shape[1:]) if rows else 0, self.weight_format.nbytes)
 
     @property
     def is_convolution(self) -> bool:
@@ -207,6 +230,9 @@ class Operator:
             self.weight_shape,
             len(self.parameters),
             tuple(sorted(self.attributes.items())),
+            self.weight_format,
+            self.frozen,
+            self.result_format,
         )
 
 
@@ -220,14 +246,16 @@ class PrecisionDag:
         buckets: gradient buckets in the order DDP reduces them (first = ready first), as formed after DDP's first iteration.
         loss: kind of the loss (``cross_entropy``, ``mse``, ``custom``); ``loss_reduction``: ``mean``, ``sum`` or ``none``.
         batch_size: size of dimension 0 of the traced batch.
-        base: format that an operator runs in where nothing is lowered: float32, or the job's autocast format
-            (docs/design/precision-semantics.md#jobs-under-amp).
+        base: format that an operator runs in where nothing is lowered: float32, the job's autocast format
+            (docs/design/precision-semantics.md#jobs-under-amp), or the 16-bit format in which most weights are held
+            (docs/design/precision-semantics.md#models-in-16-bits).
         batch_axes: which dimension of which of the model's arguments has ``batch_size`` elements, by the argument's name; ``*0`` is
             the first of those without a name, ``batch.0`` and ``batch.pixels`` are parts of one.
         accumulate: micro-batches of ``batch_size`` samples whose gradients add up to an optimizer step's; gradients are exchanged
             in the last one.
         calls_are_known: whether operators say which calls are in place and what else reads their results; graphs of schema version
             4 and before do not.
+        autocast: whether a 16-bit base is that of autocast; else weights are held in it, and the script runs without autocast.
     """
 
     model: str
@@ -241,6 +269,7 @@ class PrecisionDag:
     batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int), hash=False)
     accumulate: int = attrs.field(default=1, validator=checks.micro_batches)
     calls_are_known: bool = True
+    autocast: bool = True
 
     def __attrs_post_init__(self) -> None:
         if not self.operators:
@@ -272,6 +301,11 @@ class PrecisionDag:
             self._facts[work_out] = work_out(self)
         fact: T = self._facts[work_out]
         return fact
+
+    @property
+    def autocast_base(self) -> Precision:
+        """The format of the job's autocast; float32 where there is none."""
+        return self.base if self.autocast else Precision.FLOAT32
 
     @cached_property
     def index(self) -> dict[OpId, int]:

@@ -76,6 +76,8 @@ class GradientCasts:
 class VariantNoise:
     """All that a variant rounds around one operator of a float32 model, beyond what the base rounds too; else None.
 
+    The error of a stored weight is none of it: it is the same in every step, and no noise.
+
     Attributes:
         operands: of the forward product; ``weight``: that of the weight alone.
         output: its result, in the format that the next operator receives.
@@ -97,7 +99,8 @@ class VariantNoise:
         if base is not Precision.FLOAT32:
             return cls.of(variant)._beyond(cls.of(Variant.plain(base)))
         steps = steps_of(variant)
-        operands = OperandCasts(steps.x, steps.weight, steps.bias)
+        weight = EXACT if variant.reads_stored else steps.weight  # whose error is that of its storage, fixed
+        operands = OperandCasts(steps.x, weight, steps.bias)
         multiplied = steps.weight if steps.multiplied else None
         shared = len(steps.grad_output) == 1 and not steps.by_column
         copies = GradientCopies(steps.grad_input, steps.grad_weight, shared, multiplied, steps.by_column)
@@ -108,8 +111,8 @@ class VariantNoise:
             _rounded(written),
         )
         return cls(
-            None if steps.x == steps.weight == steps.bias == EXACT else operands,
-            None if steps.weight == EXACT else steps.weight,
+            None if steps.x == weight == steps.bias == EXACT else operands,
+            None if weight == EXACT else weight,
             _rounded(steps.output),
             _or_none(gradients),
         )

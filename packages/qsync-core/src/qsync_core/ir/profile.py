@@ -16,6 +16,7 @@ from qsync_core.ir import checks
 from qsync_core.ir.chain import ChainForm
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant
 
 
@@ -145,13 +146,22 @@ class ChainCost:
 
 @attrs.frozen
 class CastKey:
-    """A kind of cast: from one format to another; with how many scales, which rounding and zero points or none (8-bit targets)."""
+    """A kind of cast: from one format to another; with how many scales, which rounding and zero points or none (8-bit targets).
+
+    ``storage``: it dequantizes a weight that is stored so, to ``target``; ``source`` is the target too then.
+    """
 
     source: Precision
     target: Precision
     granularity: Granularity = Granularity.PER_TENSOR
     rounding: Rounding = Rounding.NEAREST
     symmetric: bool = True
+    storage: Storage = Storage.AS_IS
+
+    @classmethod
+    def dequantizing(cls, storage: Storage, target: Precision) -> CastKey:
+        """The cast of a stored weight to a float format."""
+        return cls(target, target, storage=storage)
 
 
 @attrs.frozen

@@ -21,6 +21,7 @@ from qsync_core.ir.functions import UnderAutocast, function_of
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
 from qsync_core.ir.profile import CastKey, DeviceKind
+from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant
 
 
@@ -30,13 +31,15 @@ class CastSite(enum.StrEnum):
     INPUT = "input"
     """Forward: an activation, from the format it arrives in to the operator's compute format."""
     WEIGHT = "weight"
-    """Forward: the float32 parameter to the compute format."""
+    """Forward: the parameter, or what is stored of it, to the compute format."""
     BIAS = "bias"
     """Forward: the float32 bias to the format in which the product adds it, as a part of the operator itself."""
     OUTPUT = "output"
     """Forward: the result, from the format that the product writes to the one that the operator delivers."""
     GRAD_OUTPUT = "grad_output"
     """Backward: the incoming gradient, from the output's format (autograd's rule) to the gradient format."""
+    WEIGHT_AGAIN = "weight_again"
+    """Backward: the stored weight dequantized once more, for the product that is the gradient of the input."""
     GRAD_INPUT = "grad_input"
     """Backward: the outgoing gradient, from the format it was computed in to that of the activation (autograd's rule)."""
 
@@ -99,6 +102,8 @@ def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Aut
     if autocast is not None and (forced := autocast.format_of(operator.kind)) is not None:
         return forced
     follows = operator.op_class is not OpClass.FIXED or (autocast is not None and function_of(operator.kind).fixed_for_plans_alone)
+    if operator.result_format is not Precision.FLOAT32:  # a script that holds 16 bits says by itself what it computes in
+        return operator.result_format
     return promote(*inputs) if follows and inputs else Precision.FLOAT32
 
 
@@ -203,6 +208,8 @@ class OperatorSteps:
             that product sums.
         by_column: the 8-bit product for ``grad_weight``, which sums over rows, reads copies of activation and gradient of its own,
             with a scale for each column, because theirs for the other products have one for each row.
+        dequantized: storage of the weight where each pass dequantizes it and keeps no copy; as it is also where an 8-bit product
+            reads what is stored (:attr:`~qsync_core.ir.variant.Variant.reads_stored`), and the weight's cast is none.
     """
 
     variant: Variant
@@ -217,6 +224,7 @@ class OperatorSteps:
     grad_input_result: Precision | None
     multiplied: bool
     by_column: bool
+    dequantized: Storage = Storage.AS_IS
 
     @property
     def factored(self) -> bool:
@@ -228,8 +236,23 @@ class OperatorSteps:
         """Whether the operands are 8-bit: such operators keep their copies, and no float operand, for backward."""
         return self.x.precision.needs_scale
 
-    def gradient_copies(self, input_gradient: bool = True) -> tuple[CastTarget, ...]:
-        """Copies of the incoming gradient, with or without a gradient of the activation."""
+    def weight_cast(self, held: Precision) -> CastKey | None:
+        """The cast of the weight in forward, of a parameter held in that format; None where the product reads what is held."""
+        if self.variant.reads_stored:
+            return None
+        if self.dequantized.is_quantized:
+            return CastKey.dequantizing(self.dequantized, self.weight.precision)
+        return self.weight.from_(held)
+
+    @functools.cached_property
+    def grad_output_frozen(self) -> tuple[CastTarget, ...]:
+        """Copies of the incoming gradient where the weight has none."""
+        return TABLE.grad_output(self.variant, (self.variant.grad_input,))
+
+    def gradient_copies(self, input_gradient: bool = True, weight_gradient: bool = True) -> tuple[CastTarget, ...]:
+        """Copies of the incoming gradient, with or without gradients of the activation and of the weight."""
+        if not weight_gradient:
+            return self.grad_output_frozen if input_gradient else ()
         return self.grad_output if input_gradient else self.grad_output_weight_only
 
 
@@ -256,6 +279,7 @@ def steps_of(variant: Variant) -> OperatorSteps:
         None if variant.grad_input.needs_scale else variant.grad_input,
         variant.grad_input.needs_scale and weight.precision.needs_scale and weight.granularity is Granularity.PER_CHANNEL,
         variant.grad_weight.needs_scale and x.granularity is Granularity.PER_ROW and variant.symmetric,
+        Storage.AS_IS if variant.reads_stored else variant.storage,
     )
 
 
@@ -359,7 +383,8 @@ def casts(
 
     * adjustable: activation and weight to the compute format (8-bit casts include finding the scale); in backward the output's
       gradient to each of the copies that products read (:class:`OperatorSteps`) and the input's gradient to the activation's
-      format, which an 8-bit product writes by itself.  Equal formats cost nothing.
+      format, which an 8-bit product writes by itself.  Equal formats cost nothing.  A stored weight is dequantized in forward, and
+      once more in backward where the activation has a gradient; a frozen one has no product for its own.
     * dependent and guarded: every activation that is narrower than the widest is cast to it, and its gradient back.
     * fixed: activations are cast to float32, and their gradients back.
     * an input that needs no gradient (``no_grad_inputs``) has none to cast.
@@ -388,11 +413,14 @@ def _adjustable_casts(operator: Operator, steps: OperatorSteps, source: Precisio
     input_gradient = 0 not in operator.no_grad_inputs
     if (key := steps.x.from_(source)) is not None:
         yield Cast(CastSite.INPUT, key, operator.input_numel(0), shared=shared)
-    if (key := steps.weight.from_(Precision.FLOAT32)) is not None:
+    if (key := steps.weight_cast(operator.weight_format)) is not None:
         yield Cast(CastSite.WEIGHT, key, operator.weight_numel)
-    for copy in steps.gradient_copies(input_gradient):
+    for copy in steps.gradient_copies(input_gradient, not operator.frozen):
         if (key := copy.from_(steps.output)) is not None:
             yield Cast(CastSite.GRAD_OUTPUT, key, operator.output_numel)
+    if input_gradient and steps.dequantized.is_quantized:
+        key = CastKey.dequantizing(steps.dequantized, steps.grad_input.precision)
+        yield Cast(CastSite.WEIGHT_AGAIN, key, operator.weight_numel)
     result = steps.grad_input_result
     if input_gradient and result is not None and result is not source:
         yield Cast(CastSite.GRAD_INPUT, CastKey(result, source), operator.input_numel(0), shared=shared and not steps.is_quantized)

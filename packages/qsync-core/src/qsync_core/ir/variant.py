@@ -12,9 +12,12 @@ from typing import Any
 import attrs
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.storage import Storage
 
 AFFINE = "-affine"
 """What a name ends with that means zero points."""
+STORED = "@"
+"""What stands in a name before the format in which a frozen weight is stored: ``bfloat16@nf4``."""
 _FIELD_BY_LABEL = {
     "out": "output",
     "save": "saved",
@@ -27,6 +30,8 @@ _FIELD_BY_LABEL = {
 }
 _FACTORS = ";factors=channel"
 """What a text ends with that means channel factors; without them it is as it was before there were any."""
+_STORE = ";store="
+"""What stands, at a text's very end, before the storage of a frozen weight; a weight that is stored as it is has none."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -48,6 +53,8 @@ class Variant:
             quantized, from the last step's magnitudes (linear operators in 8-bit formats).
         symmetric: absmax scales, values in -127..127, zero point 0.  False: the int8 activation has a zero point (affine); weight
             and gradients stay symmetric.  Only backend ``aten`` offers it.
+        storage: how the weight is stored where it is not trained.  Products in a float format read it dequantized to that format;
+            int8 ones read ``int8-row`` as their operand, as it is.
     """
 
     compute: Precision
@@ -60,10 +67,31 @@ class Variant:
     rounding: Rounding = Rounding.NEAREST
     symmetric: bool = True
     channel_factors: bool = False
+    storage: Storage = Storage.AS_IS
 
     def __attrs_post_init__(self) -> None:
         if self.output.needs_scale:
             raise ValueError(f"an operator's output is a 16- or 32-bit float, got {self.output}")
+        if self.storage.is_quantized and self.compute.needs_scale and not self.reads_stored:
+            raise ValueError(
+                f"a product in {self.compute} does not read a weight stored as {self.storage}: int8 products without channel "
+                f"factors read {Storage.INT8_ROW} with w=channel, and float ones any storage"
+            )
+
+    @property
+    def reads_stored(self) -> bool:
+        """Whether the stored weight is the product's operand, and nothing is dequantized: an int8 product of ``int8-row``."""
+        return (
+            self.storage is Storage.INT8_ROW
+            and self.compute is Precision.INT8
+            and self.w_granularity is Granularity.PER_CHANNEL
+            and not self.channel_factors
+        )
+
+    @property
+    def as_is(self) -> Variant:
+        """The variant that differs in storing the weight as the script has it."""
+        return attrs.evolve(self, storage=Storage.AS_IS) if self.storage.is_quantized else self
 
     @classmethod
     def of(
@@ -97,12 +125,16 @@ class Variant:
         """The standard variant of a precision's name, or of ``int8-affine``: int8 with a zero point of the activation.
 
         Args:
-            name: as people write it; the output's format may stand behind it, ``int8>float32``.
+            name: as people write it; the output's format may stand behind it, ``int8>float32``, and behind that how a frozen weight
+                is stored, ``bfloat16@nf4``.
             settings: as :meth:`of` takes them.
 
         Raises:
             ValueError: for any other name.
         """
+        name, stored, storage = name.partition(STORED)
+        if stored:
+            return attrs.evolve(cls.named(name, **settings), storage=Storage(storage))
         name, delivers, output = name.partition(">")
         if delivers:
             settings["output"] = Precision(output)
@@ -122,7 +154,7 @@ class Variant:
 
         Under a 16-bit base (AMP) an 8-bit variant delivers the base, so that every other operator finds the formats of autocast.
         """
-        if base is Precision.FLOAT32 or self == Variant.plain(base):
+        if base is Precision.FLOAT32 or self.as_is == Variant.plain(base):
             return self
         return attrs.evolve(self, output=base) if self.compute.needs_scale else None
 
@@ -144,7 +176,9 @@ class Variant:
     @property
     def label(self) -> str:
         """Short text for tables: the compute format, whether it is affine, and the output's where it is not the usual one (of 8-bit
-        formats 16 bit); for what a fused chain keeps in 8 bit the format of that."""
+        formats 16 bit), and how a frozen weight is stored; for what a fused chain keeps in 8 bit the format of that."""
+        if self.storage.is_quantized:
+            return f"{self.as_is.label}{STORED}{self.storage}"
         if self.saved.needs_scale and not self.compute.needs_scale:
             return f"{self.saved} saved"
         compute = str(self.compute) if self.symmetric else f"{self.compute}{AFFINE}"
@@ -156,7 +190,8 @@ class Variant:
         for label, field in _FIELD_BY_LABEL.items():
             value = getattr(self, field)
             parts.append(f"{label}={str(value).lower() if isinstance(value, bool) else value}")
-        return ";".join(parts) + (_FACTORS if self.channel_factors else "")
+        stored = f"{_STORE}{self.storage}" if self.storage.is_quantized else ""
+        return ";".join(parts) + (_FACTORS if self.channel_factors else "") + stored
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -165,10 +200,13 @@ class Variant:
         Raises:
             ValueError: when the text names an unknown format, field or value.
         """
-        head, *rest = text.removesuffix(_FACTORS).split(";")
+        whole, stored, storage = text.partition(_STORE)
+        head, *rest = whole.removesuffix(_FACTORS).split(";")
         try:
             if not rest:
                 return cls.named(text)
+            if stored and storage == Storage.AS_IS:
+                raise ValueError(f"a weight that is stored {storage} has no {_STORE.strip(';=')}")
             compute = Precision(head)
             labels = dict(part.split("=", 1) for part in rest)
             if list(labels) != list(_FIELD_BY_LABEL) or len(labels) != len(rest):
@@ -183,7 +221,8 @@ class Variant:
                 w_granularity=Granularity(labels["w"]),
                 rounding=Rounding(labels["round"]),
                 symmetric={"true": True, "false": False}[labels["sym"]],
-                channel_factors=text.endswith(_FACTORS),
+                channel_factors=whole.endswith(_FACTORS),
+                storage=Storage(storage) if stored else Storage.AS_IS,
             )
         except (ValueError, KeyError) as error:
             known = ", ".join((*Precision, f"{Precision.INT8}{AFFINE}"))

@@ -41,7 +41,8 @@ class OperatorRequest:
 class CallShapes:
     """Shapes of one call of an operator as kernels take it: activation, weight and output, and a convolution's geometry.
 
-    ``kind`` is one that has kernels of its own (:attr:`qsync_core.kinds.Kind.as_run`).
+    ``kind`` is one that has kernels of its own (:attr:`qsync_core.kinds.Kind.as_run`).  ``weight_format``: in which the weight is
+    held.
     """
 
     kind: str
@@ -50,6 +51,8 @@ class CallShapes:
     y: tuple[int, ...]
     geometry: Geometry = NEUTRAL
     input_gradient: bool = True
+    weight_gradient: bool = True
+    weight_format: Precision = Precision.FLOAT32
 
     @classmethod
     def of(cls, operator: Operator) -> CallShapes:
@@ -69,7 +72,8 @@ class CallShapes:
                 f"the graph is damaged: {operator.op_id} is a {operator.kind} of an activation {list(x)} and a weight "
                 f"{list(operator.weight_shape)} with output {list(y)}; trace the job again"
             )
-        return cls.as_run(operator.kind, x, w, y, geometry, 0 not in operator.no_grad_inputs)
+        call = cls.as_run(operator.kind, x, w, y, geometry, 0 not in operator.no_grad_inputs)
+        return attrs.evolve(call, weight_gradient=not operator.frozen, weight_format=operator.weight_format)
 
     @classmethod
     def as_run(
@@ -105,7 +109,8 @@ def operator_requests(
     """The kernels of a call in a variant, in the order in which a training step runs them.
 
     Float formats need the three products only.  8-bit formats also quantize activation and weight, and the output's gradient where
-    a backward product is in 8 bit.
+    a backward product is in 8 bit.  A frozen weight has no product for its gradient, and one that is stored for an 8-bit product is
+    quantized already.
     """
     output_op, grad_input_op, grad_weight_op = KINDS[call.kind].products
     x, y = (_flat(call.x), _flat(call.y)) if call.of_rows else (call.x, call.y)
@@ -137,19 +142,25 @@ def operator_requests(
 
     steps = steps_of(variant)
     # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
-    transposed = call.of_rows and (steps.by_column or (steps.grad_weight.precision.needs_scale and device_kind == "cuda"))
+    transposed = (
+        call.weight_gradient
+        and call.of_rows
+        and (steps.by_column or (steps.grad_weight.precision.needs_scale and device_kind == "cuda"))
+    )
     if steps.is_quantized:
         quantize(Op.QUANTIZE, x if transposed or steps.factored else call.x, steps.x, steps.output, transposed=transposed)
-        quantize(QUANTIZE_WEIGHT, call.w, steps.weight, Precision.FLOAT32)
+        if not variant.reads_stored:
+            quantize(QUANTIZE_WEIGHT, call.w, steps.weight, call.weight_format)
     add(output_op, (x, call.w), y, steps.x.precision)
-    for copy in steps.gradient_copies(call.input_gradient):
+    for copy in steps.gradient_copies(call.input_gradient, call.weight_gradient):
         if copy.precision.needs_scale:
             multiplied = steps.multiplied and call.input_gradient
             quantize(QUANTIZE_GRADIENT, y, copy, steps.output, multiplied=multiplied, transposed=transposed)
     if call.input_gradient:
         add(grad_input_op, (y, call.w), x, steps.grad_input.precision)
-    weight_gradient = steps.grad_weight if call.input_gradient else steps.grad_output_weight_only[0]
-    add(grad_weight_op, (y, x), call.w, weight_gradient.precision)
+    if call.weight_gradient:
+        read = steps.grad_weight if call.input_gradient else steps.grad_output_weight_only[0]
+        add(grad_weight_op, (y, x), call.w, read.precision)
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ from qsync_planner.replayer.max_plus import Work, sequence
 
 BEFORE_FORWARD = (CastSite.INPUT, CastSite.WEIGHT)
 AFTER_FORWARD = (CastSite.OUTPUT,)
-BEFORE_BACKWARD = (CastSite.GRAD_OUTPUT,)
+BEFORE_BACKWARD = (CastSite.GRAD_OUTPUT, CastSite.WEIGHT_AGAIN)
 AFTER_BACKWARD = (CastSite.GRAD_INPUT,)
 """When casts happen, beside an operator's kernels."""
 ALL_ELSEWHERE = -1

@@ -297,7 +297,7 @@ class CostModel:
         self._variant_of: list[Variant | Absorbed | ChainEnd] = []
         self._in_float32: dict[int, int] = {}
         # A compiled graph makes equal casts once, with a plan and without.
-        self._autocast = Autocast.of(dag.base, profile.device.kind, beside_plan=lowers or self._compiled)
+        self._autocast = Autocast.of(dag.autocast_base, profile.device.kind, beside_plan=lowers or self._compiled)
         self._cast_before = _cast_before(dag, self._autocast)
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
@@ -416,6 +416,8 @@ class CostModel:
     def _evaluate(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Evaluation:
         operator = self.dag.operators[position]
         adjustable = operator.op_class is OpClass.ADJUSTABLE
+        if adjustable and not operator.is_adjustable and not self.dag.autocast:
+            variant = operator.variant  # in a model that holds 16 bits, as the script runs it
         if self._fixed_formats:
             inputs = tuple(self._fixed_formats[producer] for producer in self.wiring.inputs[position])
         run = variant if adjustable else _PLAIN[run_precision(operator, inputs, self._autocast)]
@@ -472,7 +474,8 @@ class CostModel:
         formats: list[Precision] = []
         for operator, producers in zip(self.dag.operators, self.wiring.inputs, strict=True):
             arriving = [formats[producer] for producer in producers]
-            formats.append(output_precision(operator, _PLAIN[self.dag.base], arriving, self._autocast))
+            variant = _PLAIN[self.dag.base] if operator.is_adjustable or self.dag.autocast else operator.variant
+            formats.append(output_precision(operator, variant, arriving, self._autocast))
         return tuple(formats)
 
     def _shape(self, position: int) -> int:

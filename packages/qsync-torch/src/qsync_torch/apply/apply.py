@@ -59,6 +59,7 @@ def apply_(
     allow_flags: Collection[str] = (),
     lower_eval: bool = False,
     resize: Resize | None = None,
+    keep_stored: bool = False,
 ) -> AppliedPlan:
     """Make ``model`` run as planned, in place.
 
@@ -87,6 +88,8 @@ def apply_(
             ``"keep-global"``: the planned global batch, by accumulation over :meth:`AppliedPlan.micro_batches`; ``"keep-local"``:
             each rank's batch, with a learning rate that the script chooses (docs/coming-and-going.md).  Without it such a job is
             refused.
+        keep_stored: keep frozen weights that the plan stores in another format as they were, on the CPU: ``state_dict()``, copies
+            and ``remove()`` then have their bits.  Without it they are dequantized, with a warning.
 
     Returns:
         A handle with ``remove()``.
@@ -105,7 +108,7 @@ def apply_(
     """
     return apply_for(
         Caller("apply_", run_folder_of(plan)), model, plan, group=group, backend=backend, seed=seed, base=base,
-        allow_flags=allow_flags, lower_eval=lower_eval, resize=resize,
+        allow_flags=allow_flags, lower_eval=lower_eval, resize=resize, keep_stored=keep_stored,
     )  # fmt: skip
 
 
@@ -122,13 +125,14 @@ def apply_for(
     lower_eval: bool = False,
     resize: Resize | None = None,
     fuses: bool = False,
+    keep_stored: bool = False,
 ) -> AppliedPlan:
     """:func:`apply_`, in the words of its caller.
 
     Args:
         caller: whom messages speak to.
         fuses: the caller runs the chains fused that the plan runs so.
-        model, plan, group, backend, seed, base, allow_flags, lower_eval, resize: as :func:`apply_` takes them.
+        model, plan, group, backend, seed, base, allow_flags, lower_eval, resize, keep_stored: as :func:`apply_` takes them.
 
     Raises:
         QSyncError: as :func:`apply_`.
@@ -158,7 +162,7 @@ def apply_for(
             planned = Planned(plan, group, backend, plan.base, tuple(allow_flags), caller, fuses)
         else:
             planned = Planned(_read(plan), None, backend, _base(base), tuple(allow_flags))
-        in_model = PlannedModel(model, planned, seed=seed, lower_eval=lower_eval)
+        in_model = PlannedModel(model, planned, seed=seed, lower_eval=lower_eval, keep_stored=keep_stored)
         in_model.check_parameters(device_of(model))
         in_model.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:

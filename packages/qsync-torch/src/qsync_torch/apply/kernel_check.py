@@ -16,7 +16,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
-from qsync_torch.apply.plan_fit import Addressed, Assigned
+from qsync_torch.apply.plan_fit import STORED, Addressed, Assigned
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.canary import Canary, WrongKernel
@@ -133,10 +133,13 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 
 def _nominal(module: nn.Module) -> CallShapes:
     """Return nominal shapes of a module's own call."""
-    kind = kind_of_module(module)
+    held = module.__dict__.get(STORED)
+    kind = kind_of_module(module) if held is None else held.kind
     assert kind is not None
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    return _nominal_call(kind, tuple(weight.shape), tuple(getattr(module, name) for name in kind.settings))
+    weight: torch.Tensor = module.weight if held is None else held.parameter  # type: ignore[assignment]
+    shape = tuple(weight.shape) if held is None else held.shape
+    call = _nominal_call(kind, shape, tuple(getattr(module, name) for name in kind.settings))
+    return attrs.evolve(call, weight_gradient=weight.requires_grad)
 
 
 def _nominal_call(kind: OperatorKind, stored: tuple[int, ...], settings: Settings) -> CallShapes:

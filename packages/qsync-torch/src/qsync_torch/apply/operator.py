@@ -24,6 +24,7 @@ from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.handles import in_backward, stores
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
+from qsync_torch.apply.stored_modules import HeldWeight
 from qsync_torch.caller import Caller
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kernels.library_ops import PLAIN_TENSORS
@@ -36,6 +37,7 @@ from qsync_torch.operators.casts import Seeds
 from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
 from qsync_torch.operators.step_key import StepKey
+from qsync_torch.operators.stored import run_stored
 from qsync_torch.torch_internals import DisableTorchFunction, process_groups
 
 _NO_SEEDS = Seeds()
@@ -88,16 +90,27 @@ class InForce:
         lower_eval: whether the plan is in force in eval mode too.
         begins: what the first operator of all waits for; None once it was called.
         is_compiled: whether a compiler has read an operator; its graphs do not tell which operators they run.
+        held: whether weights are held in the base themselves, so that the job may run without autocast.
         is_removed: whether the plan was removed; a shallow copy of the model still asks.
     """
 
-    def __init__(self, model: nn.Module, key: StepKey, base: Precision, lower_eval: bool, caller: Caller) -> None:
-        self.model, self.key, self.base, self.lower_eval, self.caller = model, key, base, lower_eval, caller
+    def __init__(
+        self, model: nn.Module, key: StepKey, base: Precision, lower_eval: bool, caller: Caller, held: bool = False
+    ) -> None:
+        self.model, self.key, self.base, self.lower_eval, self.caller, self.held = model, key, base, lower_eval, caller, held
         self._casts, self._collectives, self._forwards = CastCache(), 0, _Forwards()
         self._buffers: frozenset[int] | None = None
         self._was_on = False
         self.begins: Callable[[], None] | None = None
         self.is_compiled, self.is_removed = False, False
+
+    def check_autocast(self, device: torch.device, where: str = "the model") -> None:
+        """Compare what autocast does with what the plan was made for.
+
+        Raises:
+            PlanError: with both, and what to do.
+        """
+        check_autocast(self.base, device, where, self.caller, held=self.held)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run a forward of the model, in which its operators share casts."""
@@ -168,10 +181,12 @@ class Operator:
 
     follows_casts = True
 
-    def __init__(self, op_id: OpId, assigned: Assigned, in_force: InForce, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, op_id: OpId, assigned: Assigned, in_force: InForce, module: nn.Module | None = None, held: torch.dtype = torch.float32
+    ) -> None:
         self.op_id, self._shown = op_id, f"operator {op_id}"
         self.forms: set[tuple[str, bool]] = set()
-        self._in_force, self._module = in_force, module
+        self._in_force, self._module, self._held = in_force, module, held
         self._kind = kind_of_module(module) or OF_ROWS
         if module is not None:
             self.forms.add((self._kind.name, True))
@@ -240,7 +255,7 @@ class Operator:
     def run(
         self,
         input: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | HeldWeight,
         bias: torch.Tensor | None,
         kind: OperatorKind,
         settings: Settings = (),
@@ -248,12 +263,14 @@ class Operator:
         """Run the operator as planned where the model calls the function of a kind.
 
         Args:
-            input, weight, bias, settings: as that function takes them.
+            input, weight, bias, settings: as that function takes them; or what is stored of a weight.
             kind: which function.
         """
+        if isinstance(weight, HeldWeight):
+            return self._run_stored(input, weight, bias, kind, settings)
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
-            if weight.dtype is not torch.float32:  # as fully_shard may gather it
+            if weight.dtype is not self._held:  # as fully_shard may gather it
                 check_weight_dtype(self.op_id.fqn, weight, self._in_force.caller)
             self._in_force.compiler_reads()
         if type(input) not in PLAIN_TENSORS:
@@ -296,7 +313,37 @@ class Operator:
         except NumericsError as error:
             raise self._named(error) from None
 
-    def _of_jagged(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _run_stored(
+        self, input: torch.Tensor, held: HeldWeight, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings
+    ) -> torch.Tensor:
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling:
+            self._in_force.compiler_reads()
+        if type(input) not in PLAIN_TENSORS:
+            if kind is OF_ROWS and _is_jagged(input):
+                return self._of_jagged(input, held, bias)
+            if not is_compiling and _has_functions(input):
+                return _by_class(self.run, input, held, bias, kind, settings)
+        binding = self._binding
+        if kind is not self._kind or settings != self._prepared:
+            geometry = None
+            if kind.prepare is not None:
+                input, geometry = kind.prepare(input, torch.empty(held.shape, device="meta"), settings)
+            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
+        stored = held.tensors
+        if is_compiling:
+            with DisableTorchFunction():
+                return run_stored(input, stored, held.storage, held.shape, bias, binding, self._seeds(stored.values))
+        try:
+            with DisableTorchFunction():
+                self._check_call(input, held.device)
+                casts, seeds = self._in_force.casts_of(input), self._seeds(stored.values)
+                with torch.autocast(held.device.type, enabled=False):
+                    return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
+        except NumericsError as error:
+            raise self._named(error) from None
+
+    def _of_jagged(self, input: Any, weight: torch.Tensor | HeldWeight, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.nested.nested_tensor_from_jagged(self.run(input.values(), weight, bias, OF_ROWS), input.offsets())
 
     def _check(self, input: torch.Tensor, weight: torch.Tensor) -> None:
@@ -306,16 +353,19 @@ class Operator:
             PlanError: when the weight is not an ordinary float32 tensor any more, or autocast is not what the plan was made for.
             NumericsError: when the input is one that the operator does not run on.
         """
+        self._check_call(input, weight.device)
+        if type(weight) not in PLAIN_TENSORS:
+            check_ordinary(self.op_id.fqn, weight)
+        if weight.dtype is not self._held:
+            check_weight_dtype(self.op_id.fqn, weight, self._in_force.caller)
+
+    def _check_call(self, input: torch.Tensor, device: torch.device) -> None:
         self.has_run = True
         if (begins := self._in_force.begins) is not None:
             begins()
         if not isinstance(input, torch.Tensor) or input.layout is not torch.strided or input.is_nested:
             self._check_dense(input)
-        if type(weight) not in PLAIN_TENSORS:
-            check_ordinary(self.op_id.fqn, weight)
-        if weight.dtype is not torch.float32:
-            check_weight_dtype(self.op_id.fqn, weight, self._in_force.caller)
-        check_autocast(self._in_force.base, weight.device, self._shown, self._in_force.caller)
+        self._in_force.check_autocast(device, self._shown)
 
     def _check_dense(self, input: Any) -> None:
         """An input that is no dense tensor: where the plan leaves the operator in float32, PyTorch runs on it.
@@ -367,8 +417,8 @@ class Unchanged(_NotLowered):
             if self._in_force.begins is not None:
                 self._in_force.begins()
             weight = next(owner.parameters())
-            check_weight_dtype(self._name, weight, self._in_force.caller)
-            check_autocast(self._in_force.base, weight.device, f"operator {self._name}", self._in_force.caller)
+            check_weight_dtype(self._name, weight, self._in_force.caller, base=self._in_force.base)
+            self._in_force.check_autocast(weight.device, f"operator {self._name}")
         return False
 
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:

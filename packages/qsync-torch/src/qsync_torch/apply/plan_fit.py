@@ -19,10 +19,13 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_torch.caller import BY_HAND, Caller
+from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.kinds.table import MODULES, WEIGHT_DIMENSIONS, kind_of_module
 
 Call = TypeVar("Call")
+STORED = "_qsync_stored"
+"""Attribute of a module whose weight a plan in force stores: its :class:`~qsync_torch.apply.stored_modules.HeldWeight`."""
 _NAMED = 3
 """How many FQNs an error names."""
 
@@ -77,6 +80,11 @@ class Addressed:
                 if id(parameter) in by_weight:
                     found.setdefault((module, name), by_weight[id(parameter)])
         return found
+
+    def holds(self, base: Precision) -> bool:
+        """Whether some weight is held in a job's 16-bit base, so that the script may run without autocast."""
+        dtype = TORCH_DTYPE[base]
+        return dtype in LOW_FLOATS and any(place.weight is not None and place.weight.dtype is dtype for _, place in self.weights)
 
     @property
     def functional(self) -> tuple[tuple[OpId, WeightPlace], ...]:
@@ -235,7 +243,7 @@ def locate(
         module = modules.get(fqn)
         name = fqn if module is None else f"{fqn}.weight"
         owner, _, leaf = name.rpartition(".")
-        if module is not None and is_own_forward(module):
+        if module is not None and (is_own_forward(module) or STORED in module.__dict__):
             found_modules.append((op_id, module))
         elif not _calls_functions(module) or name not in parameters or parameters[name].dim() not in WEIGHT_DIMENSIONS:
             missing.append(fqn)
@@ -253,22 +261,32 @@ def _calls_functions(module: nn.Module | None) -> bool:
     return module is None or (isinstance(module, MODULES) and kind_of_module(module) is None)
 
 
-def check_weight_dtype(fqn: str, weight: torch.Tensor, caller: Caller = BY_HAND, what: str = "weight") -> None:
-    """Plans are for parameters in float32, whose gradients are float32.
+def check_weight_dtype(
+    fqn: str, weight: torch.Tensor, caller: Caller = BY_HAND, what: str = "weight", base: Precision = Precision.FLOAT32
+) -> None:
+    """Plans are for parameters in float32, in the job's base where its script trains them so, and in any of both or float16 where
+    they are not trained.
 
     Raises:
         PlanError: with the format that the weight has.
     """
-    if weight.dtype is not torch.float32:
+    held = PRECISION.get(weight.dtype)
+    if held is not Precision.FLOAT32 and held is not base and (weight.requires_grad or weight.dtype not in LOW_FLOATS):
         dtype = str(weight.dtype).removeprefix("torch.")
         raise PlanError(
-            f"the {what} of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before {caller.call}, and "
-            "leave param_dtype out of fully_shard's MixedPrecisionPolicy; a job that computes in 16 bit keeps float32 parameters "
-            f"under torch.autocast, with {caller.with_amp('bfloat16')}"
+            f"the {what} of {fqn} is {dtype}, and plans are for float32 parameters where they are trained: call model.float() "
+            f"before {caller.call}, and leave param_dtype out of fully_shard's MixedPrecisionPolicy; a job that computes in 16 bit "
+            f"keeps float32 parameters under torch.autocast, with {caller.with_amp('bfloat16')}"
         )
 
 
-def check_weights(model: nn.Module, addressed: Addressed, plan: PrecisionPlan | None, caller: Caller = BY_HAND) -> None:
+def check_weights(
+    model: nn.Module,
+    addressed: Addressed,
+    plan: PrecisionPlan | None,
+    caller: Caller = BY_HAND,
+    base: Precision = Precision.FLOAT32,
+) -> None:
     """Compare the weights of a model with those that a plan was made for.
 
     Raises:
@@ -277,7 +295,7 @@ def check_weights(model: nn.Module, addressed: Addressed, plan: PrecisionPlan | 
     for op_id, place in addressed.weights:
         weight = place.weight
         assert weight is not None
-        check_weight_dtype(op_id.fqn, weight, caller)
+        check_weight_dtype(op_id.fqn, weight, caller, base=base)
         if plan is None or op_id.fqn not in plan.weight_shapes:
             continue
         found, planned = list(weight.shape), list(plan.weight_shapes[op_id.fqn])
@@ -289,7 +307,7 @@ def check_weights(model: nn.Module, addressed: Addressed, plan: PrecisionPlan | 
     for op_id, module in addressed.modules:
         bias = module._parameters.get("bias")
         if bias is not None:
-            check_weight_dtype(op_id.fqn, bias, caller, "bias")
+            check_weight_dtype(op_id.fqn, bias, caller, "bias", base)
 
 
 def _other_model(model: nn.Module, missing: list[str], found: set[str], plan: PrecisionPlan | None, caller: Caller) -> str:

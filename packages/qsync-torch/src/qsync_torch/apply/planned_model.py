@@ -16,7 +16,7 @@ from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_core.settings import CHECKED_ON
-from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
+from qsync_torch.apply.first_step import LOW_BASES, device_of, float32_outputs
 from qsync_torch.apply.handles import OperatorCall
 from qsync_torch.apply.job_settings import check_settings, job_differences
 from qsync_torch.apply.kernel_check import check_backends, check_numbers, first_named, prebuild
@@ -27,6 +27,7 @@ from qsync_torch.apply.place_in_job import PlaceInJob
 from qsync_torch.apply.plan_fit import Planned, check_weights, locate, unplanned
 from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
+from qsync_torch.apply.stored_modules import ignore_in_ddp, store_weights, stored_names
 from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
@@ -46,6 +47,7 @@ class PlannedModel:
         model: parameters as they train.
         seed: of the random numbers, of which each rank draws its own.
         lower_eval: whether the plan is in force in eval mode too.
+        keep_stored: whether weights that it stores are kept on the CPU as they were.
 
     Attributes:
         variants: what every named operator runs as.
@@ -56,21 +58,24 @@ class PlannedModel:
         base: the format of the job: where it has 16 bits, the model runs under autocast to it.
     """
 
-    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
+    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool, keep_stored: bool = False) -> None:
         self.model = model
+        self._keep_stored = keep_stored
         self.planned = planned
         self._addressed = locate(model, planned.on(device_of(model)), planned.plan, planned.caller)
-        check_weights(model, self._addressed, planned.plan, planned.caller)
+        check_weights(model, self._addressed, planned.plan, planned.caller, planned.base)
         self.variants = {op_id: entry.variant for op_id, entry in self._addressed.entries.items()}
         self.group, self.base = planned.group, planned.base
         self.place = PlaceInJob.of(model, planned, seed)
         self.key = StepKey(self.place.stream, model)
         self.key.ends.append(self._step_ended)
-        self._in_force = InForce(model, self.key, self.base, lower_eval, planned.caller)
+        held = self._addressed.holds(self.base)
+        self._in_force = InForce(model, self.key, self.base, lower_eval, planned.caller, held)
         self._operators: dict[OpId, Operator] = {}
         self._of_classes: dict[type, tuple[Any, ...]] = {}
         self._planned_modules: list[nn.Module] = []
         self._take_out: Callable[[], None] | None = None
+        self._restores: list[Callable[[], None]] = []
         self._placed_on: torch.device | None = None
         self._settings: dict[str, str] | None = None
         self._awaits_calls, self._delivers_low = True, False
@@ -156,7 +161,7 @@ class PlannedModel:
             BackendError: when a kernel cannot be built.
         """
         addressed, plan = self._addressed, self.planned.plan
-        modules, entries = dict(addressed.modules), addressed.entries
+        modules, places, entries = dict(addressed.modules), dict(addressed.weights), addressed.entries
         calls: dict[tuple[nn.Module, str], OperatorCall] = {}
         if self._changes_nothing:
             self._check_numbers()
@@ -167,7 +172,9 @@ class PlannedModel:
                 prebuild(addressed, self._placed_on, self.planned.caller)
                 self._check_numbers()
             for op_id in addressed.planned:
-                self._operators[op_id] = Operator(op_id, entries[op_id], self._in_force, modules.get(op_id))
+                place = places.get(op_id)
+                held = torch.float32 if place is None or place.weight is None else place.weight.dtype
+                self._operators[op_id] = Operator(op_id, entries[op_id], self._in_force, modules.get(op_id), held)
             if self._placed_on is not None:
                 self._prepare_operators(self._placed_on)
             calls.update(addressed.places(self._operators, self.model))
@@ -181,6 +188,10 @@ class PlannedModel:
         self._in_force.begins = self._begin
         self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
+        self._restores = [
+            ignore_in_ddp(self.model, stored_names(plan, entries)),
+            store_weights(self.model, addressed, self._keep_stored),
+        ]
         self._take_out = put_plan(self.model, calls, self._around)
 
     def remove(self) -> None:
@@ -192,6 +203,8 @@ class PlannedModel:
         if self._take_out is not None:
             self._take_out()
             self._take_out = None
+        while self._restores:
+            self._restores.pop()()
         self._in_force.is_removed = True
         self.key.ends.clear()
         self.key.release()
@@ -218,7 +231,7 @@ class PlannedModel:
         if self._first_pass is not None and model.training and torch.is_grad_enabled():
             self.meet_batch(args, kwargs)
         if torch.compiler.is_compiling():
-            check_autocast(self.base, device_of(model), caller=self.planned.caller)
+            self._in_force.check_autocast(device_of(model))
             check_reducer()
             self.place.batches.check_weighted()
             if self.place.training and torch.is_grad_enabled():
@@ -235,7 +248,7 @@ class PlannedModel:
         device = device_of(model)
         self._check_settings(device)
         self._meet(device)
-        check_autocast(self.base, device, caller=self.planned.caller)
+        self._in_force.check_autocast(device)
         if self.place.training and torch.is_grad_enabled():
             before_forward(buffers_of(model), self.place.training)
         if self.lag_watch is not None:
@@ -351,7 +364,7 @@ class PlannedModel:
         with together(what, {"whether gradients are weighted": "yes" if self.place.batches.is_weighted else "no"}):
             self._check_settings(device)
             self._meet(device)
-            check_autocast(self.base, device, caller=self.planned.caller)
+            self._in_force.check_autocast(device)
             check_reducer()
         self.place.batches.check_weighted()  # which is the same on all ranks
         if plan is not None and group is not None:  # by now the model is on its GPU

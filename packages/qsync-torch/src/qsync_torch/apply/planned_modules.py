@@ -17,6 +17,8 @@ from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
+from qsync_torch.apply.plan_fit import STORED
+from qsync_torch.apply.stored_modules import ReadWeight, apply_to, load_from, save_to, whole, without_storage
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
 
@@ -54,7 +56,7 @@ def put_plan(model: nn.Module, calls: Mapping[tuple[nn.Module, str], OperatorCal
             module.__dict__[_AROUND] = around
         # PyTorch compiles each model's forward anew.
         make: Callable[..., type] = _planned_class.__wrapped__ if module is model else _planned_class
-        module.__class__ = make(type(module), tuple(sorted(own)), kind, module is model, is_patched)
+        module.__class__ = make(type(module), tuple(sorted(own)), kind, module is model, is_patched, STORED in module.__dict__)
         if (module is model or kind) and "forward" not in module.__dict__:
             replaced.append(module)
 
@@ -95,7 +97,9 @@ def is_as_planned(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model: bool, is_patched: bool) -> type:
+def _planned_class(
+    unplanned: type, leaves: tuple[str, ...], kind: str, is_model: bool, is_patched: bool, stores: bool = False
+) -> type:
     """The class of planned modules, under the same name; one for all of a class, so that they share compiled code."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
@@ -147,6 +151,11 @@ def _planned_class(unplanned: type, leaves: tuple[str, ...], kind: str, is_model
         body["forward"] = _entered(_patched if is_patched else _FORWARDS.get(kind, own))
     elif kind:
         body["forward"] = _FORWARDS[kind]
+    if stores:
+        own_class: Any = unplanned
+        body["_apply"] = lambda self, function, *args: apply_to(self, own_class._apply, function, *args)
+        body["_save_to_state_dict"] = lambda self, *args: save_to(self, own_class._save_to_state_dict, *args)
+        body["_load_from_state_dict"] = lambda self, *args: load_from(self, own_class._load_from_state_dict, *args)
     for leaf in leaves:
         body[leaf] = _read_as_handle(unplanned, leaf, may_be_computed=leaf == "weight" and bool(kind))
     return type(unplanned)(unplanned.__name__, (_Unregistered, unplanned), body)
@@ -171,6 +180,8 @@ def _without_plan(state: Any) -> Any:
         return tuple(map(_without_plan, state))
     if not isinstance(state, dict):
         return state
+    if STORED in state:
+        state = without_storage(state)
     return {"forward" if name == _FORWARD else name: value for name, value in state.items() if name not in (_CALLS, _AROUND)}
 
 
@@ -194,6 +205,8 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
     read = computed.fget if isinstance(computed, property) and computed.fget else functools.partial(_stored, leaf=leaf)
 
     def get(self: Any) -> Any:
+        if (held := self.__dict__.get(STORED)) is not None and leaf == "weight":
+            return ReadWeight.of(held)
         value = read(self)
         # What is computed, or cut out of a flat parameter, is none itself, and no operator of a trace.
         if type(value) is torch.Tensor and (value._base is not None or (not may_be_computed and value.grad_fn is not None)):
@@ -225,6 +238,10 @@ def _handle(value: Any, call: OperatorCall, owner: nn.Module) -> Any:
 
 
 def _weight_of(module: Any) -> Any:
+    """The weight of a module's own forward: the parameter, what is computed in its place, or what is stored of it."""
+    held = module.__dict__.get(STORED)
+    if held is not None:
+        return held
     weight = module._parameters.get("weight")
     return plain(module.weight) if weight is None else weight
 
@@ -236,7 +253,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
         call, weight = module._qsync_plan["weight"], _weight_of(module)
         if not call.is_on(module):
-            return function(input, weight, module.bias)
+            return function(input, whole(weight), module.bias)
         result: torch.Tensor = call.run(input, weight, module.bias, kind)
         return result
 
@@ -253,7 +270,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
                 )
         read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
         if not call.is_on(module):
-            return function(read[0], weight, module.bias, *read[1])
+            return function(read[0], whole(weight), module.bias, *read[1])
         result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
         return result
 

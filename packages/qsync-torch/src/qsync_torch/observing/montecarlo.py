@@ -211,7 +211,11 @@ class MonteCarloCollector:
         half = self.draws // 2
         try:
             applied: AppliedPlan = apply_(
-                step.model, whole_plan(step, {operator.op_id: variant for operator in group}), seed=seed, base=step.dag.base
+                step.model,
+                whole_plan(step, {operator.op_id: variant for operator in group}),
+                seed=seed,
+                base=step.dag.base,
+                keep_stored=True,
             )
             try:
                 sums = [

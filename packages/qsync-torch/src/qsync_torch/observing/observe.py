@@ -79,7 +79,8 @@ def observe(
 ) -> Observations:
     """Train a copy of the job's model in float32 and collect numbers at every update after a warm-up.
 
-    A job under AMP is observed in float32 too (docs/decisions/observing-under-amp.md), and asked about what is below its base.
+    A job under AMP is observed in float32 too (docs/decisions/observing-under-amp.md), and asked about what is below its base.  So
+    is a model that holds 16 bits: its weights keep their values, and trained ones are updated in float32.
 
     Args:
         dag: its graph (``trace(job)``).
@@ -165,7 +166,7 @@ class _Run:
         done = 0 if earlier is None else len(earlier.iterations)
         first, last = self.asked.warmup + done, self.asked.warmup + self.asked.steps
         stopped = "budget"
-        runner = StepRunner.start(self.job, self.asked.device, batches=0)
+        runner = StepRunner.start(self.job, self.asked.device, batches=0, widened=True)
         if earlier is not None:
             self.collectors.restore(runner.model, first - 1, record)
         cuda = [self.asked.device.index or 0] if self.asked.device.type == "cuda" else []

@@ -45,7 +45,7 @@ def masks_told(dag: PrecisionDag, device: torch.device, step_ns: int) -> str:
             count_of[operator.cost_key] += 1
 
     def takes(replaced: Mapping[str, Any] | None) -> int:
-        return sum(count_of[key] * _takes(operator, replaced, dag.base, device) for key, (operator, _) in masked.items())
+        return sum(count_of[key] * _takes(operator, replaced, dag.autocast_base, device) for key, (operator, _) in masked.items())
 
     with_masks, without, causal = takes(None), takes({"is_causal": False}), takes({"is_causal": True})
     if with_masks - causal < _WORTH_SAYING * step_ns:

@@ -67,14 +67,21 @@ class Bench:
         try:
             with self._noting(f"operator {item.holders[0]} in {item.variant.label}"):
                 cost = measure_operator(
-                    item.operator, item.variant, self.layouts, choice, self.stopwatch, self.efforts.operators, self.dag.base
+                    item.operator,
+                    item.variant,
+                    self.layouts,
+                    choice,
+                    self.stopwatch,
+                    self.efforts.operators,
+                    self.dag.autocast_base,
                 )
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
             if item.operator.is_adjustable:
                 raise
-            is_float32, free = item.variant == FLOAT32, _free(item.operator)
+            is_float32 = item.variant in (FLOAT32, Variant.plain(item.operator.result_format))
+            free = _free(item.operator)
             if not is_float32 and self.operator(attrs.evolve(item, variant=FLOAT32), choice) == free:
                 cost = free  # which is said
             elif is_float32 or item.variant == Variant.plain(self.dag.base):
@@ -87,7 +94,9 @@ class Bench:
         make = partial(loss_case, runner.job, operator, runner.model, runner.batches[0], runner.alone)
         try:
             with self._noting(f"operator {operator.op_id}"):
-                return measure_case(make, KernelChoice(), self.stopwatch, self.efforts.operators, autocast(self.dag.base, device))
+                return measure_case(
+                    make, KernelChoice(), self.stopwatch, self.efforts.operators, autocast(self.dag.autocast_base, device)
+                )
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
@@ -103,6 +112,7 @@ class Bench:
     def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
         """The costs of one kind of cast at the model's sizes."""
         name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}{'' if key.symmetric else ' affine'}"
+        name += f" {key.storage}" if key.storage.is_quantized else ""
         shapes = cast_shapes(self.dag, sites, key.granularity)
         return self.store.read(name, CastModel) or self.store.write(
             name, measure_cast(key, shapes, self.stopwatch, self.efforts.casts, self.chooser)

@@ -118,7 +118,7 @@ def adjustable_case(
     parameter = (
         torch.empty(operator.parameter_shape, device=device) if is_computed else torch.empty_like(first, device=device)
     ).normal_()
-    parameter.requires_grad_()
+    parameter.requires_grad_(not operator.frozen)
     bias = None
     if len(operator.parameters) > (not is_computed):
         bias = torch.randn(operator.weight_shape[0], device=device, requires_grad=True)
@@ -138,15 +138,15 @@ def _float_case(
 ) -> BenchmarkCase:
     dtype = binding.x_dtype
     x = x.to(dtype).requires_grad_(x_needs_gradient)
-    trained = [tensor for tensor in (parameter, bias) if tensor is not None]
-    wanted = (x, *trained) if x_needs_gradient else tuple(trained)
+    own = [tensor for tensor in (parameter, bias) if tensor is not None]
+    wanted = tuple(tensor for tensor in (x, *own) if tensor.requires_grad)
 
     def make_ready() -> ReadyCall:
         # The weight's cast is made here, with its autograd node: its backward brings the gradient to float32.
         cast = _weight_of(operator, parameter).to(dtype)
         return ReadyCall(partial(forward_product, x, None, cast, None, bias, binding), wanted)
 
-    return BenchmarkCase(make_ready, (x,), tuple(trained))
+    return BenchmarkCase(make_ready, (x,), tuple(own))
 
 
 def _weight_of(operator: Operator, parameter: torch.Tensor) -> torch.Tensor:
@@ -170,8 +170,9 @@ def _quantized_case(
     # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
     x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
     place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
-    needs = (x_needs_gradient, True, bias is not None)
+    needs = (x_needs_gradient, not operator.frozen, bias is not None)
     kept_x, kept_x_scale = q_x.kept
+    stored = (q_w.values, q_w.scale) if binding.variant.reads_stored else ()  # no copies of the operator's own
     saved = Saved(kept_x, kept_x_scale, q_w.values, q_w.scale, x.shape, x_dtype, one)
     apply = partial(QuantizedProduct.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x, one)
 
@@ -186,18 +187,19 @@ def _quantized_case(
             found[1].t().contiguous()
         return found
 
-    trained = tuple(tensor for tensor in (parameter, bias) if tensor is not None)
+    own = tuple(tensor for tensor in (parameter, bias, *stored) if tensor is not None)
+    wanted = tuple(tensor for tensor in (place, parameter, bias) if tensor is not None and tensor.requires_grad)
     if not (binding.grad_input_quantized and x_needs_gradient) and not binding.grad_weight_quantized:
-        call = ReadyCall(forward, (parameter,), lambda grad: backward(Gradient(grad, grad)))
-        return BenchmarkCase(lambda: call, (kept_x,), trained, binding.grad_float)
+        call = ReadyCall(forward, wanted, lambda grad: backward(Gradient(grad, grad)))
+        return BenchmarkCase(lambda: call, (kept_x,), own, binding.grad_float)
     # The casts of the gradient are timed on their own, so the copies are made here.
     incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
     last = CHANNELS_LAST.get(x.dim())
     if operator.is_convolution and last is not None and x.is_contiguous(memory_format=last):
         incoming = incoming.to(memory_format=last)
     gradient = cast_gradient(incoming, q_w.scale, binding, needs, GRAD, q_x.stream)
-    call = ReadyCall(forward, (parameter,), lambda grad: backward(gradient))
-    return BenchmarkCase(lambda: call, (kept_x,), trained)
+    call = ReadyCall(forward, wanted, lambda grad: backward(gradient))
+    return BenchmarkCase(lambda: call, (kept_x,), own)
 
 
 def replayed_case(

@@ -9,7 +9,9 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
+import attrs
 import torch
 
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
@@ -20,9 +22,11 @@ from qsync_core.ir.semantics import CastSite, casts
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kinds import KINDS
+from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import quantization_of
 from qsync_torch.kernels.library_ops import quantize
+from qsync_torch.operators.stored import dequantize
 from qsync_torch.profiling.linear_fit import fit_line
 from qsync_torch.timing import Effort, Stopwatch, repeat, rotation_count
 from qsync_torch.tuning.chooser import KernelChooser
@@ -40,13 +44,18 @@ def activation_precisions(ladder: Sequence[Variant]) -> tuple[Precision, ...]:
     return tuple(sorted(formats, key=list(Precision).index))
 
 
-def possible_casts(ladder: Sequence[Variant]) -> dict[CastKey, frozenset[CastSite]]:
+def possible_casts(
+    ladder: Sequence[Variant], held: Collection[Precision] = (Precision.FLOAT32,)
+) -> dict[CastKey, frozenset[CastSite]]:
     """Each kind of cast that some operator of some model may need, with the places where it happens.
 
     Args:
         ladder: all variants that a plan may use, the base precision's included.
+        held: formats in which the model holds its weights.
     """
     formats = activation_precisions(ladder)
+    if any(precision is not Precision.FLOAT32 for precision in held):
+        formats = tuple(sorted({*formats, *held, Precision.FLOAT32}, key=list(Precision).index))
     found: dict[CastKey, set[CastSite]] = {}
 
     def ask(operator: Operator, variant: Variant | None, inputs: Sequence[Precision]) -> None:
@@ -54,13 +63,13 @@ def possible_casts(ladder: Sequence[Variant]) -> dict[CastKey, frozenset[CastSit
             found.setdefault(cast.key, set()).add(cast.site)
 
     adjustable = _any_operator(OpClass.ADJUSTABLE, 1)
-    for variant, source in itertools.product(ladder, formats):
-        ask(adjustable, variant, (source,))
+    for variant, source, weight_format in itertools.product(ladder, formats, held):
+        ask(attrs.evolve(adjustable, weight_format=weight_format), variant, (source,))
     dependent, fixed = _any_operator(OpClass.DEPENDENT, 2), _any_operator(OpClass.FIXED, 1)
     for pair in itertools.product(formats, repeat=2):
         ask(dependent, None, pair)
-    for source in formats:
-        ask(fixed, None, (source,))
+    for source, result_format in itertools.product(formats, {Precision.FLOAT32, *held}):
+        ask(attrs.evolve(fixed, result_format=result_format), None, (source,))
     return {key: frozenset(sites) for key, sites in found.items()}
 
 
@@ -74,13 +83,15 @@ def _any_operator(op_class: OpClass, arity: int) -> Operator:
 def cast_shapes(dag: PrecisionDag, sites: Collection[CastSite], granularity: Granularity) -> list[tuple[int, ...]]:
     """Shapes to time: real ones of the model, spread evenly over the logarithm of the number of elements.
 
-    Weights where only weights are cast that way (their channels matter to per-channel scales), else activations and weights.
+    Weights where only weights are cast that way (their channels matter to per-channel scales; stored ones are dequantized), else
+    activations and weights.
     """
     shapes: set[tuple[int, ...]] = set()
+    only_weights = granularity is Granularity.PER_CHANNEL or CastSite.WEIGHT_AGAIN in sites
     for operator in dag.operators:
         if operator.is_adjustable and CastSite.WEIGHT in sites:
             shapes.add(operator.weight_shape)
-        if granularity is not Granularity.PER_CHANNEL:
+        if not only_weights:
             shapes.update(operator.input_shapes)
             shapes.add(operator.output_shape)
     by_numel = {math.prod(shape): shape for shape in sorted(shapes) if shape and math.prod(shape) > 1}
@@ -115,10 +126,12 @@ def measure_cast(
     device = stopwatch.device
     rows: list[tuple[int, int, int]] = []
     for shape in shapes:
-        cast = make_cast(key, chooser.for_cast(key, shape))
+        stored = key.storage.is_quantized
+        cast: Callable[[Any], object] = partial(_dequantize, key) if stored else make_cast(key, chooser.for_cast(key, shape))
         sets = rotation_count(math.prod(shape) * key.source.nbytes, device, most=_MOST_SETS, cache_bytes=_CACHE_BYTES)
         dtype = TORCH_DTYPE[key.source]
-        calls = [partial(cast, torch.randn(shape, device=device).to(dtype)) for _ in range(sets)]
+        tensors = (torch.randn(shape, device=device).to(dtype) for _ in range(sets))
+        calls = [partial(cast, (shape, quantize_weight(tensor, key.storage)) if stored else tensor) for tensor in tensors]
         with torch.no_grad():
             dispatch_ns, compute_ns = repeat(partial(stopwatch.time_series, calls), effort).median_ns
         rows.append((math.prod(shape), dispatch_ns, compute_ns))
@@ -130,6 +143,11 @@ def measure_cast(
     line = fit_line(samples)
     dispatch_ns = sorted(dispatch for _, dispatch, _ in rows)[len(rows) // 2]
     return CastModel(key, dispatch_ns, line.intercept, line.slope, line.r2, samples)
+
+
+def _dequantize(key: CastKey, operand: tuple[tuple[int, ...], StoredWeight]) -> torch.Tensor:
+    """Dequantize a weight of that shape as a stored product does."""
+    return dequantize(operand[1], key.storage, operand[0], TORCH_DTYPE[key.target])
 
 
 def make_cast(key: CastKey, chosen: KernelChoice) -> Callable[[torch.Tensor], object]:

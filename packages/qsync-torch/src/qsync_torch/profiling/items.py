@@ -65,8 +65,10 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceK
     items: list[Item] = []
     for operators in holders.values():
         first = operators[0]
-        forced = _under_autocast(dag.base, device, first)
-        variants: Sequence[Variant] = [Variant.plain(dag.base if first.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32)]
+        forced = _under_autocast(dag.autocast_base, device, first)
+        variants: Sequence[Variant] = [
+            first.variant if first.op_class is OpClass.ADJUSTABLE else Variant.plain(first.result_format)
+        ]
         if first.is_adjustable:
             variants = [variant for variant in ladder if first.runs_in(variant)]
         elif forced is not None:
@@ -115,7 +117,10 @@ def right_kernels(items: Sequence[Item], dag: PrecisionDag, chooser: KernelChoos
         if choice is not None:
             choices[item] = choice
         wrong += [WrongKernels(item.holders, item.variant, f"{one.role} of {one.backend}", one.problem) for one in found]
-        if choice is None and item.variant in (base, _under_autocast(dag.base, DeviceKind(canary.device.type), item.operator)):
+        if choice is None and item.variant in (
+            base,
+            _under_autocast(dag.autocast_base, DeviceKind(canary.device.type), item.operator),
+        ):
             of_base += found
     # What other operators cannot compute in a format, none may hand to them.
     formats = {item.variant.compute for item in items if item not in choices and not item.operator.is_adjustable}

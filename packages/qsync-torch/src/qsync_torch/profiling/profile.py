@@ -181,7 +181,8 @@ def profile(
     if type_.kind is DeviceKind.CUDA and (advice := layout_advice(dag, variants)):
         note(advice)
     bench = Bench(dag, dict(job.model.named_parameters()), chooser, make_stopwatch(target), store, asked.efforts, note)
-    cast_sites = possible_casts(variants)
+    held = {operator.weight_format for operator in dag.adjustable} | {operator.result_format for operator in dag.operators}
+    cast_sites = possible_casts(variants, sorted(held))
     total = len(choices) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(complete) + 1
     counted = _Counted(progress, total)
     build_all(chooser.to_compile, partial(_tell_compiled, progress, total))
@@ -284,7 +285,8 @@ def _variants(job: Job, dag: PrecisionDag, asked: ProfileRequest, note: Note) ->
     kept, cut = ladder_under(dag.base, asked.ladder)
     variants = tuple(dict.fromkeys((*kept, Variant.plain(dag.base))))
     if cut:
-        note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} trains under autocast in {dag.base}")
+        how = "trains under autocast" if dag.autocast else "holds its weights"
+        note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} {how} in {dag.base}")
     if floats := [operator for operator in dag.adjustable if not all(map(operator.runs_in, variants))]:
         note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
     return variants

@@ -26,6 +26,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
+from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.device_waits import waits_for_device
 from qsync_torch.profiling.memory import kept_for_backward, measure_memory, memory_rise, passing_rise, storage_bytes
@@ -85,9 +86,24 @@ class StepRunner:
     compile_s: float = 0.0
 
     @classmethod
-    def start(cls, job: Job, device: torch.device, batches: int = BATCHES, compiled: Compiled | None = None) -> StepRunner:
-        """Copy the job's model to ``device`` in training mode; the job's own is not touched."""
+    def start(
+        cls,
+        job: Job,
+        device: torch.device,
+        batches: int = BATCHES,
+        compiled: Compiled | None = None,
+        *,
+        widened: bool = False,
+    ) -> StepRunner:
+        """Copy the job's model to ``device`` in training mode; the job's own is not touched.
+
+        Args:
+            widened: 16-bit parameters and buffers are float32 in the copy.
+        """
         model = job.copy_model().to(device).train()
+        for tensor in (*model.parameters(), *model.buffers()) if widened else ():
+            if tensor.dtype in LOW_FLOATS:
+                tensor.data = tensor.data.float()
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         given = [job.batch(step, job.batch_size).to(device) for step in range(batches)]
         runner = cls(job, model, optimizer, given, compiled=compiled)
@@ -295,7 +311,7 @@ def _lowered(
     for op_id, run in OutputFormats.of(dag).decided(runs).items():
         kernel = chosen.get(op_id, plain) if op_id in lowered else plain
         entries[op_id] = Assignment(run, kernel.backend, kernel.config, "")
-    applied = apply_(runner.model, entries, base=dag.base)
+    applied = apply_(runner.model, entries, base=dag.base, keep_stored=True)
     try:
         yield applied
     finally:

@@ -107,10 +107,12 @@ class AtenCall:
                     yield spec
 
     def make_inputs(self, dtypes: Sequence[torch.dtype], device: torch.device | str = "cpu") -> list[torch.Tensor]:
-        """Random activations of the operator's shapes and memory layouts."""
+        """Random activations of the operator's shapes and memory layouts; where the call says a format of its own, in that."""
         strides: dict[int, list[int]] = {}
         for spec in self._specs("input"):
             strides.setdefault(spec["input"], spec.get("stride", []))
+        own = {spec["input"]: getattr(torch, spec["held"]) for spec in self._specs("input") if "held" in spec}
+        dtypes = [own.get(index, dtype) for index, dtype in enumerate(dtypes)]
         inputs = []
         for index, (shape, dtype) in enumerate(zip(self.operator.input_shapes, dtypes, strict=True)):
             stride = strides.get(index)
@@ -128,9 +130,13 @@ class AtenCall:
         return inputs
 
     def make_parameters(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-        """Random float32 parameters, in the order of ``Operator.parameters``."""
-        shapes = {spec["parameter"]: spec["shape"] for spec in self._specs("parameter")}
-        return [torch.randn(shapes.get(index, ()), device=device) for index in range(len(self.operator.parameters))]
+        """Random parameters, in the order of ``Operator.parameters``: float32, or as the script holds them."""
+        found = {
+            spec["parameter"]: (spec["shape"], getattr(torch, spec.get("held", "float32"))) for spec in self._specs("parameter")
+        }
+        count = len(self.operator.parameters)
+        each = (found.get(index, ((), torch.float32)) for index in range(count))
+        return [torch.randn(shape, device=device).to(dtype) for shape, dtype in each]
 
     def bind(
         self,

@@ -12,6 +12,7 @@ from torch import nn
 
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.functions import function_of
+from qsync_torch.dtypes import PRECISION
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import kind_of_module
 from qsync_torch.tracing.graph_values import Draft, Read
@@ -88,7 +89,7 @@ def is_whole_matrix(x: Read | None, weight: Read | None) -> bool:
     """Whether a product is an operator of rows whose weight is stored as (K, N): a whole matrix on the right of an activation."""
     if x is None or weight is None or not x.is_activation or not weight.is_parameter or weight.value.is_view:
         return False
-    return weight.tensor.dim() == 2 and weight.tensor.dtype is torch.float32
+    return weight.tensor.dim() == 2 and weight.tensor.dtype in PRECISION
 
 
 def loss_kind(drafts: Sequence[Draft], loss: int | None) -> tuple[str, str]:

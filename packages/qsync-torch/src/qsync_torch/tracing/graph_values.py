@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from qsync_core.ir.dag import OpClass
+from qsync_core.ir.precision import Precision
 
 
 @attrs.define(eq=False)
@@ -75,7 +76,8 @@ class Draft:
     """An operator before it has a name.
 
     ``inputs`` are positions of other drafts; ``address`` is the FQN of the module or the weight that a linear or convolution is
-    called by, empty where it is called by its caller; the other fields are as in :class:`~qsync_core.ir.dag.Operator`.
+    called by, empty where it is called by its caller; ``held`` is the format of its weight, and of the result of an operator that
+    is not adjustable; the other fields are as in :class:`~qsync_core.ir.dag.Operator`.
     """
 
     name: str
@@ -97,6 +99,9 @@ class Draft:
     views: tuple[int, ...] = ()
     in_place: bool = False
     also_read_by: tuple[str, ...] = ()
+    held: Precision = Precision.FLOAT32
+    frozen: bool = False
+    not_storable: str = ""
     in_loss: bool = False
     reduction: str = ""
 

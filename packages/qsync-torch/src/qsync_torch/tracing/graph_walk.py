@@ -17,6 +17,8 @@ import torch
 from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT, OpClass
 from qsync_core.ir.functions import function_of
+from qsync_core.ir.precision import Precision
+from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kinds.kind import OperatorKind, TracedCall
 from qsync_torch.kinds.table import IN_ATEN
 from qsync_torch.operators.addresses import Addresses
@@ -72,7 +74,7 @@ _ITSELF_OR_OTHER = frozenset(
 _FORMAT_READS = ("_assert_tensor_metadata", "format_read")
 """The call that an export records where a format is read (:mod:`qsync_torch.tracing.export`)."""
 
-_CASTS = frozenset({"to", "to_copy", "type_as"})
+CASTS = frozenset({"to", "to_copy", "type_as"})
 """Operators that are given a format, which may be one that was read of a tensor (``x.to(h.dtype)``)."""
 
 _EXACT_VIEWS = frozenset(
@@ -104,6 +106,7 @@ class GraphWalk:
         self._run = run
         self._scopes = Scopes(model)
         self._parameter_sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        self._frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
         self._modules = dict(model.named_modules())
         addresses = Addresses(model)
         self._addresses = {name: addresses.of(parameter) for name, parameter in model.named_parameters()}
@@ -201,7 +204,7 @@ class GraphWalk:
     def _note_formats(self, node: torch.fx.Node, name: str) -> None:
         """Note operators whose results a call casts, or reads with a format that it is given."""
         given = _given(node) if isinstance(node.target, OpOverload) else {}
-        if name.strip("_") in _CASTS and (given.get("dtype") is not None or "other" in given):
+        if name.strip("_") in CASTS and (given.get("dtype") is not None or "other" in given):
             self._note_readers([given.get("self"), given.get("other")], name.strip("_"))
         elif given.get("dtype") is not None:  # softmax(h, dtype=torch.float32)
             self._note_readers([*given.values()], name.strip("_"))
@@ -347,6 +350,9 @@ class GraphWalk:
             draft.flops = 2 * math.prod(draft.output_shape) * x.tensor.shape[-1]
             return  # a product of two activations, which stays dependent
         draft.op_class = OpClass.ADJUSTABLE
+        draft.held = PRECISION.get(weight.tensor.dtype, Precision.FLOAT32)
+        if weight.is_parameter and not weight.value.is_view:
+            draft.frozen = weight.value.storage.name in self._frozen
         module = self._modules.get(draft.address, draft.module)
         call = TracedCall(x.tensor, weight.tensor, None if bias is None else bias.tensor, _arguments(node), module)
         draft.attributes, reason = kind.describe(call)
@@ -373,6 +379,7 @@ def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], out
     mixes = any(read.tensor.dim() > 0 for read in reads if not read.is_activation) or output.dtype is not torch.float32
     mixes = mixes or any(read.tensor.is_complex() for read in reads)
     draft.op_class = classify.class_of(draft.name, has_activation=bool(activations), mixes_float32=mixes)
+    draft.held = PRECISION.get(output.dtype, Precision.FLOAT32)
     if draft.in_loss:
         draft.op_class = OpClass.FIXED
     if classify.is_loss(draft.name):
@@ -405,6 +412,10 @@ def _call_text(
     }
     argument_names = {argument: name for name, argument in _given(node).items() if isinstance(argument, torch.fx.Node)}
 
+    def held(tensor: torch.Tensor) -> dict[str, str]:
+        """Its format, where a model that holds 16 bits has others than float32."""
+        return {"held": str(tensor.dtype).removeprefix("torch.")} if tensor.dtype in LOW_FLOATS else {}
+
     def describe(argument: torch.fx.Node) -> dict[str, Any]:
         tensor = argument.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
@@ -414,10 +425,10 @@ def _call_text(
             if tensor.is_complex():
                 return {"input": positions[argument], "complex": True}
             stride = {} if tensor.is_contiguous() else {"stride": [int(step) for step in tensor.stride()]}
-            return {"input": positions[argument], **stride}
+            return {"input": positions[argument], **stride, **held(tensor)}
         if argument in direct:
             pairs = {"complex": True} if tensor.is_complex() else {}
-            return {"parameter": parameters.index(direct[argument]), "shape": shape, **pairs}
+            return {"parameter": parameters.index(direct[argument]), "shape": shape, **pairs, **held(tensor)}
         text = {"tensor": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool:
             return text

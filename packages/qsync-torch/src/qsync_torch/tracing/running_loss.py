@@ -89,7 +89,7 @@ def outputs_of(job: Job, model: torch.nn.Module, batch: Batch) -> Any:
     """What a model returns for a batch, without autograd and other ranks; what it holds and the random state are as before."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    with held_state(model), torch.no_grad(), _same_random_state(device), autocast(job.base, device), Alone():
+    with held_state(model), torch.no_grad(), _same_random_state(device), autocast(job.autocast_base, device), Alone():
         return model(*batch.args, **batch.kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,14 +12,16 @@ from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_torch.apply.plan_fit import is_own_forward
 from qsync_torch.batch_axes import batch_axes
+from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import loss_kind
 from qsync_torch.tracing.export import ExportedStep, export_model, export_step, quiet_torch, training, with_run_loss
 from qsync_torch.tracing.gradient_order import FakeRun, form_buckets, run_fake
 from qsync_torch.tracing.graph_values import Draft
-from qsync_torch.tracing.graph_walk import GraphWalk
+from qsync_torch.tracing.graph_walk import CASTS, GraphWalk
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.names import name_operators
 from qsync_torch.tracing.running_loss import run_loss
@@ -43,8 +46,8 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         ``apply_`` cannot address say why in ``not_applicable``.
 
     Raises:
-        TraceError: when the model cannot be exported (with the line and what to do), a parameter is not float32, or the
-            loss is not a scalar that depends on the parameters.
+        TraceError: when the model cannot be exported (with the line and what to do), a parameter is neither float32 nor a 16-bit
+            float, or the loss is not a scalar that depends on the parameters.
         JobError: when the job's batch function fails or returns something else than a Batch.
     """
     if bucket_cap_mb is not None and not (math.isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
@@ -63,10 +66,11 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
             )
         walk = GraphWalk(step, run, job.model)
         walk.walk()
+    _note_held(walk.drafts, job)
     loss, loss_reduction = loss_kind(walk.drafts, walk.loss) if step.loss is None else (step.loss.kind, step.loss.reduction)
     return PrecisionDag(
         model=job.name,
-        operators=_operators(walk.drafts, Variant.plain(job.base)),
+        operators=_operators(walk.drafts, job),
         parameters=tuple(
             Parameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), parameter.requires_grad)
             for name, parameter in job.model.named_parameters()
@@ -78,6 +82,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         base=job.base,
         batch_axes=batch_axes(job.model, batch.args, batch.kwargs, job.batch_size),
         accumulate=job.accumulate,
+        autocast=job.amp is not None or job.base is Precision.FLOAT32,
     )
 
 
@@ -105,14 +110,44 @@ def _run(job: Job, step: ExportedStep, trainable: frozenset[str]) -> FakeRun:
 
 def _check_parameters(job: Job) -> None:
     for name, parameter in job.model.named_parameters():
-        if parameter.dtype.is_floating_point and parameter.dtype is not torch.float32:
+        if parameter.dtype.is_floating_point and parameter.dtype not in (torch.float32, *LOW_FLOATS):
             raise TraceError(
-                f"parameter {name} of {job.name} is {str(parameter.dtype).removeprefix('torch.')}; QSync keeps parameters in "
-                "float32 and lowers single operators: convert the model with .float()"
+                f"parameter {name} of {job.name} is {str(parameter.dtype).removeprefix('torch.')}; QSync plans for parameters in "
+                "float32, bfloat16 and float16: convert the model with .float()"
             )
 
 
-def _operators(drafts: list[Draft], base: Variant) -> tuple[Operator, ...]:
+def _note_held(drafts: Sequence[Draft], job: Job) -> None:
+    """Say which operators a script that holds 16 bits runs in another format than most, without autocast, and which frozen weights
+    cannot be stored in another one."""
+    modules = dict(job.model.named_modules())
+    readers: dict[str, set[str]] = {}
+    for draft in drafts:
+        for name in draft.parameters:
+            readers.setdefault(name, set()).add(draft.address or draft.scope or draft.name)
+    holds_16_bits = any(parameter.dtype in LOW_FLOATS for parameter in job.model.parameters())
+    for draft in drafts:
+        if holds_16_bits and draft.op_class is OpClass.DEPENDENT and draft.name in CASTS:
+            draft.op_class = OpClass.FIXED
+        if draft.op_class is not OpClass.ADJUSTABLE or not draft.weight_shape:
+            continue
+        if job.amp is None and draft.held is not job.base and not draft.not_applicable:
+            draft.not_applicable = (
+                f"its weight is {draft.held} in a model whose weights are {job.base}, and the script runs without autocast: it "
+                "stays as it is"
+            )
+        if draft.frozen:
+            module = modules.get(draft.address)
+            others = sorted(readers[draft.parameters[0]] - {draft.address})
+            if module is None or not is_own_forward(module):
+                draft.not_storable = "it is read by a functional call, and weights of modules alone are stored in another format"
+            elif others:
+                draft.not_storable = f"{others[0]} reads it too"
+            elif draft.kind == "conv_transpose2d":
+                draft.not_storable = "the weight of a transposed convolution has its input channels first"
+
+
+def _operators(drafts: list[Draft], job: Job) -> tuple[Operator, ...]:
     op_ids = name_operators(drafts)
     _share_reasons(drafts, op_ids)
     depths: list[int] = []
@@ -133,14 +168,25 @@ def _operators(drafts: list[Draft], base: Variant) -> tuple[Operator, ...]:
             variant_group=op_id.fqn,
             depth=depth,
             not_applicable=draft.not_applicable,
-            variant=base if draft.op_class is OpClass.ADJUSTABLE else FLOAT32,
+            variant=_own_variant(draft, job),
             no_grad_inputs=draft.no_grad_inputs,
             views=draft.views,
             in_place=draft.in_place,
             also_read_by=draft.also_read_by,
+            weight_format=draft.held if draft.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32,
+            frozen=draft.frozen,
+            result_format=draft.held if draft.op_class is OpClass.FIXED else Precision.FLOAT32,
+            not_storable=draft.not_storable,
         )
         for draft, op_id, depth in zip(drafts, op_ids, depths, strict=True)
     )
+
+
+def _own_variant(draft: Draft, job: Job) -> Variant:
+    """How it runs without a plan."""
+    if draft.op_class is not OpClass.ADJUSTABLE:
+        return FLOAT32
+    return Variant.plain(job.base if job.amp is not None or draft.held is job.base else draft.held)
 
 
 def _attributes(draft: Draft) -> dict[str, str]:

@@ -1,0 +1,294 @@
+"""A frozen weight that a plan stores in another format: it lies packed in its module, where the parameter was.
+
+It is neither parameter nor buffer, so that optimizers and DistributedDataParallel do not see it, and ranks may store it in
+different formats.  Whatever else reads the module sees the weight that the script has: ``module.weight``, ``state_dict()`` and
+copies hold it dequantized, in the script's format, and what is written there is rounded to the format in which it is stored.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.storage import Storage
+from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
+from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
+from qsync_torch.kinds.kind import OperatorKind
+from qsync_torch.kinds.table import kind_of_module
+from qsync_torch.operators.stored import dequantize
+from qsync_torch.torch_internals import DisableTorchFunction
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a model by which DistributedDataParallel knows what it does not synchronise."""
+
+
+class HeldWeight:
+    """The stored weight of one module.
+
+    Attributes:
+        fqn: of the parameter; storage: how it is stored; kind: of the operator that reads it.
+        tensors: what is stored; shape: of the weight; dtype: in which the script has it.
+        parameter: the script's, which is empty meanwhile.
+        original: gives the weight as its checkpoint has it; None where that is not known.
+    """
+
+    def __init__(
+        self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind | None = None, keep: bool = False
+    ) -> None:
+        self.fqn, self.storage, self.parameter, self.kind = fqn, storage, parameter, kind
+        self.shape, self.dtype = tuple(parameter.shape), parameter.dtype
+        self.original: Callable[[], torch.Tensor] | None = None
+        if keep:
+            kept = parameter.detach().cpu().clone()
+            self.original = kept.clone
+        if parameter.device.type == "meta":
+            self.tensors = empty_stored(self.shape, storage, "meta")
+        else:
+            self.tensors = quantize_weight(parameter, storage)
+        parameter.data = parameter.data.new_empty(0)
+
+    @property
+    def device(self) -> torch.device:
+        """On which it lies."""
+        return self.tensors.values.device
+
+    def dequantized(self) -> torch.Tensor:
+        """What is stored, in the script's format."""
+        return dequantize(self.tensors, self.storage, self.shape, self.dtype)
+
+    def known(self) -> torch.Tensor:
+        """The weight as its checkpoint has it, else dequantized; on the CPU, where it takes nothing of what storing it saves."""
+        return self.dequantized().cpu() if self.original is None else self.original()
+
+    def write(self, weight: torch.Tensor, device: torch.device | None = None) -> None:
+        """Store another weight, on this device.
+
+        Raises:
+            PlanError: when it has another shape.
+        """
+        if tuple(weight.shape) != self.shape:
+            raise PlanError(f"{self.fqn} has shape {list(self.shape)}, and what is written into it {list(weight.shape)}")
+        self.tensors = quantize_weight(weight.to(device or self.device), self.storage)
+        self.original = None
+
+    def overwrite(self, weight: torch.Tensor) -> None:
+        """Store another weight, and say what that does to it."""
+        self.write(weight)
+        warnings.warn(
+            f"{self.fqn} is stored as {self.storage}: what is written into it, such as a merged adapter, is rounded to that "
+            "format; merge into the model as its checkpoint has it to keep all of it",
+            stacklevel=3,
+        )
+
+    def to_device(self, device: torch.device) -> None:
+        """Move what is stored."""
+        self.tensors = StoredWeight(*(None if tensor is None else tensor.to(device) for tensor in self.tensors))  # type: ignore[arg-type]
+
+    def restored(self) -> nn.Parameter:
+        """The script's parameter, with the weight in it again; another one where that was on the meta device."""
+        if self.device.type == "meta":
+            self.parameter.data = self.parameter.data.new_empty(self.shape)
+        elif self.parameter.device.type == "meta":
+            return nn.Parameter(self.known().to(self.device), requires_grad=False)
+        else:
+            self.parameter.data = self.known().to(self.device)
+        return self.parameter
+
+
+class ReadWeight(torch.Tensor):
+    """A stored weight as code reads it, dequantized; what is assigned to its ``data`` is stored."""
+
+    held: HeldWeight
+
+    @classmethod
+    def of(cls, held: HeldWeight) -> ReadWeight:
+        """Dequantize a weight."""
+        read = held.dequantized().as_subclass(cls)
+        read.held = held
+        return read
+
+    @property
+    def data(self) -> torch.Tensor:
+        """A tensor of its own, which can be changed."""
+        return self.as_subclass(torch.Tensor)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.held.overwrite(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor of its own."""
+        return self.as_subclass(torch.Tensor).clone()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Refuse what would change a copy that nobody reads; all else runs on the plain tensor."""
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], ReadWeight) and name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+            held = args[0].held
+            raise PlanError(
+                f"{name} changes {held.fqn} in place, which a plan stores as {held.storage}: assign to weight.data, which stores "
+                "it, or call remove() first"
+            )
+        with DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(torch.Tensor) if isinstance(result, ReadWeight) and name != "as_subclass" else result
+
+
+def store_weights(model: nn.Module, addressed: Addressed, keep: bool = False) -> Callable[[], None]:
+    """Store the weights of a model as their variants say, and empty their parameters; ``keep``: what they held, on the CPU.
+
+    Returns:
+        What gives the parameters back.
+
+    Raises:
+        PlanError: naming a weight that cannot be stored; then nothing is.
+        NumericsError: naming one that holds NaN or infinity.
+    """
+    wanted = list(_wanted(model, addressed))
+    done: list[tuple[nn.Module, HeldWeight]] = []
+
+    def restore() -> None:
+        lost = [held.fqn for _, held in done if held.original is None and held.device.type != "meta"]
+        for module, held in done:
+            module.__dict__.pop(STORED)
+            module._parameters["weight"] = held.restored()
+        done.clear()
+        if lost:
+            warnings.warn(
+                f"the {len(lost)} weights that the plan stored ({lost[0]} first) are given back dequantized, as they were rounded "
+                "to be stored: load the checkpoint again for those that it has",
+                stacklevel=4,
+            )
+
+    for place, storage in wanted:
+        parameter = place.weight
+        assert isinstance(parameter, nn.Parameter)
+        held = HeldWeight(f"{place.fqn}.{place.name}", parameter, storage, kind_of_module(place.module), keep)
+        place.module._parameters["weight"] = None
+        place.module.__dict__[STORED] = held
+        done.append((place.module, held))
+    return restore
+
+
+def _wanted(model: nn.Module, addressed: Addressed) -> Iterable[tuple[WeightPlace, Storage]]:
+    storages = {op_id: entry.variant.storage for op_id, entry in addressed.entries.items() if entry.variant.storage.is_quantized}
+    if not storages:
+        return
+    modules, places = dict(addressed.modules), dict(addressed.weights)
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    for op_id in addressed.planned:
+        if op_id not in storages:
+            continue
+        storage, place, module = storages[op_id], places.get(op_id), modules.get(op_id)
+        kind = None if module is None else kind_of_module(module)
+        why = ""
+        if place is None or place.weight is None:
+            tied = module is not None and module._parameters.get("weight") is not None  # under the other module's name
+            why = "another module has it too (tied weights)" if tied else "it is computed in each step"
+        elif place.weight.requires_grad:
+            why = "it is trained, and only weights that are not trained are stored in another format"
+        elif module is None or kind is None:
+            why = "it is read by a functional call, and weights of modules alone are stored in another format"
+        elif holders[id(place.weight)] > 1:
+            why = "another module has it too (tied weights)"
+        elif kind.row.transposed:
+            why = "the weight of a transposed convolution has its input channels first"
+        if why:
+            raise PlanError(f"the weight of {op_id.fqn} cannot be stored as {storage}: {why}; plan it as the script has it")
+        assert place is not None
+        yield place, storage
+
+
+def ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+    """Have DistributedDataParallel leave out weights that some rank stores: it would send each rank those of rank 0.
+
+    Returns:
+        What takes that back.
+    """
+    before = getattr(model, _IGNORED, None)
+    if not (more := [name for name in names if name not in (before or ())]):
+        return lambda: None
+    model.__dict__[_IGNORED] = [*(before or ()), *more]
+
+    def restore() -> None:
+        if before is None:
+            model.__dict__.pop(_IGNORED, None)
+        else:
+            model.__dict__[_IGNORED] = before
+
+    return restore
+
+
+def stored_names(plan: PrecisionPlan | None, entries: Mapping[OpId, Any]) -> tuple[str, ...]:
+    """The weights that some group of a plan stores, or variants by operator."""
+    groups = [entries] if plan is None else [group.assignments for group in plan.groups]
+    found = (op_id.fqn for group in groups for op_id, entry in group.items() if entry.variant.storage.is_quantized)
+    return tuple(dict.fromkeys(f"{fqn}.weight" for fqn in found))
+
+
+def whole(weight: torch.Tensor | HeldWeight) -> torch.Tensor:
+    """The weight itself, dequantized where it is stored."""
+    return weight.dequantized() if isinstance(weight, HeldWeight) else weight
+
+
+# What a planned module's class does otherwise where a weight is stored
+
+
+def apply_to(module: Any, apply: Callable[..., Any], function: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
+    """``module._apply``: what is stored follows its module to another device, and keeps its format."""
+    applied = apply(module, function, *args)
+    held: HeldWeight = module.__dict__[STORED]
+    if (device := function(held.tensors.values).device) != held.device:
+        held.to_device(device)
+    return applied
+
+
+def save_to(module: Any, save: Callable[..., None], destination: Any, prefix: str, keep_vars: bool) -> None:
+    """``module._save_to_state_dict``: with the weight as the script has it."""
+    held: HeldWeight = module.__dict__[STORED]
+    if held.original is None:
+        warnings.warn(
+            "the state_dict() of a model whose plan stores weights holds them dequantized, on the CPU: they are not the bits of "
+            "the checkpoint that they came from",
+            stacklevel=2,
+        )
+    destination[f"{prefix}weight"] = held.known()
+    save(module, destination, prefix, keep_vars)
+
+
+def load_from(module: Any, load: Callable[..., None], state: Any, prefix: str, *args: Any) -> None:
+    """``module._load_from_state_dict``: a weight that is loaded is stored."""
+    held: HeldWeight = module.__dict__[STORED]
+    strict, missing, _, errors = args[1:5]
+    key = f"{prefix}weight"
+    mine = {name: value for name, value in state.items() if name != key}
+    load(module, mine, prefix, *args)
+    if key not in state:
+        if strict:
+            missing.append(key)
+        return
+    weight = state[key]
+    if tuple(weight.shape) != held.shape:
+        errors.append(
+            f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, the shape in current model is "
+            f"{torch.Size(held.shape)}."
+        )
+    else:
+        held.write(weight.detach())
+
+
+def without_storage(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a copy of a module, with a parameter in the place of what is stored."""
+    held: HeldWeight = state[STORED]
+    parameter = nn.Parameter(held.known().to(held.device), requires_grad=False)
+    kept = {name: value for name, value in state.items() if name != STORED}
+    return {**kept, "_parameters": {**state["_parameters"], "weight": parameter}}

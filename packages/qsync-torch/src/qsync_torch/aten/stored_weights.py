@@ -1,0 +1,224 @@
+"""Frozen weights in int8 or NF4, and what products read of them (docs/design/precision-semantics.md#stored-weights).
+
+The reference for every device, in PyTorch's own operators.  Weights are worked through in parts, so that quantizing and
+dequantizing one takes little memory beside what is read and written.
+
+NF4 is what bitsandbytes 0.50 stores with double quantization: element and constant times the inverse of the largest magnitude of
+their block, to the nearest code by the midpoints between codes; what is left over a whole number of blocks is divided instead.
+(That library's kernel for a CPU takes the second nearest code for one constant in a thousand.)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from qsync_core.errors import NumericsError
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.storage import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Storage
+from qsync_torch.aten.quantize import write_scale
+
+_PART = 1 << 20
+"""Elements that are worked on at once, a multiple of what shares a constant's scale."""
+_SMALLEST = 1e-38
+"""What the largest magnitude of an NF4 block counts at least."""
+
+NF4_CODES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The 16 values of NF4, quantiles of a normal distribution with an exact 0: Dettmers et al., QLoRA (2023), appendix E."""
+
+
+class StoredWeight(NamedTuple):
+    """The tensors of a stored weight.
+
+    Attributes:
+        values: int8 of the weight's shape; of NF4 uint8 (⌈elements / 2⌉), the first of two elements in the upper bits.
+        scale: float32: one a row (N); one a block (N, ⌈K / 128⌉); of NF4 one for each 256 constants.
+        constants: of NF4, uint8 codes of the blocks' largest magnitudes less their mean.
+        offset: of NF4, that mean: float32, no dimensions.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    constants: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
+
+
+@functools.cache
+def _dynamic_codes() -> torch.Tensor:
+    """The 256 values of the dynamic 8-bit format, sorted: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning (2015).
+
+    Computed as bitsandbytes does, to the last bit: powers of ten times midpoints between equally spaced fractions.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2.0
+        values += (10 ** (exponent - 6) * middles).tolist() + (-(10 ** (exponent - 6)) * middles).tolist()
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def dynamic_codes(device: torch.device) -> torch.Tensor:
+    """The values that codes of NF4's constants stand for, float32, on a device."""
+    return _codes(8, device)[0]
+
+
+@functools.cache
+def _codes(storage_bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of a code, and the midpoints between them, on a device."""
+    codes = torch.tensor(NF4_CODES) if storage_bits == 4 else _dynamic_codes()
+    return codes.to(device), ((codes[:-1] + codes[1:]) / 2).to(device)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two elements of every byte of NF4: (256, 2)."""
+    codes, byte = torch.tensor(NF4_CODES), torch.arange(256)
+    return torch.stack([codes[byte >> 4], codes[byte & 15]], 1).to(device)
+
+
+@torch.no_grad()
+def quantize_weight(weight: torch.Tensor, storage: Storage) -> StoredWeight:
+    """Quantize a weight to nearest.
+
+    Args:
+        weight: (N, ...) in a float format, output channels first, in any layout.
+        storage: int8 by row or block, or NF4.
+
+    Raises:
+        NumericsError: when it holds NaN or infinity.
+    """
+    rows, columns = weight.shape[0], math.prod(weight.shape[1:])
+    matrix = weight.detach().reshape(rows, columns)
+    stored = _nf4(matrix.reshape(-1)) if storage is Storage.NF4 else _int8(matrix, storage)
+    if not bool(stored.scale.isfinite().all()) or (stored.offset is not None and not bool(stored.offset.isfinite())):
+        raise NumericsError(f"a weight of shape {list(weight.shape)} holds NaN or infinity, which {storage} cannot store")
+    return stored if storage is Storage.NF4 else stored._replace(values=stored.values.view(weight.shape))
+
+
+def empty_stored(shape: Sequence[int], storage: Storage, device: torch.device | str) -> StoredWeight:
+    """The tensors of a stored weight of that shape, unset."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    if storage is not Storage.NF4:
+        scales = (rows,) if storage is Storage.INT8_ROW else (rows, -(-columns // INT8_BLOCK_COLUMNS))
+        return StoredWeight(torch.empty(shape, dtype=torch.int8, device=device), torch.empty(scales, device=device))
+    constants = -(-rows * columns // NF4_BLOCK)
+    return StoredWeight(
+        torch.empty(-(-rows * columns // 2), dtype=torch.uint8, device=device),
+        torch.empty(-(-constants // NF4_CONSTANTS), device=device),
+        torch.empty(constants, dtype=torch.uint8, device=device),
+        torch.empty((), device=device),
+    )
+
+
+def _int8(matrix: torch.Tensor, storage: Storage) -> StoredWeight:
+    """int8 of (N, K), with scales as :func:`qsync_torch.aten.quantize.write_scale` has them."""
+    rows, columns = matrix.shape
+    block = columns if storage is Storage.INT8_ROW else INT8_BLOCK_COLUMNS
+    stored = empty_stored(matrix.shape, storage, matrix.device)
+    scales = stored.scale.view(rows, -1)
+    for part in _parts(rows, max(1, _PART // max(1, columns))):
+        wide = matrix[part].float()
+        for index, first in enumerate(range(0, columns, max(1, block))):
+            group = wide[:, first : first + block]
+            scale = torch.empty(group.shape[0], device=matrix.device)
+            write_scale(group.abs().amax(1), Precision.INT8, scale)
+            scales[part, index] = scale
+            stored.values[part, first : first + block] = (group / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return stored
+
+
+def _nf4(elements: torch.Tensor) -> StoredWeight:
+    stored = empty_stored((1, elements.numel()), Storage.NF4, elements.device)
+    assert stored.constants is not None
+    assert stored.offset is not None
+    largest = torch.empty(stored.constants.numel(), device=elements.device)
+    for part in _parts(elements.numel(), _PART):
+        codes, own = _nearest(elements[part].float(), NF4_BLOCK, 4)
+        largest[part.start // NF4_BLOCK : part.start // NF4_BLOCK + own.numel()] = own
+        if codes.numel() % 2:
+            codes = torch.cat([codes, codes.new_full((1,), NF4_CODES.index(0.0))])
+        stored.values[part.start // 2 : part.start // 2 + codes.numel() // 2] = (codes[::2] << 4) | codes[1::2]
+    stored.offset.copy_(largest.mean() if largest.numel() else largest.new_zeros(()))
+    codes, scale = _nearest(largest - stored.offset, NF4_CONSTANTS, 8)
+    stored.constants.copy_(codes)
+    stored.scale.copy_(scale)
+    return stored
+
+
+def _nearest(values: torch.Tensor, block: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest codes (uint8) of float32 elements over the largest magnitude of their block, and these magnitudes."""
+    whole = values.numel() - values.numel() % block
+    blocks, rest = values[:whole].view(-1, block), values[whole:]
+    largest = blocks.abs().amax(1) if whole else values.new_empty(0)
+    scaled = (blocks * (1.0 / largest.clamp(min=_SMALLEST))[:, None]).view(-1)
+    if rest.numel():
+        last = rest.abs().amax().clamp(min=_SMALLEST)
+        largest, scaled = torch.cat([largest, last[None]]), torch.cat([scaled, rest / last])
+    return torch.bucketize(scaled.clamp_(-1, 1), _codes(bits, values.device)[1], out_int32=True).to(torch.uint8), largest
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+
+
+def dequantize_weight(stored: StoredWeight, storage: Storage, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The weight that products read: code times scale in float32, rounded once to ``dtype``.
+
+    Args:
+        stored: as :func:`quantize_weight` gives it.
+        storage: how.
+        shape: of the weight.
+        dtype: a float format.
+    """
+    out = torch.empty(tuple(shape), dtype=dtype, device=stored.values.device)
+    if storage is Storage.NF4:
+        _write_nf4(stored, out.view(-1))
+    else:
+        rows = shape[0] if shape else 1
+        _write_int8(stored.values.view(rows, -1), stored.scale.view(rows, -1), out.view(rows, -1))
+    return out
+
+
+def _write_int8(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    rows, columns = values.shape
+    for part in _parts(rows, max(1, _PART // max(1, columns))):
+        wide = values[part].float()
+        if scales.shape[1] == 1:
+            wide *= scales[part]
+        else:
+            for index in range(scales.shape[1]):
+                wide[:, index * INT8_BLOCK_COLUMNS : (index + 1) * INT8_BLOCK_COLUMNS] *= scales[part, index, None]
+        out[part] = wide
+
+
+def _write_nf4(stored: StoredWeight, out: torch.Tensor) -> None:
+    assert stored.constants is not None
+    assert stored.offset is not None
+    count, pairs = stored.constants.numel(), _pairs(out.device)
+    largest = dynamic_codes(out.device)[stored.constants.int()]
+    largest = (_in_blocks(largest, NF4_CONSTANTS) * stored.scale[:, None]).view(-1)[:count] + stored.offset
+    for part in _parts(out.numel(), _PART):
+        packed = stored.values[part.start // 2 : -(-part.stop // 2)]
+        wide = _in_blocks(pairs.index_select(0, packed.int()).view(-1)[: part.stop - part.start], NF4_BLOCK)
+        constants = largest[part.start // NF4_BLOCK : part.start // NF4_BLOCK + wide.shape[0]]
+        out[part] = (wide * constants[:, None]).view(-1)[: part.stop - part.start]
+
+
+def _in_blocks(values: torch.Tensor, block: int) -> torch.Tensor:
+    """(blocks, block), the last one filled up with zeros."""
+    if missing := -values.numel() % block:
+        values = torch.cat([values, values.new_zeros(missing)])
+    return values.view(-1, block)

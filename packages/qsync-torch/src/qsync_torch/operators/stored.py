@@ -1,0 +1,207 @@
+"""Products that read a stored weight: it is dequantized in each pass, so that no copy of it lives between them.
+
+An int8 product reads int8 rows as they are stored (:class:`qsync_torch.operators.products.QuantizedProduct` with that copy).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from qsync_core.geometry import Geometry
+from qsync_core.ir.storage import NF4_BLOCK, NF4_CONSTANTS, Storage
+from qsync_torch.aten import float_products, stored_weights
+from qsync_torch.aten.stored_weights import StoredWeight
+from qsync_torch.kernels.binding import BOUND, OperatorBinding
+from qsync_torch.kinds import products
+from qsync_torch.operators.autograd import apply_of
+from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import Operand, Seeds, float_input
+from qsync_torch.operators.products import QuantizedProduct, offset_of
+from qsync_torch.torch_internals import transforms_are_active
+
+
+def dequantize(stored: StoredWeight, storage: Storage, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """:func:`qsync_torch.aten.stored_weights.dequantize_weight` as one operator of PyTorch's, which a compiler keeps whole."""
+    return cast(torch.Tensor, torch.ops.qsync.dequantize_stored(*stored, str(storage), list(shape), dtype))
+
+
+def _dequantize(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    constants: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    storage: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    stored, how = StoredWeight(values, scale, constants, offset), Storage(storage)
+    if how is Storage.NF4 and values.is_cuda and _has_bitsandbytes():
+        return _by_bitsandbytes(stored, shape, dtype)
+    return stored_weights.dequantize_weight(stored, how, shape, dtype)
+
+
+@functools.cache
+def _has_bitsandbytes() -> bool:
+    """Whether its kernels can be asked: they compute the same numbers in one pass over a GPU's memory."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return False
+    importlib.import_module("bitsandbytes")
+    return True
+
+
+def _by_bitsandbytes(stored: StoredWeight, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    library = torch.ops.bitsandbytes
+    codes = stored_weights.dynamic_codes(stored.values.device)
+    largest = library.dequantize_blockwise(stored.constants, stored.scale, codes, NF4_CONSTANTS, torch.float32) + stored.offset
+    found: torch.Tensor = library.dequantize_4bit(stored.values, largest, NF4_BLOCK, "nf4", list(shape), dtype)
+    return found.view(tuple(shape))
+
+
+_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
+_LIBRARY.define(
+    "dequantize_stored(Tensor values, Tensor scale, Tensor? constants, Tensor? offset, str storage, int[] shape, ScalarType dtype) "
+    "-> Tensor"
+)
+_LIBRARY.impl("dequantize_stored", _dequantize, "CompositeExplicitAutograd")
+_LIBRARY.impl(
+    "dequantize_stored",
+    lambda values, scale, constants, offset, storage, shape, dtype: values.new_empty(shape, dtype=dtype),
+    "Meta",
+)
+
+
+@torch.compiler.allow_in_graph  # traced, it would save its operands past the hooks of a checkpoint that runs it again
+class StoredProduct(torch.autograd.Function):
+    """The product with a stored weight, and the gradients of activation and bias.
+
+    Operands are in one float format, and so are results and gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        constants: torch.Tensor | None,
+        offset: torch.Tensor | None,
+        storage: str,
+        shape: tuple[int, ...],
+        settings: tuple[Any, ...] | None,
+    ) -> torch.Tensor:
+        """The geometry comes as constants, which a compiler can write into a graph."""
+        ctx.save_for_backward(values, scale, constants, offset)
+        ctx.kept = storage, shape, settings, x.shape
+        weight = torch.ops.qsync.dequantize_stored(values, scale, constants, offset, storage, shape, x.dtype)
+        return float_products.product(x, weight, bias, _geometry_of(settings))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Differentiable by the incoming gradient: it consists of torch's operators."""
+        storage, shape, settings, x_shape = ctx.kept
+        geometry, grad_x, grad_b = _geometry_of(settings), None, None
+        # Where ``backward()`` is called under autocast, that would choose other formats.
+        with torch.autocast(grad.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                weight = torch.ops.qsync.dequantize_stored(*ctx.saved_tensors, storage, shape, grad.dtype)
+                wide = float_products.needs_widening(grad)
+                source = grad.float() if wide else grad
+                x = source.new_zeros(()).expand(x_shape)  # of which no more than the shape is read
+                grad_x, _ = products.product_gradients(source, x, weight.float() if wide else weight, geometry, True, False)
+                grad_x = grad_x.to(grad.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_b = products.bias_gradient(grad, geometry, torch.float32).to(grad.dtype)
+        return grad_x, grad_b, *(None,) * 7
+
+
+def _int8_product(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    binding: OperatorBinding,
+    seeds: Seeds,
+    cache: CastCache | None = None,
+) -> torch.Tensor:
+    copy = Operand(values, scale, scale.new_empty(0, dtype=torch.int64))
+    return apply_of(QuantizedProduct, binding, seeds)(x, values, bias, binding, seeds, torch.is_grad_enabled(), cache, copy)
+
+
+def _run_node(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    key: str,
+    x_seed: int,
+    w_seed: int,
+    grad_seed: int,
+    offset: torch.Tensor,
+) -> torch.Tensor:
+    """Run an int8 product that is one node of a compiled graph, as :func:`qsync_torch.operators.products.lowered_node` makes it."""
+    binding = cast(OperatorBinding, BOUND[key])
+    return _int8_product(x, values, scale, bias, binding, Seeds(x_seed, w_seed, offset_of(offset, x), grad_seed))
+
+
+_LIBRARY.define(
+    "stored_int8(Tensor x, Tensor values, Tensor scale, Tensor? bias, str binding, SymInt x_seed, SymInt w_seed, SymInt grad_seed, "
+    "Tensor offset) -> Tensor"
+)
+_LIBRARY.impl("stored_int8", _run_node, "CompositeImplicitAutograd")
+
+_geometry = functools.cache(Geometry)
+
+
+def _geometry_of(settings: tuple[Any, ...] | None) -> Geometry | None:
+    return None if settings is None else _geometry(*settings)
+
+
+def _settings_of(geometry: Geometry | None) -> tuple[Any, ...] | None:
+    g = geometry
+    return None if g is None else (g.stride, g.padding, g.dilation, g.groups, g.transposed, g.output_padding)
+
+
+def run_stored(
+    x: torch.Tensor,
+    stored: StoredWeight,
+    storage: Storage,
+    shape: tuple[int, ...],
+    bias: torch.Tensor | None,
+    binding: OperatorBinding,
+    seeds: Seeds,
+    cache: CastCache | None = None,
+) -> torch.Tensor:
+    """A call of an operator whose weight is stored, with every cast of core's table; of images with or without a batch.
+
+    Args:
+        x: the activation, float32 or a 16-bit float.
+        stored: the weight; storage: how, as the binding's variant says; shape: of the weight.
+        bias: as the script holds it.
+        binding: how the operator runs.
+        seeds: of the activation's rounding in an int8 product.
+        cache: where casts of ``x`` are shared.
+    """
+    if not binding.of_rows and x.ndim == len(shape) - 1:
+        return run_stored(x[None], stored, storage, shape, bias, binding, seeds, cache)[0]
+    if binding.variant.reads_stored:
+        if torch.compiler.is_compiling():
+            node = torch.ops.qsync.stored_int8
+            return cast(
+                torch.Tensor, node(x, stored.values, stored.scale, bias, binding.key, seeds.x, seeds.w, seeds.grad, seeds.offset)
+            )
+        return _int8_product(x, stored.values, stored.scale, bias, binding, seeds, cache)
+    x = float_input(x, binding, cache)
+    bias = None if bias is None else bias.to(binding.bias_dtype)
+    if transforms_are_active():
+        weight = dequantize(stored, storage, shape, x.dtype)
+        y = float_products.product(x, weight, bias, binding.called)
+    else:
+        apply = apply_of(StoredProduct)
+        y = apply(x, bias, *stored, str(storage), shape, _settings_of(binding.called))
+    return y if y.dtype is binding.output else y.to(binding.output)

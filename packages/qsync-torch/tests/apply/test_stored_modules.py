@@ -1,0 +1,283 @@
+"""A plan that stores frozen weights: results, gradients, memory, and everything that reads or moves the module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.storage import Storage
+from qsync_torch import apply_
+from qsync_torch.apply.stored_modules import STORED, ReadWeight
+
+FLOATS = ["float32@nf4", "float32@int8-row", "float32@int8-block"]
+
+
+class Model(nn.Module):
+    """A frozen linear and a frozen convolution between trained ones."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 192)
+        self.frozen = nn.Linear(192, 144, dtype=dtype)
+        self.conv = nn.Conv2d(4, 8, 3, padding=1, bias=False, dtype=dtype)
+        self.last = nn.Linear(288, 5)
+        for parameter in (*self.frozen.parameters(), *self.conv.parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.frozen(torch.relu(self.first(x)).to(self.frozen.bias.dtype))
+        image = self.conv(h.view(-1, 4, 6, 6))
+        return self.last(image.flatten(1).to(self.last.weight.dtype))
+
+
+X = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
+
+
+def step(model: nn.Module, x: torch.Tensor = X) -> list[torch.Tensor]:
+    """The result and the gradients of what is trained."""
+    model.zero_grad()
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def dequantized(model: nn.Module) -> nn.Module:
+    """A plain copy: what is stored stands in its parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("variant", FLOATS)
+def test_steps_are_those_of_the_dequantized_weights(variant):
+    model = Model()
+    apply_(model, {"frozen": variant, "conv": variant})
+    found, wanted = step(model), step(dequantized(model))
+    assert len(found) == 5
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_int8_product_reads_what_is_stored():
+    model = Model()
+    apply_(model, {"frozen": "int8@int8-row", "conv": "int8@int8-row"})
+    for mine, exact in zip(step(model), step(dequantized(model)), strict=True):
+        assert (mine - exact).norm() < 0.1 * exact.norm()
+    held = model.frozen.__dict__[STORED]
+    nodes, seen = [model(X).grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        seen.update(tensor.data_ptr() for tensor in getattr(node, "saved_tensors", ()) if tensor is not None)
+        nodes.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
+    assert held.tensors.values.data_ptr() in seen
+
+
+def test_memory_is_that_of_what_is_stored_and_optimizers_see_nothing():
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    parameter = model.frozen.weight
+    apply_(model, {"frozen": "float32@nf4"})
+    assert parameter.untyped_storage().nbytes() == 0
+    assert model.frozen.__dict__[STORED].tensors.nbytes == Storage.NF4.nbytes(144, 192, 4)
+    assert [name for name, _ in model.named_parameters()] == [name for name in names if name != "frozen.weight"]
+    assert not list(model.named_buffers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_weight_reads_as_the_script_has_it(dtype):
+    model = Model(dtype)
+    before = model.frozen.weight.detach().clone()
+    apply_(model, {"frozen": f"{str(dtype).removeprefix('torch.')}@int8-row"})
+    read = model.frozen.weight
+    assert isinstance(read, ReadWeight)
+    assert (read.shape, read.dtype, read.device, read.requires_grad) == (before.shape, dtype, before.device, False)
+    assert (read.float() - before.float()).abs().max() <= before.float().abs().max() / 100
+    assert type(read + 1) is torch.Tensor
+    assert type(copy.deepcopy(read)) is torch.Tensor
+
+
+def test_state_dict_has_the_scripts_names_shapes_and_formats():
+    model = Model(torch.bfloat16)
+    before = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
+    apply_(model, {"frozen": "bfloat16@nf4", "conv": "bfloat16@int8-block"})
+    with pytest.warns(UserWarning, match=r"holds them dequantized, on the CPU: they are not the bits of the checkpoint"):
+        state = model.state_dict()
+    assert {name: (value.shape, value.dtype) for name, value in state.items()} == before
+    assert torch.equal(state["frozen.weight"], dequantized(model).frozen.weight)
+
+
+def test_what_is_loaded_is_stored():
+    model, other = Model(), Model()
+    with torch.no_grad():
+        other.frozen.weight.mul_(3)
+    apply_(model, {"frozen": "float32@int8-row"})
+    assert not model.load_state_dict(other.state_dict()).missing_keys
+    wanted = Model()
+    wanted.load_state_dict(other.state_dict())
+    apply_(wanted, {"frozen": "float32@int8-row"})
+    assert torch.equal(model.frozen.weight, wanted.frozen.weight)
+    part = {name: value for name, value in other.state_dict().items() if name != "frozen.weight"}
+    assert model.load_state_dict(part, strict=False).missing_keys == ["frozen.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*frozen\.weight"):
+        model.load_state_dict(part)
+    with pytest.raises(RuntimeError, match=r"size mismatch for frozen\.weight"):
+        model.load_state_dict({**other.state_dict(), "frozen.weight": torch.zeros(3, 3)})
+
+
+def test_copies_and_pickles_are_plain_models():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    with pytest.warns(UserWarning, match="runs in full precision"):
+        clone = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    for plain in (clone, loaded):
+        assert type(plain.frozen) is nn.Linear
+        assert STORED not in plain.frozen.__dict__
+        assert [name for name, _ in plain.named_parameters()] == [name for name, _ in Model().named_parameters()]
+        assert torch.equal(plain.frozen.weight, model.frozen.weight)
+        assert not plain.frozen.weight.requires_grad
+
+
+def test_remove_gives_the_parameters_back_and_says_that_they_were_rounded():
+    model = Model()
+    parameter, names = model.frozen.weight, [name for name, _ in model.named_parameters()]
+    applied = apply_(model, {"frozen": "float32@nf4"})
+    stored = model.frozen.weight.data.clone()
+    with pytest.warns(UserWarning, match=r"the 1 weights that the plan stored \(frozen\.weight first\) are given back dequantized"):
+        applied.remove()
+    assert model.frozen.weight is parameter
+    assert torch.equal(parameter, stored)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_what_is_written_into_a_stored_weight_is_rounded_and_said():
+    model = Model()
+    apply_(model, {"frozen": "float32@int8-row"})
+    before = model.frozen.weight.data
+    with pytest.warns(UserWarning, match=r"frozen\.weight is stored as int8-row: what is written into it"):
+        model.frozen.weight.data += 1.0
+    assert (model.frozen.weight.data - before - 1).abs().max() < 0.01
+    with pytest.raises(PlanError, match=r"add_ changes frozen\.weight in place, which a plan stores as int8-row: assign to"):
+        model.frozen.weight.add_(1)
+    with pytest.raises(PlanError, match=r"frozen\.weight has shape \[144, 192\], and what is written into it \[2, 2\]"):
+        model.frozen.weight.data = torch.zeros(2, 2)
+
+
+def test_stored_weights_follow_their_module_and_keep_their_format():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    held = model.frozen.__dict__[STORED]
+    model.to("meta")
+    assert all(tensor.device.type == "meta" for tensor in held.tensors)
+    assert [tensor.dtype for tensor in held.tensors] == [torch.uint8, torch.float32, torch.uint8, torch.float32]
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    model.half()
+    assert [tensor.dtype for tensor in model.frozen.__dict__[STORED].tensors] == [
+        torch.uint8,
+        torch.float32,
+        torch.uint8,
+        torch.float32,
+    ]
+
+
+@pytest.mark.parametrize("variant", ["float32@nf4", "bfloat16@int8-block", "int8@int8-row"])
+def test_a_compiled_model_is_one_graph_and_computes_the_same(variant):
+    model = Model()
+    apply_(model, {"frozen": variant, "conv": variant})
+    eager = step(model)
+    compiled = step(torch.compile(model, backend="aot_eager", fullgraph=True))
+    tolerance = 0.05 if variant.startswith("int8") else 0.0  # a compiler's order of operations is another
+    for mine, theirs in zip(compiled, eager, strict=True):
+        assert (mine - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts_run_again_as_they_did(reentrant):
+    model = Model()
+    apply_(model, {"frozen": "bfloat16@nf4"})
+    plain = step(model)
+    inner = model.frozen.forward
+    x = X.clone().requires_grad_()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=reentrant)
+
+    assert callable(inner)
+    for mine, theirs in zip(step(Checkpointed(), x), plain, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_in_eval_mode_the_dequantized_weight_runs():
+    model = Model()
+    apply_(model, {"frozen": "bfloat16@nf4"})
+    model.eval()
+    assert torch.equal(model(X), dequantized(model).eval()(X))
+
+
+def test_under_autocast():
+    model = Model(torch.bfloat16)
+    apply_(model, dict.fromkeys(("first", "conv", "last"), "bfloat16") | {"frozen": "bfloat16@nf4"}, base=Precision.BFLOAT16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(X)
+        wanted = dequantized(model)(X)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, wanted)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is its head's too, and a weight that a functional call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.raw = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.up = nn.ConvTranspose2d(4, 4, 2)
+        self.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "reason"),
+    [
+        (Model(), "first", "it is trained, and only weights that are not trained are stored in another format"),
+        (Tied(), "head", r"another module has it too \(tied weights\)"),
+        (Tied(), "raw", "it is read by a functional call"),
+        (Tied(), "up", "the weight of a transposed convolution has its input channels first"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_and_nothing_is_changed(model, name, reason):
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    also = {"frozen": "float32@nf4"} if isinstance(model, Model) else {}
+    with pytest.raises(PlanError, match=f"the weight of {name} cannot be stored as nf4: {reason}.*; plan it as the script has it"):
+        apply_(model, {**also, name: "float32@nf4"})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(STORED in module.__dict__ for module in model.modules())
+
+
+def test_weights_that_are_kept_come_back_bit_by_bit():
+    model = Model(torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    applied = apply_(model, {"frozen": "bfloat16@nf4"}, keep_stored=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = model.state_dict()
+        applied.remove()
+    for found in (state, model.state_dict()):
+        assert all(torch.equal(value, before[name]) for name, value in found.items())

@@ -1,0 +1,125 @@
+"""Graphs of models that hold 16 bits: base, formats of weights and results, what is frozen and what can be stored."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from qsync_core.artifacts.files import from_bytes, to_bytes
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import run_precision
+from qsync_core.ir.storage import Storage
+from qsync_core.ir.variant import Variant
+from qsync_torch.job import Batch, Job, held_format
+from qsync_torch.tracing.trace import trace
+
+SIXTEEN = {Precision.BFLOAT16: torch.bfloat16, Precision.FLOAT16: torch.float16}
+
+
+class Adapted(nn.Module):
+    """A frozen 16-bit linear with an adapter in float32 beside it, as PEFT writes it, and a normalization."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 32, dtype=dtype)
+        self.norm = nn.LayerNorm(32, dtype=dtype)
+        self.base = nn.Linear(32, 64, dtype=dtype)
+        self.head = nn.Linear(64, 9, bias=False, dtype=dtype)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(32, 2, bias=False), nn.Linear(2, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.embed(x))
+        y = self.base(h)
+        return self.head((y + self.up(self.down(h.to(self.down.weight.dtype)))).to(y.dtype)).float()
+
+
+def job_of(model: nn.Module, amp: str | None = None) -> Job:
+    def batch(step: int, size: int) -> Batch:
+        return Batch((torch.arange(size * 3).view(size, 3) % 9,), target=torch.zeros(size, 3, 9))
+
+    return Job(
+        "held", model, batch, lambda output, batch: (output - batch.target).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1), 4, amp,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", SIXTEEN)
+def test_the_base_is_what_most_weights_are_held_in(held):
+    model = Adapted(SIXTEEN[held])
+    dag = trace(job_of(model))
+    assert held_format(model) is dag.base is held
+    assert not dag.autocast
+    assert dag.autocast_base is Precision.FLOAT32
+    by_name = {operator.op_id.fqn: operator for operator in dag.operators}
+    for name in ("base", "head"):
+        operator = by_name[name]
+        assert (operator.is_adjustable, operator.frozen, operator.weight_format) == (True, True, held)
+        assert operator.variant == Variant.plain(held)
+        assert not operator.not_stored_as(Storage.NF4)
+    for name in ("down", "up"):
+        operator = by_name[name]
+        assert operator.not_applicable == (
+            f"its weight is float32 in a model whose weights are {held}, and the script runs without autocast: it stays as it is"
+        )
+        assert operator.variant == Variant.plain(Precision.FLOAT32)
+        assert not operator.frozen
+    assert from_bytes(to_bytes(dag)) == dag
+
+
+def test_results_have_the_formats_that_the_script_gives_them():
+    dag = trace(job_of(Adapted(torch.bfloat16)))
+    formats = {}
+    for operator in dag.operators:
+        if operator.is_adjustable or operator.op_class == "adjustable":
+            formats[operator.op_id] = operator.variant.output
+        else:
+            formats[operator.op_id] = run_precision(operator, [formats[source] for source in operator.inputs])
+    wide = {str(op_id) for op_id, precision in formats.items() if precision is Precision.FLOAT32 and op_id.fqn != "$loss"}
+    assert {"down#0", "up#0", "to#0", "add#0"} <= wide
+    assert formats[next(op_id for op_id in formats if op_id.fqn == "norm")] is Precision.BFLOAT16
+    assert formats[next(op_id for op_id in formats if op_id.fqn == "embed")] is Precision.BFLOAT16
+
+
+def test_under_autocast_every_linear_can_be_lowered():
+    dag = trace(job_of(Adapted(torch.bfloat16), "bfloat16"))
+    assert dag.autocast
+    assert {operator.op_id.fqn for operator in dag.adjustable} == {"base", "head", "down", "up"}
+    assert {operator.op_id.fqn for operator in dag.adjustable if operator.frozen} == {"base", "head"}
+
+
+def test_a_few_weights_in_16_bits_stay_as_they_are():
+    model = Adapted(torch.float32)
+    model.head.to(torch.bfloat16)
+    model.forward = lambda x: model.head(model.base(model.norm(model.embed(x))).bfloat16()).float() + model.up.weight.sum()
+    dag = trace(job_of(model))
+    head = next(operator for operator in dag.operators if operator.op_id.fqn == "head")
+    assert dag.base is Precision.FLOAT32
+    assert dag.autocast
+    assert "its weight is bfloat16 in a model whose weights are float32" in head.not_applicable
+
+
+def test_graphs_of_float32_models_are_stored_as_before():
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+    plain = to_bytes(trace(job_of(model)))
+    assert int.from_bytes(plain[24:28], "big") == 5
+    model[1].weight.requires_grad_(False)
+    frozen = trace(job_of(model))
+    assert int.from_bytes(to_bytes(frozen)[24:28], "big") == 6
+    thawed = attrs.evolve(
+        frozen,
+        operators=tuple(attrs.evolve(operator, frozen=False) for operator in frozen.operators),
+    )
+    assert int.from_bytes(to_bytes(thawed)[24:28], "big") == 5
+
+
+def test_what_cannot_be_stored_says_why():
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9, bias=False), nn.Linear(9, 9))
+    model[1].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    tied = next(operator for operator in trace(job_of(model)).operators if operator.kind == "linear")
+    assert tied.frozen
+    assert "reads it too" in tied.not_stored_as(Storage.NF4)
+    assert not tied.runs_in(Variant.named("float32@nf4"))

@@ -1,0 +1,207 @@
+"""Frozen weights that a plan stores in other formats: ranks that differ, and adapters of PEFT on top of them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from compatibility.job import difference
+from compatibility.two_ranks import on_two_ranks
+from qsync_core.errors import PlanError
+from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
+from qsync_torch import apply_
+from qsync_torch.apply.stored_modules import STORED
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:the copy of a model that runs under a plan")
+STORED_AS = ("bfloat16@nf4", "bfloat16")
+ADAPTED = ["q_proj", "v_proj"]
+
+
+def llama(tied: bool = False) -> Any:
+    """Two layers, 32 wide, held in bfloat16."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=tied)
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """With adapters that are not zero."""
+    torch.manual_seed(1)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ADAPTED, "init_lora_weights": False, **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**config)).train()
+
+
+def bases(model: nn.Module) -> list[str]:
+    """Linears whose weight is frozen, by name."""
+    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad]
+
+
+def tokens(seed: int = 2) -> torch.Tensor:
+    return torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: Any, seed: int = 2) -> torch.Tensor:
+    x = tokens(seed)
+    return F.cross_entropy(model(input_ids=x, use_cache=False).logits.flatten(0, 1).float(), x.flatten())
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    """Of what is trained, in one step."""
+    model.zero_grad()
+    loss_of(model).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def plain(model: Any) -> Any:
+    """A copy without a plan, with what is stored in its parameters."""
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def plan_of(model: nn.Module) -> PrecisionPlan:
+    """A whole plan of two groups that store alike nowhere; adapters run as the script has them."""
+    names = [OpId(name) for name in bases(model)]
+    others = [OpId(name) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in bases(model)]
+
+    def group(name: str, role: Role, variant: str) -> GroupPlan:
+        entries = {op_id: Assignment(Variant.parse(variant), "aten", "", "by hand") for op_id in names}
+        return GroupPlan(name, role, 1, DeviceType("cpu", DeviceKind.CPU), Precision.BFLOAT16, entries)
+
+    groups = (group("train", Role.TRAIN, STORED_AS[1]), group("infer", Role.INFER, STORED_AS[0]))
+    return PrecisionPlan(
+        "llama", "", tuple(names), {}, "by hand", "", 1, 1, 0.0, None, groups, "train", unaddressed_ids=tuple(others),
+        base=Precision.BFLOAT16, output_formats=OutputFormats(decides=False),
+    )  # fmt: skip
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """What a module holds, by another way than scripts read it: a read of a planned weight may begin the first step."""
+    parameter = module._parameters["weight"]
+    return (module.weight if parameter is None else parameter).detach().float()
+
+
+@on_two_ranks
+def test_ranks_that_store_in_different_formats(folder: Path) -> float:
+    """The second rank's base weights stay its own, and adapters stay equal on both, bit by bit."""
+    model = adapted(llama())
+    name = bases(model)[0]
+    applied = apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+    module = model.get_submodule(name)
+    own = weight_of(module).clone()
+    ddp = DistributedDataParallel(model, **applied.ddp_options())
+    if not torch.equal(weight_of(module), own) or (STORED in module.__dict__) != bool(dist.get_rank()):
+        return 1.0
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(8):
+        loss = loss_of(ddp, seed=2 * step + dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    mine = torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine)
+    return float((both[0] - both[1]).abs().max()) if losses[-1] < losses[0] else 2.0
+
+
+@pytest.mark.parametrize("first", ["plan", "adapters"])
+def test_adapters_on_stored_weights(first: str) -> None:
+    """The plan before the adapters, or after them: steps are those of the dequantized weights."""
+    model = llama()
+    if first == "adapters":
+        model = adapted(model)
+        apply_(model, dict.fromkeys(bases(model), "bfloat16@nf4"), base=Precision.BFLOAT16)
+    else:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        apply_(model, dict.fromkeys(bases(model), "bfloat16@nf4"), base=Precision.BFLOAT16)
+        model = adapted(model)
+    found = gradients(model)
+    assert len(found) == 8
+    assert difference(found, gradients(plain(model))) == 0
+
+
+def test_dora_on_stored_weights() -> None:
+    model = adapted(llama(), use_dora=True)
+    apply_(model, dict.fromkeys(bases(model), "bfloat16@int8-row"), base=Precision.BFLOAT16)
+    assert difference(gradients(model), gradients(plain(model))) == 0
+
+
+def test_modules_to_save_beside_stored_weights() -> None:
+    model = adapted(llama(), modules_to_save=["lm_head"])
+    names = [name for name in bases(model) if "lm_head" not in name]
+    apply_(model, dict.fromkeys(names, "bfloat16@nf4"), base=Precision.BFLOAT16)
+    assert difference(gradients(model), gradients(plain(model))) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = peft.get_peft_model_state_dict(model)
+    assert any("lm_head" in name for name in saved)
+
+
+def test_merging_says_that_it_rounds() -> None:
+    model = adapted(llama())
+    apply_(model, dict.fromkeys(bases(model), "bfloat16@int8-row"), base=Precision.BFLOAT16)
+    exact = plain(model)
+    with pytest.warns(UserWarning, match=r"is stored as int8-row: what is written into it, such as a merged adapter, is rounded"):
+        model.merge_adapter()
+    exact.merge_adapter()
+    name = next(name for name in bases(exact) if name.endswith("q_proj.base_layer"))
+    mine, theirs = model.get_submodule(name).weight.float(), exact.get_submodule(name).weight.float()
+    assert 0 < (mine - theirs).abs().max() <= theirs.abs().max() / 100
+
+
+def test_gradient_checkpointing_over_stored_weights() -> None:
+    model = adapted(llama())
+    apply_(model, dict.fromkeys(bases(model), "bfloat16@nf4"), base=Precision.BFLOAT16)
+    wanted = gradients(model)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert difference(gradients(model), wanted) == 0
+
+
+def test_a_head_that_is_tied_to_its_embedding_is_not_stored() -> None:
+    model = adapted(llama(tied=True))
+    with pytest.raises(PlanError, match=r"lm_head cannot be stored as nf4: another module has it too \(tied weights\)"):
+        apply_(model, {"base_model.model.lm_head": "bfloat16@nf4"}, base=Precision.BFLOAT16)
+
+
+def test_weights_in_sixteen_bits_that_are_trained() -> None:
+    """Where the job has them so: gradients and updates are in bfloat16, as without a plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).bfloat16()
+    x = torch.randn(4, 16).bfloat16()
+    reference = [parameter.clone() for parameter in model.parameters()]
+    apply_(model, {"0": "bfloat16", "2": "int8"}, base=Precision.BFLOAT16)
+    model(x).float().square().mean().backward()
+    assert all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert all(not torch.equal(parameter, before) for parameter, before in zip(model.parameters(), reference, strict=True))
+
+
+def test_layers_of_bitsandbytes_are_no_operators() -> None:
+    """Their weights are packed already: a plan for them is refused, and others run beside them."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = nn.Sequential(nn.Linear(64, 64), bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4"), nn.Linear(64, 4)).to("cpu")
+    with pytest.raises(PlanError, match=r"the weight of 1 is uint8, and plans are for float32 parameters"):
+        apply_(model, {"1": "float32@nf4"})
+    apply_(model, {"0": "bfloat16"})
+    model(torch.randn(8, 64)).sum().backward()
