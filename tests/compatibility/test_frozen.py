@@ -123,6 +123,16 @@ def test_ranks_that_store_in_different_formats(folder: Path) -> float:
     return float((both[0] - both[1]).abs().max()) if losses[-1] < losses[0] else 2.0
 
 
+@on_two_ranks
+def test_ranks_that_hold_different_frozen_weights_are_refused(folder: Path) -> float:
+    model = adapted(llama())
+    with torch.no_grad():
+        model.get_parameter(f"{bases(model)[0]}.weight")[0, 0] += dist.get_rank()
+    with pytest.raises(PlanError, match=r"different frozen weights in bfloat16 \(\w+ on rank 0; \w+ on rank 1\), and what a plan"):
+        apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+    return 0.0
+
+
 @pytest.mark.parametrize("first", ["plan", "adapters"])
 def test_adapters_on_stored_weights(first: str) -> None:
     """The plan before the adapters, or after them: steps are those of the dequantized weights."""

@@ -8,7 +8,7 @@ and checked here;
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,12 @@ from qsync_torch.apply.plan_fit import Planned, check_outputs
 from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
+from qsync_torch.apply.stored_modules import fingerprints, stored_names
 from qsync_torch.caller import Caller
+from qsync_torch.distributed.exchange import by_value
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
 from qsync_torch.distributed.process_group import keep_until_exit
-from qsync_torch.distributed.ranks import plan_facts, together, which_group
+from qsync_torch.distributed.ranks import plan_facts, together, told_by_all, which_group
 from qsync_torch.elastic.resizing import Resize
 from qsync_torch.failures import tell_torchrun_of_refusals
 from qsync_torch.job import without_shape
@@ -167,6 +169,7 @@ def apply_for(
         in_model.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
         groups = check_job(what, plan, group, model, allow_flags, caller)
+        _check_frozen(what, model, stored_names(plan, {}))
         in_model.take_place(PlaceInJob.of(model, planned, seed, groups, whole, resize))
         in_model.watch_lag(True)
         warn_of_restarts(stacklevel=4)
@@ -178,6 +181,26 @@ def apply_for(
         undo.pop_all()
     model.__dict__[MARK] = applied
     return applied
+
+
+def _check_frozen(what: str, model: nn.Module, names: Sequence[str]) -> None:
+    """Weights that some group stores are synchronised by nobody: ranks must have loaded the same.
+
+    Those that are on the meta device still (:func:`~qsync_torch.apply.loading.load_planned`) or in another format are not compared.
+
+    Raises:
+        PlanError: on every rank.
+    """
+    if not names:
+        return
+    told = told_by_all(f"{what}, frozen weights", fingerprints(model, names))
+    for dtype in sorted({dtype for facts in told.values() for dtype in facts}):
+        found = {rank: facts[dtype] for rank, facts in told.items() if dtype in facts}
+        if len(set(found.values())) > 1:
+            raise PlanError(
+                f"the ranks of this job hold different frozen weights in {dtype} ({by_value(found)}), and what a plan stores is "
+                "not broadcast: load the same checkpoint on every rank, or give every rank the same seed"
+            )
 
 
 def _on_all_ranks(what: str, whole_plan: bool, *, slow: bool = False) -> AbstractContextManager[dict[str, str]]:

@@ -7,6 +7,7 @@ copies hold it dequantized, in the script's format, and what is written there is
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.storage import Storage
 from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
+from qsync_torch.aten.random_bits import checksum
 from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import kind_of_module
@@ -233,6 +235,16 @@ def stored_names(plan: PrecisionPlan | None, entries: Mapping[OpId, Any]) -> tup
     groups = [entries] if plan is None else [group.assignments for group in plan.groups]
     found = (op_id.fqn for group in groups for op_id, entry in group.items() if entry.variant.storage.is_quantized)
     return tuple(dict.fromkeys(f"{fqn}.weight" for fqn in found))
+
+
+def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """What tells whether ranks hold the same frozen weights, by the format in which they hold them; none for those on meta."""
+    sums: dict[str, list[torch.Tensor]] = {}
+    for name in names:
+        weight = model.get_parameter(name).detach()
+        if weight.device.type != "meta":
+            sums.setdefault(str(weight.dtype).removeprefix("torch."), []).append(checksum(weight.contiguous()))
+    return {dtype: hashlib.sha256(str(torch.stack(found).tolist()).encode()).hexdigest()[:16] for dtype, found in sums.items()}
 
 
 def whole(weight: torch.Tensor | HeldWeight) -> torch.Tensor:
