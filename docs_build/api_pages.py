@@ -56,7 +56,7 @@ def pages() -> dict[str, dict[str, str]]:
     for modules, names, what in rows():
         for module in modules if modules != ["qsync_torch"] else ():
             entries = [f"{module}.{name}" for name in names] or [module]
-            of_modules[f"api/{module}.md"] = _page(module, entries, f"{what[:1].upper()}{what[1:]}")
+            of_modules[f"api/{module}.md"] = _page(module, entries, f"{what[:1].upper()}{what[1:]}".replace("](", "](../"))
     return {"In a training script": of_scripts, "Modules": of_modules}
 
 

@@ -53,7 +53,7 @@ def _paragraphs(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;")
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("[", "&#91;")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
