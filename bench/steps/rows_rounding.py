@@ -121,7 +121,7 @@ def producer_rows(bench: Bench, words: str = "") -> Iterator[Row]:
     for name, subject in subjects.items():
         for form in FORMS:
             problem = Producer.of(form, variant_of(saved=Precision.FLOAT32 if form == "relu" else INT8), (96, 40), bench.device, 7)
-            if not problem.is_refused(subject):
+            if not _is_refused(problem, subject):
                 errors.setdefault(name, []).extend(_gradient_errors(subject, problem, 24 if bench.quick else DRAWS))
     what = "gradients from what was kept in int8: largest distance of a mean from the exact"
     yield row("L7-gradients", errors, "standard errors", "≤ 4", what)
@@ -130,11 +130,17 @@ def producer_rows(bench: Bench, words: str = "") -> Iterator[Row]:
     for number in range(shapes):
         problem = _random_problem(number, bench.device)
         for name, subject in subjects.items():
-            if not problem.is_refused(subject):
+            if not _is_refused(problem, subject):
                 ratios.setdefault(name, []).extend(_error_ratios(backends[name], subject, problem))
         if (number + 1) % part == 0:
             what = "error against float64 over that of PyTorch's unfused operators in the same format, worst of"
             yield row("L7", ratios, "ratio", "≤ 2", f"{what} {number + 1} shapes")
+
+
+def _is_refused(problem: Producer, subject: Subject) -> bool:
+    """Whether the backend has reasons against one of its two kernels."""
+    ops = (f"{problem.name}.output", f"{problem.name}.grad_input")
+    return any(subject.refuses(op, problem.variant, (problem.shape,), chain=problem.chain) for op in ops)
 
 
 def _random_problem(number: int, device: torch.device) -> Producer:

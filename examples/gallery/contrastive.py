@@ -22,7 +22,7 @@ TEMPERATURE = 0.2
 
 
 class Encoder(nn.Module):
-    """Images to embeddings of length 1."""
+    """Two views of each image, (N, 2, 1, 8, 8), to embeddings of length 1, (N, 2, 32)."""
 
     def __init__(self):
         super().__init__()
@@ -31,23 +31,24 @@ class Encoder(nn.Module):
         )
         self.projection = nn.Sequential(nn.Linear(64 * 16, 128), nn.ReLU(), nn.Linear(128, 32))
 
-    def forward(self, images):
-        return functional.normalize(self.projection(self.features(images)), dim=1)
+    def forward(self, views):
+        embeddings = self.projection(self.features(views.flatten(0, 1)))
+        return functional.normalize(embeddings, dim=1).unflatten(0, (-1, 2))
 
 
 def two_views(images):
-    """Each image twice, one below the other, each with noise and a piece that is hidden."""
-    views = torch.cat([images, images])
+    """Each image twice, each time with noise and with a piece that is hidden."""
+    views = images.repeat_interleave(2, 0)
     views = views + 0.3 * torch.randn_like(views)
     corners = torch.randint(0, 6, (len(views), 2)).tolist()
     for view, (row, column) in zip(views, corners, strict=True):
         view[:, row : row + 3, column : column + 3] = 0
-    return views
+    return views.unflatten(0, (-1, 2))
 
 
 def contrastive_loss(embeddings, _):
     """Cross entropy of finding the other view of an image among those of all ranks."""
-    first, second = embeddings.chunk(2)
+    first, second = embeddings.unbind(1)
     ranks = dist.get_world_size()
     others = torch.cat(all_gather(second.contiguous())) if ranks > 1 else second
     mine = torch.arange(len(first), device=first.device) + dist.get_rank() * len(first)

@@ -262,7 +262,8 @@ def simulated_runner(device, forward, backward, update):
         launches(device, *forward)()
         return SimpleNamespace(backward=launches(device, *backward))
 
-    return SimpleNamespace(forward=run_forward, update=launches(device, *update), train_step=step, synchronises=False)
+    eager = {"synchronises": False, "compiled": None}
+    return SimpleNamespace(forward=run_forward, update=launches(device, *update), train_step=step, **eager)
 
 
 def test_a_step_that_dispatch_binds_keeps_its_device_time():

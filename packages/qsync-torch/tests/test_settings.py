@@ -38,7 +38,7 @@ def test_tf32_is_recorded_whichever_switch_made_it(switch):
     done = subprocess.run([sys.executable, "-c", PROGRAM, switch], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert (found["float32_matmul"], found["cudnn_tf32"], found["cudnn_rnn_tf32"]) == SWITCHES[switch]
-    assert set(SETTINGS) - set(found) == {"device", "share", "memory_format", "threads", "machine", "cpu_capability"}
+    assert set(SETTINGS) - set(found) == {"device", "share", "memory_format", "threads", "machine", "cpu_capability", "compiled"}
 
 
 def test_autocast_is_recorded_where_it_is_on():

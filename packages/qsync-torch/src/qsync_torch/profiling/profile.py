@@ -213,7 +213,9 @@ def profile(
         steps = _steps(bench, runner, complete, choices, counted)
         mixed = [] if runner.compiled is None else _kinds_alone(bench, runner, complete, choices, counted, steps[0], costs, index)
         if runner.compile_s:
-            note(f"{len(steps) + len(mixed)} whole steps were compiled by {compiled}, which took {runner.compile_s:.0f} s")
+            count = len(steps) + len(mixed)
+            said = "1 whole step was" if count == 1 else f"{count} whole steps were"
+            note(f"{said} compiled by {compiled}, which took {runner.compile_s:.0f} s")
         counted.stay("alternating steps")
         alternating = _alternating(bench, runner, complete, choices, steps)
         counted.stay("what is handed on")
