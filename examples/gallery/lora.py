@@ -29,7 +29,7 @@ class Classifier(nn.Module):
             hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=2,
             num_channels=1, num_labels=10,
         )  # fmt: skip
-        adapters = LoraConfig(r=4, target_modules=["query", "value"], modules_to_save=["classifier"])
+        adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
         self.vit = get_peft_model(ViTForImageClassification(config), adapters)
 
     def forward(self, images):
