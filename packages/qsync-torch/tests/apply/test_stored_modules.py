@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_core.errors import PlanError
+from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.storage import Storage
 from qsync_torch import apply_
@@ -168,10 +169,46 @@ def test_what_is_written_into_a_stored_weight_is_rounded_and_said():
     with pytest.warns(UserWarning, match=r"frozen\.weight is stored as int8-row: what is written into it"):
         model.frozen.weight.data += 1.0
     assert (model.frozen.weight.data - before - 1).abs().max() < 0.01
-    with pytest.raises(PlanError, match=r"add_ changes frozen\.weight in place, which a plan stores as int8-row: assign to"):
+    with pytest.raises(PlanError, match=r"add_ changes frozen\.weight in place, which a plan stores as int8-row: change"):
         model.frozen.weight.add_(1)
+    with pytest.warns(UserWarning, match="is rounded"):
+        model.frozen.weight.data.zero_()
+    with pytest.warns(UserWarning, match="is rounded"):
+        model.frozen.weight.data[0] = 1.0
+    assert model.frozen.weight.detach().sum(1).tolist() == [192.0, *[0.0] * 143]
     with pytest.raises(PlanError, match=r"frozen\.weight has shape \[144, 192\], and what is written into it \[2, 2\]"):
         model.frozen.weight.data = torch.zeros(2, 2)
+
+
+def test_a_weight_that_is_not_finite_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model[1].weight[0, 0] = math.nan
+    with pytest.raises(NumericsError, match=r"1\.weight holds NaN or infinity, which no stored format has"):
+        apply_(model, {"0": "float32@nf4", "1": "float32@nf4"})
+    assert torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+    assert [name for name, _ in model.named_parameters()] == list(before)
+
+
+def test_a_saved_state_that_is_loaded_again_leaves_the_bits_that_are_stored():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    held = model.frozen.__dict__[STORED]
+    before = held.tensors.values.clone(), held.tensors.constants.clone()
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="not the bits"):
+            state = model.state_dict()
+        model.load_state_dict(state)
+    assert torch.equal(held.tensors.values, before[0])
+    assert torch.equal(held.tensors.constants, before[1])
+
+
+def test_another_parameter_in_the_place_of_a_stored_one_is_refused_when_saved():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    model.frozen.weight = nn.Parameter(torch.zeros(144, 192))
+    with pytest.raises(PlanError, match=r"another parameter was put in the place of frozen\.weight, which a plan stores and runs"):
+        model.state_dict()
 
 
 def test_stored_weights_follow_their_module_and_keep_their_format():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
 from qsync_kernels_cutlass.compiling.cache import KernelCache
-from qsync_kernels_cutlass.compiling.compile import cache_key, compile_unless_kept, default_jobs, interruptible
+from qsync_kernels_cutlass.compiling.compile import cache_key, compile_unless_kept, default_jobs
 from qsync_kernels_cutlass.sources import KernelSource
 
 _GOODBYE_S = 2.0
@@ -35,7 +35,7 @@ class Background:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._running, self._made, self._failed = 0, 0, 0
+        self._running, self._made = 0, 0
 
     def add(self, sources: Sequence[KernelSource]) -> None:
         """Compile sources that are not in the cache, as many at once as :func:`~.compile.default_jobs` says.
@@ -61,17 +61,15 @@ class Background:
             thread.join()
 
     def _work(self) -> None:
-        with interruptible(self._stopped):
-            while (source := self._next()) is not None:
-                try:
-                    made = compile_unless_kept(source, cache_key(source), KernelCache(), self._stopped)
-                except BackendError as error:
-                    if not self._stopped.is_set():
-                        self._say(f"{first_sentence(error)}; the kernels that run in its place stay")
-                        self._failed += 1
-                else:
-                    with self._lock:
-                        self._made += made
+        while (source := self._next()) is not None:
+            try:
+                made = compile_unless_kept(source, cache_key(source), KernelCache(), self._stopped)
+            except (BackendError, OSError) as error:  # such as a full disk
+                if not self._stopped.is_set():
+                    self._say(f"{first_sentence(error)}; the kernels that run in its place stay")
+            else:
+                with self._lock:
+                    self._made += made
 
     def _next(self) -> KernelSource | None:
         """The next source; where there is none this thread ends, and the last one says what came of it all."""
@@ -95,7 +93,7 @@ class Background:
             thread.join(_GOODBYE_S)
 
 
-def first_sentence(error: BackendError) -> str:
+def first_sentence(error: Exception) -> str:
     """An error in one line: what failed, and the first thing that the compiler said."""
     return " ".join(str(error).partition("\n")[0].split())
 

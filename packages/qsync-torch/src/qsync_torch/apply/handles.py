@@ -35,11 +35,13 @@ class OperatorCall(Protocol):
     Attributes:
         forms: as which kind the parameter was multiplied with, and whether as that kind's function takes it, or as the transpose.
         follows_casts: whether products with what the model casts the parameter to are this operator's too.
+        lowers: whether it takes PyTorch's place, or refuses; else products alone are looked at, and a script may read the weight.
         label: what it runs as, where that is not what the job does by itself; else empty.
     """
 
     forms: set[tuple[str, bool]]
     follows_casts: bool
+    lowers: bool
 
     @property
     def label(self) -> str:
@@ -142,7 +144,7 @@ class Handle(torch.Tensor):
         elif (known := _PREPARING.get(func)) is not None:
             name, prepared = known
             weight = args[0] if args else kwargs.get(name)
-            if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
+            if isinstance(weight, cls) and not weight.is_own and weight.call.lowers and weight.call.is_on(weight.owner):
                 found = prepared(weight, func, args, kwargs)
                 if found is not None:
                     return found

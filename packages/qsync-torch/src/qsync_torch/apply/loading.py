@@ -101,10 +101,8 @@ def _load_module(
     if held is not None:
         name = rename(f"{prefix}weight")
         if held.device.type == "meta":
-            weight = files.read(where[name], name, held.shape)
-            held.dtype = weight.dtype
-            held.write(weight, target)
-            held.original = partial(read_weight, where[name], name, held.shape)
+            held.write(files.read(where[name], name, held.shape).to(held.dtype), target)
+            held.original = partial(_read_as, where[name], name, held.shape, held.dtype)
         else:
             held.to_device(target)
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -119,7 +117,7 @@ def _load_module(
                 tensor.data = tensor.data.to(target)
                 continue
             name = rename(f"{prefix}{leaf}")
-            value = files.read(where[name], name, tuple(tensor.shape)).to(target)
+            value = files.read(where[name], name, tuple(tensor.shape)).to(target, tensor.dtype)
             kind[leaf] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             loaded[id(tensor)] = kind[leaf]
             kept.append(tensor)
@@ -162,14 +160,14 @@ def _names_in(file: Path) -> list[str]:
         return list(files.open(file).keys())
 
 
-def read_weight(file: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A weight of a checkpoint, on the CPU.
+def _read_as(file: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A weight of a checkpoint, in the model's format, on the CPU.
 
     Raises:
         PlanError: when it is not there as it was.
     """
     with _Files() as files:
-        return files.read(file, name, shape)
+        return files.read(file, name, shape).to(dtype)
 
 
 class _Files:

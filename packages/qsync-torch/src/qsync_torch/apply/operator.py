@@ -22,7 +22,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.handles import in_backward, stores
-from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
+from qsync_torch.apply.plan_fit import STORED, Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.apply.stored_modules import HeldWeight
 from qsync_torch.caller import Caller
@@ -179,7 +179,7 @@ class Operator:
     ``has_run`` says whether it was called outside compiled code.
     """
 
-    follows_casts = True
+    follows_casts = lowers = True
 
     def __init__(
         self, op_id: OpId, assigned: Assigned, in_force: InForce, module: nn.Module | None = None, held: torch.dtype = torch.float32
@@ -299,8 +299,8 @@ class Operator:
                 if binding.turns_weight:
                     weight = operand_of(weight, binding.called)
                 factor = self._factor(binding, weight)
-                if self._in_force.base is not Precision.FLOAT32:  # autocast is on, as was checked
-                    device = weight.device.type
+                device = weight.device.type
+                if self._in_force.base is not Precision.FLOAT32 and torch.is_autocast_enabled(device):
                     torch.set_autocast_enabled(device, False)  # a torch.autocast(enabled=False) takes ten times as long
                     try:
                         return run_product(input, weight, bias, binding, seeds, casts, factor)
@@ -393,6 +393,7 @@ class _NotLowered:
     """What stands where a plan has no variant to run: as its weight is read, so it is looked at."""
 
     follows_casts = False
+    lowers = True
     label = ""
 
     def __init__(self, name: str, in_force: InForce) -> None:
@@ -407,6 +408,8 @@ class _NotLowered:
 class Unchanged(_NotLowered):
     """An operator of a plan that runs as it does without one, under autocast, which is looked at all the same."""
 
+    lowers = False
+
     def is_on(self, owner: nn.Module) -> bool:
         """Never, in the place of PyTorch's operator.
 
@@ -416,7 +419,8 @@ class Unchanged(_NotLowered):
         if not torch.compiler.is_compiling() and self._in_force.is_on(owner):
             if self._in_force.begins is not None:
                 self._in_force.begins()
-            weight = next(owner.parameters())
+            held: HeldWeight | None = owner.__dict__.get(STORED)
+            weight = next(owner.parameters()) if held is None else held.parameter
             check_weight_dtype(self._name, weight, self._in_force.caller, base=self._in_force.base)
             self._in_force.check_autocast(weight.device, f"operator {self._name}")
         return False

@@ -27,7 +27,7 @@ from qsync_torch.apply.place_in_job import PlaceInJob
 from qsync_torch.apply.plan_fit import Planned, check_weights, locate, unplanned
 from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
-from qsync_torch.apply.stored_modules import ignore_in_ddp, store_weights, stored_names
+from qsync_torch.apply.stored_modules import store_weights, stored_names
 from qsync_torch.devices import gpu_and_sms, number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
@@ -188,10 +188,7 @@ class PlannedModel:
         self._in_force.begins = self._begin
         self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
-        self._restores = [
-            ignore_in_ddp(self.model, stored_names(plan, entries)),
-            store_weights(self.model, addressed, self._keep_stored),
-        ]
+        self._restores.append(store_weights(self.model, addressed, stored_names(plan, entries), self._keep_stored))
         self._take_out = put_plan(self.model, calls, self._around)
 
     def remove(self) -> None:

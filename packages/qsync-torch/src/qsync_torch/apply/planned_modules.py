@@ -153,7 +153,7 @@ def _planned_class(
         body["forward"] = _FORWARDS[kind]
     if stores:
         own_class: Any = unplanned
-        body["_apply"] = lambda self, function, *args: apply_to(self, own_class._apply, function, *args)
+        body["_apply"] = lambda self, function, *args, **options: apply_to(self, own_class._apply, function, *args, **options)
         body["_save_to_state_dict"] = lambda self, *args: save_to(self, own_class._save_to_state_dict, *args)
         body["_load_from_state_dict"] = lambda self, *args: load_from(self, own_class._load_from_state_dict, *args)
     for leaf in leaves:
@@ -206,7 +206,8 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
 
     def get(self: Any) -> Any:
         if (held := self.__dict__.get(STORED)) is not None and leaf == "weight":
-            return ReadWeight.of(held)
+            is_kept = not held.storage.is_quantized
+            return _handle(held.parameter, self._qsync_plan[leaf], self) if is_kept else ReadWeight.of(held)
         value = read(self)
         # What is computed, or cut out of a flat parameter, is none itself, and no operator of a trace.
         if type(value) is torch.Tensor and (value._base is not None or (not may_be_computed and value.grad_fn is not None)):
@@ -241,7 +242,7 @@ def _weight_of(module: Any) -> Any:
     """The weight of a module's own forward: the parameter, what is computed in its place, or what is stored of it."""
     held = module.__dict__.get(STORED)
     if held is not None:
-        return held
+        return held if held.storage.is_quantized else held.parameter
     weight = module._parameters.get("weight")
     return plain(module.weight) if weight is None else weight
 

@@ -1,8 +1,10 @@
 """A frozen weight that a plan stores in another format: it lies packed in its module, where the parameter was.
 
 It is neither parameter nor buffer, so that optimizers and DistributedDataParallel do not see it, and ranks may store it in
-different formats.  Whatever else reads the module sees the weight that the script has: ``module.weight``, ``state_dict()`` and
-copies hold it dequantized, in the script's format, and what is written there is rounded to the format in which it is stored.
+different formats.  On a rank of a group that keeps it as the script has it, it lies there too (:class:`KeptWeight`):
+DistributedDataParallel broadcasts what one rank registers into whatever the others register.  Whatever else reads the module sees
+the weight that the script has: ``module.weight``, ``state_dict()`` and copies hold it dequantized, in the script's format, and what
+is written there is rounded to the format in which it is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_core.errors import PlanError
+from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.storage import Storage
@@ -27,9 +29,6 @@ from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import kind_of_module
 from qsync_torch.operators.stored import dequantize
 from qsync_torch.torch_internals import DisableTorchFunction
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a model by which DistributedDataParallel knows what it does not synchronise."""
 
 
 class HeldWeight:
@@ -54,7 +53,7 @@ class HeldWeight:
         if parameter.device.type == "meta":
             self.tensors = empty_stored(self.shape, storage, "meta")
         else:
-            self.tensors = quantize_weight(parameter, storage)
+            self.tensors = self._quantized(parameter)
         parameter.data = parameter.data.new_empty(0)
 
     @property
@@ -76,10 +75,19 @@ class HeldWeight:
         Raises:
             PlanError: when it has another shape.
         """
+        self._check_shape(weight)
+        self.tensors = self._quantized(weight.to(device or self.device))
+        self.original = None
+
+    def _check_shape(self, weight: torch.Tensor) -> None:
         if tuple(weight.shape) != self.shape:
             raise PlanError(f"{self.fqn} has shape {list(self.shape)}, and what is written into it {list(weight.shape)}")
-        self.tensors = quantize_weight(weight.to(device or self.device), self.storage)
-        self.original = None
+
+    def _quantized(self, weight: torch.Tensor) -> StoredWeight:
+        try:
+            return quantize_weight(weight, self.storage)
+        except NumericsError as error:
+            raise NumericsError(f"{self.fqn}: {error}") from None
 
     def overwrite(self, weight: torch.Tensor) -> None:
         """Store another weight, and say what that does to it."""
@@ -89,6 +97,22 @@ class HeldWeight:
             "format; merge into the model as its checkpoint has it to keep all of it",
             stacklevel=3,
         )
+
+    def load(self, weight: torch.Tensor) -> None:
+        """Store a weight of a ``state_dict()``; one that is what is stored already leaves the bits as they are."""
+        if not torch.equal(weight.to(self.device, self.dtype), self.dequantized()):
+            self.write(weight)
+
+    def moved(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow ``module._apply``: to another device, in the format in which it is stored.
+
+        Raises:
+            PlanError: when it has no values yet.
+        """
+        if self.device.type == "meta":
+            raise PlanError(f"{self.fqn} has no values yet: load the model by load_planned, which stores them on its device")
+        if (device := function(self.tensors.values).device) != self.device:
+            self.to_device(device)
 
     def to_device(self, device: torch.device) -> None:
         """Move what is stored."""
@@ -105,10 +129,58 @@ class HeldWeight:
         return self.parameter
 
 
+class KeptWeight(HeldWeight):
+    """A weight that this rank keeps as the script has it and another group stores: in no rank is it a parameter of its module."""
+
+    def __init__(self, fqn: str, parameter: nn.Parameter) -> None:
+        self.fqn, self.storage, self.parameter = fqn, Storage.AS_IS, parameter
+        self.shape, self.original = tuple(parameter.shape), parameter.detach
+
+    @property
+    def device(self) -> torch.device:
+        """On which it lies."""
+        return self.parameter.device
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight itself."""
+        return self.parameter.detach()
+
+    known = dequantized
+
+    def write(self, weight: torch.Tensor, device: torch.device | None = None) -> None:
+        """Take another weight, in the script's format.
+
+        Raises:
+            PlanError: when it has another shape.
+        """
+        self._check_shape(weight)
+        value = weight.detach().to(device or self.device, self.parameter.dtype)
+        if self.parameter.device.type == "meta":
+            self.parameter = nn.Parameter(value, requires_grad=False)
+        else:
+            self.parameter.data.copy_(value)
+        self.original = self.parameter.detach
+
+    load = write
+
+    def moved(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow ``module._apply``, to another format too."""
+        self.parameter.data = function(self.parameter.data)
+
+    def to_device(self, device: torch.device) -> None:
+        """Move it."""
+        self.parameter.data = self.parameter.data.to(device)
+
+    def restored(self) -> nn.Parameter:
+        """The script's parameter."""
+        return self.parameter
+
+
 class ReadWeight(torch.Tensor):
-    """A stored weight as code reads it, dequantized; what is assigned to its ``data`` is stored."""
+    """A stored weight as code reads it, dequantized; what is written to its ``data``, or into it, is stored."""
 
     held: HeldWeight
+    is_data = False
 
     @classmethod
     def of(cls, held: HeldWeight) -> ReadWeight:
@@ -119,8 +191,10 @@ class ReadWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """A tensor of its own, which can be changed."""
-        return self.as_subclass(torch.Tensor)
+        """The same values, into which may be written."""
+        data = self.as_subclass(torch.Tensor).as_subclass(ReadWeight)
+        data.held, data.is_data = self.held, True
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -134,29 +208,46 @@ class ReadWeight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Refuse what would change a copy that nobody reads; all else runs on the plain tensor."""
         name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], ReadWeight) and name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
-            held = args[0].held
+        changed = args[0] if args and _is_in_place(name) and isinstance(args[0], ReadWeight) else None
+        if changed is not None and not changed.is_data:
+            held = changed.held
             raise PlanError(
-                f"{name} changes {held.fqn} in place, which a plan stores as {held.storage}: assign to weight.data, which stores "
-                "it, or call remove() first"
+                f"{name} changes {held.fqn} in place, which a plan stores as {held.storage}: change weight.data, which is stored, "
+                "or call remove() first"
             )
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
+        if changed is not None:
+            changed.held.overwrite(changed.as_subclass(torch.Tensor))
+            return result
         return result.as_subclass(torch.Tensor) if isinstance(result, ReadWeight) and name != "as_subclass" else result
 
 
-def store_weights(model: nn.Module, addressed: Addressed, keep: bool = False) -> Callable[[], None]:
-    """Store the weights of a model as their variants say, and empty their parameters; ``keep``: what they held, on the CPU.
+def _is_in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], keep: bool = False) -> Callable[[], None]:
+    """Store the weights of a model as their variants say, and empty their parameters.
+
+    Args:
+        names: of all weights that some group of the plan stores; those that this one does not are kept out of their modules too.
+        keep: what they held is kept, on the CPU.
 
     Returns:
         What gives the parameters back.
 
     Raises:
         PlanError: naming a weight that cannot be stored; then nothing is.
-        NumericsError: naming one that holds NaN or infinity.
+        NumericsError: naming one that holds NaN or infinity; likewise.
     """
     wanted = list(_wanted(model, addressed))
     done: list[tuple[nn.Module, HeldWeight]] = []
+
+    def hold(module: nn.Module, held: HeldWeight) -> None:
+        module._parameters["weight"] = None
+        module.__dict__[STORED] = held
+        done.append((module, held))
 
     def restore() -> None:
         lost = [held.fqn for _, held in done if held.original is None and held.device.type != "meta"]
@@ -171,13 +262,22 @@ def store_weights(model: nn.Module, addressed: Addressed, keep: bool = False) ->
                 stacklevel=4,
             )
 
-    for place, storage in wanted:
-        parameter = place.weight
-        assert isinstance(parameter, nn.Parameter)
-        held = HeldWeight(f"{place.fqn}.{place.name}", parameter, storage, kind_of_module(place.module), keep)
-        place.module._parameters["weight"] = None
-        place.module.__dict__[STORED] = held
-        done.append((place.module, held))
+    for place, _ in wanted:
+        assert place.weight is not None
+        if place.weight.device.type != "meta" and not bool(place.weight.detach().isfinite().all()):
+            raise NumericsError(f"{place.fqn}.{place.name} holds NaN or infinity, which no stored format has")
+    try:
+        for place, storage in wanted:
+            parameter = place.weight
+            assert isinstance(parameter, nn.Parameter)
+            hold(place.module, HeldWeight(f"{place.fqn}.{place.name}", parameter, storage, kind_of_module(place.module), keep))
+        for name in names:
+            module = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(parameter := module._parameters.get("weight"), nn.Parameter) and not parameter.requires_grad:
+                hold(module, KeptWeight(name, parameter))
+    except BaseException:
+        restore()
+        raise
     return restore
 
 
@@ -210,26 +310,6 @@ def _wanted(model: nn.Module, addressed: Addressed) -> Iterable[tuple[WeightPlac
         yield place, storage
 
 
-def ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
-    """Have DistributedDataParallel leave out weights that some rank stores: it would send each rank those of rank 0.
-
-    Returns:
-        What takes that back.
-    """
-    before = getattr(model, _IGNORED, None)
-    if not (more := [name for name in names if name not in (before or ())]):
-        return lambda: None
-    model.__dict__[_IGNORED] = [*(before or ()), *more]
-
-    def restore() -> None:
-        if before is None:
-            model.__dict__.pop(_IGNORED, None)
-        else:
-            model.__dict__[_IGNORED] = before
-
-    return restore
-
-
 def stored_names(plan: PrecisionPlan | None, entries: Mapping[OpId, Any]) -> tuple[str, ...]:
     """The weights that some group of a plan stores, or variants by operator."""
     groups = [entries] if plan is None else [group.assignments for group in plan.groups]
@@ -255,13 +335,13 @@ def whole(weight: torch.Tensor | HeldWeight) -> torch.Tensor:
 # What a planned module's class does otherwise where a weight is stored
 
 
-def apply_to(module: Any, apply: Callable[..., Any], function: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
+def apply_to(
+    module: Any, apply: Callable[..., Any], function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
+) -> Any:
     """``module._apply``: what is stored follows its module to another device, and keeps its format."""
-    applied = apply(module, function, *args)
     held: HeldWeight = module.__dict__[STORED]
-    if (device := function(held.tensors.values).device) != held.device:
-        held.to_device(device)
-    return applied
+    held.moved(function)
+    return apply(module, function, *args, **options)
 
 
 def save_to(module: Any, save: Callable[..., None], destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -272,6 +352,11 @@ def save_to(module: Any, save: Callable[..., None], destination: Any, prefix: st
             "the state_dict() of a model whose plan stores weights holds them dequantized, on the CPU: they are not the bits of "
             "the checkpoint that they came from",
             stacklevel=2,
+        )
+    if module._parameters.get("weight") is not None:
+        raise PlanError(
+            f"another parameter was put in the place of {held.fqn}, which a plan stores and runs: assign to weight.data, or call "
+            "remove() first"
         )
     destination[f"{prefix}weight"] = held.known()
     save(module, destination, prefix, keep_vars)
@@ -295,7 +380,7 @@ def load_from(module: Any, load: Callable[..., None], state: Any, prefix: str, *
             f"{torch.Size(held.shape)}."
         )
     else:
-        held.write(weight.detach())
+        held.load(weight.detach())
 
 
 def without_storage(state: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -64,7 +64,8 @@ class DrawnStep:
         accumulate: how often the kernels run for one step of the optimizer.
         peak: bytes by part, at the moment of the most.
         trained_bytes: of the parameters that get gradients.
-        kernels: operators with kernels, each with how many do the same.
+        kernels: operators with kernels of a micro-batch, each with how many do the same.
+        update: those of the optimizer's step, likewise.
         seconds: how long drawing took.
     """
 
@@ -73,12 +74,19 @@ class DrawnStep:
     peak: dict[str, int]
     trained_bytes: int
     kernels: tuple[tuple[Kernel, int], ...]
+    update: tuple[tuple[Kernel, int], ...]
     seconds: float
 
     @property
+    def of_step(self) -> Iterator[tuple[Kernel, int]]:
+        """The operators of a whole step, and how often each runs."""
+        yield from ((kernel, count * self.accumulate) for kernel, count in self.kernels)
+        yield from self.update
+
+    @property
     def starts(self) -> int:
-        """How many operators a micro-batch starts."""
-        return sum(count for _, count in self.kernels)
+        """How many operators it starts."""
+        return sum(count for _, count in self.of_step)
 
     @property
     def peak_bytes(self) -> int:
@@ -144,6 +152,8 @@ class _Drawing(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.part, self.tf32 = memory, ACTIVATIONS, tf32
         self.kernels: Counter[Kernel] = Counter()
+        self.update: Counter[Kernel] = Counter()
+        self.updates = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -163,7 +173,7 @@ class _Drawing(TorchDispatchMode):
             work = attrs.evolve(work, transposed=2 * (1 + backward) * _transposed(x, output, self.tf32))
         if work is not None:
             wide = any(tensor.dtype is torch.float32 for tensor in given[:1] or made)
-            self.kernels[Kernel(name, wide, work)] += 1
+            (self.update if self.updates else self.kernels)[Kernel(name, wide, work)] += 1
         return result
 
 
@@ -284,7 +294,7 @@ def draw(job: Job, batch_size: int, lowered: torch.dtype | None = None, *, tf32:
         for step in range(2):
             if step:
                 memory.begin()
-                drawing.kernels.clear()
+                drawing.update.clear()
             with drawing:
                 _step(job, batch, optimizer, rules, drawing)
             memory.call([t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)], STATE)
@@ -302,8 +312,8 @@ def draw(job: Job, batch_size: int, lowered: torch.dtype | None = None, *, tf32:
             parameter.grad = None
     peak = {part: memory.peak.get(part, 0) for part in PARTS}
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    kernels = tuple(drawing.kernels.items())
-    return DrawnStep(batch_size, job.accumulate, peak, trained, kernels, time.perf_counter() - started)
+    kernels, update = tuple(drawing.kernels.items()), tuple(drawing.update.items())
+    return DrawnStep(batch_size, job.accumulate, peak, trained, kernels, update, time.perf_counter() - started)
 
 
 def _step(job: Job, batch: Batch, optimizer: torch.optim.Optimizer, rules: AsOnCuda, drawing: _Drawing) -> None:
@@ -319,7 +329,9 @@ def _step(job: Job, batch: Batch, optimizer: torch.optim.Optimizer, rules: AsOnC
             end, seed = get_gradient_edge(loss), torch.ones_like(loss)
             del loss
             torch.autograd.backward(end, seed)  # of a tensor it would leave the mode, in which checkpoints compute again
+        drawing.updates = True
         optimizer.step()
+        drawing.updates = False
 
 
 def _floats_on_meta(batch: Batch) -> Batch:

@@ -141,6 +141,8 @@ class Fits:
         try:
             high = 2 * low
             at_low, at_high = (self._process_bytes(size, sheet, plan, tf32) for size in (low, high))
+            if at_high <= at_low:
+                return None
             found = min(MOST_TIMES * low, int(low + (memory - at_low) * (high - low) / max(1, at_high - at_low)))
             for _ in range(_LARGEST_TRIES):
                 if found < 1:
@@ -151,7 +153,7 @@ class Fits:
                 found -= -(-over * (high - low) // max(1, at_high - at_low))
         except JobError:
             return None
-        return max(0, int(found))
+        return low if at_low <= memory else 0
 
 
 def cublas_bytes(sheet: Datasheet) -> int:

@@ -65,9 +65,9 @@ def pace(step: DrawnStep, sheet: Datasheet, *, tf32: tuple[bool, bool]) -> Pace:
     place, (convolutions, linears) = Place(sheet, 1.0), tf32
     device = sum(
         count * _kernel_ns(kernel, place, convolutions if kernel.name.startswith("convolution") else linears)
-        for kernel, count in step.kernels
+        for kernel, count in step.of_step
     )
-    return Pace(device * step.accumulate, step.starts * DISPATCH_NS * step.accumulate)
+    return Pace(device, DISPATCH_NS * step.starts)
 
 
 def _kernel_ns(kernel: Kernel, place: Place, tf32: bool) -> float:

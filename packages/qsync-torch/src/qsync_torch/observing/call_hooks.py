@@ -89,7 +89,7 @@ def _checksum(x: torch.Tensor) -> int:
 class _HookedCall:
     """Stands where ``apply_`` puts an operator in a variant."""
 
-    follows_casts = True
+    follows_casts = lowers = True
     label = ""
 
     def __init__(self, model: _HookedModel, fqn: str) -> None:

@@ -48,10 +48,11 @@ def _dequantize(
 @functools.cache
 def _has_bitsandbytes() -> bool:
     """Whether its kernels can be asked: they compute the same numbers in one pass over a GPU's memory."""
-    if importlib.util.find_spec("bitsandbytes") is None:
+    try:
+        importlib.import_module("bitsandbytes")
+    except Exception:  # which raises what it likes where its library of CUDA kernels is another one
         return False
-    importlib.import_module("bitsandbytes")
-    return True
+    return all(hasattr(torch.ops.bitsandbytes, name) for name in ("dequantize_4bit", "dequantize_blockwise"))
 
 
 def _by_bitsandbytes(stored: StoredWeight, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -137,8 +137,9 @@ def slowest(told: Mapping[int, Told]) -> Slowest | None:
     found = _late_in_exchange(told)
     excess: dict[int, dict[Phase, float]] = defaultdict(dict)
     takes: dict[int, dict[Phase, float]] = defaultdict(dict)
+    is_planned = all(one.group for one in told.values())  # of a group whose costs were estimated none is expected
     for phase in OWN:
-        weights = {rank: one.weight if phase in _PLANNED else 1.0 for rank, one in told.items()}
+        weights = {rank: one.weight if is_planned and phase in _PLANNED else 1.0 for rank, one in told.items()}
         for rank, one in told.items():
             takes[rank][phase] = one.phases_ns[phase] + (found[rank] if phase is Phase.COMMUNICATION else 0.0)
         usual = {rank: takes[rank][phase] / weights[rank] for rank in told}

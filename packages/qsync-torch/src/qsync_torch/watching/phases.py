@@ -89,11 +89,13 @@ class PhaseTimes:
         self._finished: deque[tuple[list[tuple[Phase, Moment]], Moment]] = deque()
         self._in_backward = False
         self._syncs = False
-        self._inner_tells = False
+        self._running: weakref.ref[DistributedDataParallel] | None = None
+        self._inner_tells: set[weakref.ref[DistributedDataParallel]] = set()
         self._optimizer_steps = True
         self._is_own: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._parameters = [p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad]
-        self._senders = _Senders(self._parameters, self._mark)
+        parameters = [p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad]
+        self._own = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._senders = _Senders(parameters, self._mark)
         for model, wrapper in zip(models, wrappers, strict=True):
             is_first, alive = wrapper is wrappers[0], weakref.ref(wrapper)  # which is not to outlive the script's own reference
             self._handles += [
@@ -119,7 +121,8 @@ class PhaseTimes:
     def computes(self) -> None:
         """Called in a forward, once buffers have come from another rank, for which DistributedDataParallel waits."""
         if not torch.compiler.is_compiling() and self._marks and self._marks[-1][0] in (Phase.WAIT, Phase.FORWARD):
-            self._inner_tells = True
+            if self._running is not None:
+                self._inner_tells.add(self._running)
             self._mark(Phase.FORWARD)
 
     def _mark(self, phase: Phase) -> None:
@@ -136,23 +139,24 @@ class PhaseTimes:
         ):
             return
         self._in_backward = False  # a pass that raised has left it
+        self._running = weakref.ref(wrapper)
         self._syncs = wrapper.require_backward_grad_sync
         self._mark(Phase.WAIT)
         self._between()
-        if not self._inner_tells:
+        if self._running not in self._inner_tells:
             self._mark(Phase.FORWARD)
 
     def _end(self, output: Any, is_first: bool) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._marks:
             return
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         begin = _BackwardBegins(self, self._syncs and is_first)
         for tensor in tensors[:_OUTPUTS]:
             tensor.register_hook(begin)
 
     def begin_backward(self, ends_step: bool) -> None:
         """Called by the first gradient of a pass that reaches an output; several calls in a pass are one."""
-        if self._in_backward or self._is_captured():
+        if self._in_backward or not self._handles or self._is_captured():  # or closed
             return
         self._in_backward = True
         self._mark(Phase.BACKWARD)
@@ -194,8 +198,8 @@ class PhaseTimes:
     def _owns(self, optimizer: Optimizer) -> bool:
         found = self._is_own.get(optimizer)
         if found is None:
-            own = set(map(id, self._parameters))
-            found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            known = ((p, self._own.get(id(p))) for group in optimizer.param_groups for p in group["params"])
+            found = any(own is not None and own() is p for p, own in known)
             self._is_own[optimizer] = found
         return found
 

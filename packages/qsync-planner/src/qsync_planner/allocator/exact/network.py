@@ -321,4 +321,6 @@ class _Master:
         solution = self._solver.getSolution()
         values = np.asarray(solution.col_value)
         prices = np.maximum(values[:-1], 0.0) * self._scale / np.asarray(self._units)
+        if self._shares:  # 1 together to the tolerance of the solver, and a bound needs it to the last bit
+            prices[: self._shares] /= prices[: self._shares].sum()
         return float(values[-1]) * self._scale, prices, np.abs(np.asarray(solution.row_dual))[bool(self._shares) :]
