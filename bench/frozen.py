@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.storage import Storage
+from qsync_core.ir.precision import Precision, Storage
 from qsync_torch import load_planned
 from qsync_torch.aten.stored_weights import dequantize_weight, quantize_weight
 from results import write_rows

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -49,8 +48,10 @@ def two_views(images):
 def contrastive_loss(embeddings, _):
     """Cross entropy of finding the other view of an image among those of all ranks."""
     first, second = embeddings.unbind(1)
-    ranks = dist.get_world_size()
-    others = torch.cat(all_gather(second.contiguous())) if ranks > 1 else second
+    gathered = [torch.empty_like(second) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, second.detach().contiguous())
+    gathered[dist.get_rank()] = second  # the one that has a gradient here
+    others = torch.cat(gathered)
     mine = torch.arange(len(first), device=first.device) + dist.get_rank() * len(first)
     return functional.cross_entropy(first @ others.T / TEMPERATURE, mine)
 

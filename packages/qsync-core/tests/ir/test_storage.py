@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from qsync_core.ir.dag import OpClass, Operator
 from qsync_core.ir.noise import EXACT, VariantNoise
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import Granularity, Precision, Storage
 from qsync_core.ir.profile import CastKey
 from qsync_core.ir.semantics import CastSite, casts, steps_of
-from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.requests import CallShapes, operator_requests
 

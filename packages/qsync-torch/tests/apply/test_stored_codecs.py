@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hypothesis_profiles import tries
 from qsync_core.errors import NumericsError
-from qsync_core.ir.storage import Storage
+from qsync_core.ir.precision import Storage
 from qsync_torch.aten.stored_weights import NF4_CODES, dequantize_weight, dynamic_codes, empty_stored, quantize_weight
 
 QUANTIZED = [storage for storage in Storage if storage.is_quantized]

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import NumericsError, PlanError
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.storage import Storage
+from qsync_core.ir.precision import Precision, Storage
 from qsync_torch import apply_
 from qsync_torch.apply.stored_modules import STORED, ReadWeight
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from qsync_core.artifacts.files import from_bytes, to_bytes
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.semantics import run_precision
-from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job, held_format
 from qsync_torch.tracing.trace import trace

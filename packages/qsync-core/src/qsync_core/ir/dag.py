@@ -17,8 +17,7 @@ import attrs
 from qsync_core.geometry import Geometry
 from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.storage import Storage
+from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS, Kind
 

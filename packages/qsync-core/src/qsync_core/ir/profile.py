@@ -15,8 +15,7 @@ import attrs
 from qsync_core.ir import checks
 from qsync_core.ir.chain import ChainForm
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.storage import Storage
+from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage
 from qsync_core.ir.variant import Variant
 
 

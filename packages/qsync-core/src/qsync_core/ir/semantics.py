@@ -19,9 +19,8 @@ from qsync_core.ir.chain import Chain, ChainForm, ChainVariant, Producer
 from qsync_core.ir.dag import OpClass, Operator
 from qsync_core.ir.functions import UnderAutocast, function_of
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
+from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage, promote
 from qsync_core.ir.profile import CastKey, DeviceKind
-from qsync_core.ir.storage import Storage
 from qsync_core.ir.variant import Variant
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import attrs
 
-from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.storage import Storage
+from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage
 
 AFFINE = "-affine"
 """What a name ends with that means zero points."""

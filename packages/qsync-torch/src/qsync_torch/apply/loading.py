@@ -128,7 +128,7 @@ def _without_adapters(name: str) -> str:
 
 
 def _files_of(checkpoint: Path) -> dict[str, Path]:
-    """In which file each tensor of a checkpoint is.
+    """Find the file of each tensor of a checkpoint.
 
     Raises:
         PlanError: when there is no such file, or it is none of these.

@@ -21,7 +21,7 @@ from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
-from qsync_torch.kinds.table import MODULES, WEIGHT_DIMENSIONS, kind_of_module
+from qsync_torch.kinds.table import MODULES, WEIGHT_DIMENSIONS, is_own_forward, kind_of_module
 
 Call = TypeVar("Call")
 STORED = "_qsync_stored"
@@ -209,11 +209,6 @@ def check_outputs(plan: PrecisionPlan, group: str | None, caller: Caller = BY_HA
             f"the plan lets {op_id} of group {group!r} deliver {variants[op_id].output}, which it must not: {reason}; write "
             f"out=float32 in its variant, or {caller.plan_again}"
         )
-
-
-def is_own_forward(module: nn.Module) -> bool:
-    """True for a module of a kind's class that runs its own forward, and whose forward a plan can replace."""
-    return kind_of_module(module) is not None and getattr(module, "padding_mode", "zeros") == "zeros"
 
 
 def locate(

@@ -18,7 +18,7 @@ from torch import nn
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
 from qsync_torch.apply.plan_fit import STORED
-from qsync_torch.apply.stored_modules import ReadWeight, apply_to, load_from, save_to, whole, without_storage
+from qsync_torch.apply.stored_modules import ReadWeight, apply_to, whole, without_storage
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
 
@@ -154,8 +154,6 @@ def _planned_class(
     if stores:
         own_class: Any = unplanned
         body["_apply"] = lambda self, function, *args, **options: apply_to(self, own_class._apply, function, *args, **options)
-        body["_save_to_state_dict"] = lambda self, *args: save_to(self, own_class._save_to_state_dict, *args)
-        body["_load_from_state_dict"] = lambda self, *args: load_from(self, own_class._load_from_state_dict, *args)
     for leaf in leaves:
         body[leaf] = _read_as_handle(unplanned, leaf, may_be_computed=leaf == "weight" and bool(kind))
     return type(unplanned)(unplanned.__name__, (_Unregistered, unplanned), body)

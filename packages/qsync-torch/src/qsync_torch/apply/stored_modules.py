@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
-from qsync_core.ir.storage import Storage
+from qsync_core.ir.precision import Storage
 from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
 from qsync_torch.aten.random_bits import checksum
 from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
@@ -244,10 +245,14 @@ def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], 
     wanted = list(_wanted(model, addressed))
     done: list[tuple[nn.Module, HeldWeight]] = []
 
+    hooks: list[RemovableHandle] = []
+
     def hold(module: nn.Module, held: HeldWeight) -> None:
         module._parameters["weight"] = None
         module.__dict__[STORED] = held
         done.append((module, held))
+        hooks.append(module.register_state_dict_post_hook(save_to))
+        hooks.append(module.register_load_state_dict_pre_hook(load_from))
 
     def restore() -> None:
         lost = [held.fqn for _, held in done if held.original is None and held.device.type != "meta"]
@@ -255,6 +260,8 @@ def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], 
             module.__dict__.pop(STORED)
             module._parameters["weight"] = held.restored()
         done.clear()
+        while hooks:
+            hooks.pop().remove()
         if lost:
             warnings.warn(
                 f"the {len(lost)} weights that the plan stored ({lost[0]} first) are given back dequantized, as they were rounded "
@@ -344,37 +351,45 @@ def apply_to(
     return apply(module, function, *args, **options)
 
 
-def save_to(module: Any, save: Callable[..., None], destination: Any, prefix: str, keep_vars: bool) -> None:
-    """``module._save_to_state_dict``: with the weight as the script has it."""
-    held: HeldWeight = module.__dict__[STORED]
+def save_to(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Add the weight to what ``module.state_dict()`` has found, as the script has it and before the bias."""
+    held: HeldWeight | None = module.__dict__.get(STORED)
+    if held is None:
+        return
+    if module._parameters.get("weight") is not None:
+        raise PlanError(
+            f"another parameter was put in the place of {held.fqn}, which a plan stores and runs: assign to weight.data, or call "
+            "remove() first"
+        )
     if held.original is None:
         warnings.warn(
             "the state_dict() of a model whose plan stores weights holds them dequantized, on the CPU: they are not the bits of "
             "the checkpoint that they came from",
             stacklevel=2,
         )
-    if module._parameters.get("weight") is not None:
-        raise PlanError(
-            f"another parameter was put in the place of {held.fqn}, which a plan stores and runs: assign to weight.data, or call "
-            "remove() first"
-        )
-    destination[f"{prefix}weight"] = held.known()
-    save(module, destination, prefix, keep_vars)
+    others = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+    state.update({f"{prefix}weight": held.known(), **others})
 
 
-def load_from(module: Any, load: Callable[..., None], state: Any, prefix: str, *args: Any) -> None:
-    """``module._load_from_state_dict``: a weight that is loaded is stored."""
-    held: HeldWeight = module.__dict__[STORED]
-    strict, missing, _, errors = args[1:5]
-    key = f"{prefix}weight"
-    mine = {name: value for name, value in state.items() if name != key}
-    load(module, mine, prefix, *args)
-    if key not in state:
+def load_from(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    _: Any,
+    errors: list[str],
+) -> None:
+    """Store the weight that ``module.load_state_dict()`` is to load, and take it out of what it looks at."""
+    held: HeldWeight | None = module.__dict__.get(STORED)
+    if held is None:
+        return
+    weight = state.pop(key := f"{prefix}weight", None)
+    if weight is None:
         if strict:
             missing.append(key)
-        return
-    weight = state[key]
-    if tuple(weight.shape) != held.shape:
+    elif tuple(weight.shape) != held.shape:
         errors.append(
             f"size mismatch for {key}: copying a param with shape {weight.shape} from checkpoint, the shape in current model is "
             f"{torch.Size(held.shape)}."
@@ -387,5 +402,12 @@ def without_storage(state: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a copy of a module, with a parameter in the place of what is stored."""
     held: HeldWeight = state[STORED]
     parameter = nn.Parameter(held.known().to(held.device), requires_grad=False)
-    kept = {name: value for name, value in state.items() if name != STORED}
+    kept = {name: _without_hooks(value) for name, value in state.items() if name != STORED}
     return {**kept, "_parameters": {**state["_parameters"], "weight": parameter}}
+
+
+def _without_hooks(value: Any) -> Any:
+    """A module's hooks but those that are ours."""
+    if not isinstance(value, OrderedDict):
+        return value
+    return OrderedDict((key, hook) for key, hook in value.items() if getattr(hook, "hook", hook) not in (save_to, load_from))

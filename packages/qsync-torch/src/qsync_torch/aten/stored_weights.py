@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 from qsync_core.errors import NumericsError
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.storage import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Storage
+from qsync_core.ir.precision import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Precision, Storage
 from qsync_torch.aten.quantize import write_scale
 
 _PART = 1 << 20

@@ -72,3 +72,8 @@ def _torchs(kind: OperatorKind) -> list[Any]:
 
 _TORCHS = frozenset(code for kind in OPERATOR_KINDS.values() for code in _torchs(kind))
 """The code of the methods that a plan replaces; those that were patched before QSync was imported are not among them."""
+
+
+def is_own_forward(module: nn.Module) -> bool:
+    """True for a module of a kind's class that runs its own forward, and whose forward a plan can replace."""
+    return kind_of_module(module) is not None and getattr(module, "padding_mode", "zeros") == "zeros"

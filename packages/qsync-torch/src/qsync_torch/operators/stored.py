@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from qsync_core.geometry import Geometry
-from qsync_core.ir.storage import NF4_BLOCK, NF4_CONSTANTS, Storage
+from qsync_core.ir.precision import NF4_BLOCK, NF4_CONSTANTS, Storage
 from qsync_torch.aten import float_products, stored_weights
 from qsync_torch.aten.stored_weights import StoredWeight
 from qsync_torch.kernels.binding import BOUND, OperatorBinding

@@ -413,7 +413,7 @@ def _call_text(
     argument_names = {argument: name for name, argument in _given(node).items() if isinstance(argument, torch.fx.Node)}
 
     def held(tensor: torch.Tensor) -> dict[str, str]:
-        """Its format, where a model that holds 16 bits has others than float32."""
+        """Say its format, where a model that holds 16 bits has others than float32."""
         return {"held": str(tensor.dtype).removeprefix("torch.")} if tensor.dtype in LOW_FLOATS else {}
 
     def describe(argument: torch.fx.Node) -> dict[str, Any]:

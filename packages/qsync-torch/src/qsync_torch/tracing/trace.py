@@ -12,10 +12,10 @@ from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.apply.plan_fit import is_own_forward
 from qsync_torch.batch_axes import batch_axes
 from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
+from qsync_torch.kinds.table import is_own_forward
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import loss_kind
 from qsync_torch.tracing.export import ExportedStep, export_model, export_step, quiet_torch, training, with_run_loss
