@@ -34,7 +34,5 @@ def test_a_script_of_the_gallery_is_prepared_and_trained(tmp_path: Path, name: s
     first, second = run_ranks([[name]] * 2, PLACES, cwd=tmp_path)
     assert (first.status, second.status) == (0, 0), first.output + second.output
     assert re.search(said, first.output)
-    said_of_ranks = [
-        line for line in first.output.splitlines() if "Warning" in line and " is slow in its " in line
-    ]  # on a busy machine
-    assert first.output.count("Warning") == len(said_of_ranks), first.output
+    warned = [line for line in first.output.splitlines() if "Warning" in line]
+    assert all(" is slow in its " in line for line in warned), warned  # as a rank may be on a busy machine
