@@ -184,7 +184,7 @@ def apply_for(
 
 
 def _check_frozen(what: str, model: nn.Module, names: Sequence[str]) -> None:
-    """Weights that some group stores are synchronised by nobody: ranks must have loaded the same.
+    """Weights that some group stores are not broadcast: ranks must have loaded the same.
 
     Those that are on the meta device still (:func:`~qsync_torch.apply.loading.load_planned`) or in another format are not compared.
 

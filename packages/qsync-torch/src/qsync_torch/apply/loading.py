@@ -49,7 +49,8 @@ def load_planned(
         options: of :func:`~qsync_torch.apply.apply.apply_`, such as ``group``.
 
     Returns:
-        A handle, as of ``apply_``.  ``state_dict()`` holds stored weights as the checkpoint has them while its files are there.
+        A handle, as of ``apply_``.  ``state_dict()`` holds stored weights as the checkpoint has them, in the
+        model's format, while its files are there.
 
     Raises:
         PlanError: when a file is missing or cannot be read; when it lacks a weight or holds one of another shape or in a format

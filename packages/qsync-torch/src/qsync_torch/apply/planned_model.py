@@ -75,7 +75,7 @@ class PlannedModel:
         self._of_classes: dict[type, tuple[Any, ...]] = {}
         self._planned_modules: list[nn.Module] = []
         self._take_out: Callable[[], None] | None = None
-        self._restores: list[Callable[[], None]] = []
+        self._give_weights_back: Callable[[], None] | None = None
         self._placed_on: torch.device | None = None
         self._settings: dict[str, str] | None = None
         self._awaits_calls, self._delivers_low = True, False
@@ -188,7 +188,7 @@ class PlannedModel:
         self._in_force.begins = self._begin
         self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
-        self._restores.append(store_weights(self.model, addressed, stored_names(plan, entries), self._keep_stored))
+        self._give_weights_back = store_weights(self.model, addressed, stored_names(plan, entries), self._keep_stored)
         self._take_out = put_plan(self.model, calls, self._around)
 
     def remove(self) -> None:
@@ -200,8 +200,9 @@ class PlannedModel:
         if self._take_out is not None:
             self._take_out()
             self._take_out = None
-        while self._restores:
-            self._restores.pop()()
+        if self._give_weights_back is not None:
+            self._give_weights_back()
+            self._give_weights_back = None
         self._in_force.is_removed = True
         self.key.ends.clear()
         self.key.release()
