@@ -47,7 +47,7 @@ def losses(way: Way, seed: int, bench: Bench, folder: Path) -> list[float]:
 
 
 def _trained(way: Way, shape: Shape, seed: int, updates: int, bench: Bench) -> list[float]:
-    model, run = run_of(way, shape, bench, seed)
+    model, run = run_of(way, shape, bench.device, bench.quick, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=bench.device.type == "cuda")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / WARM_UP))
     batch, length = (2, 32) if bench.quick else (shape.batch, shape.length)

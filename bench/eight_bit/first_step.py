@@ -21,6 +21,7 @@ import attrs
 import torch
 
 import qsync_torch as qsync
+from eight_bit.in_turns import COMPILES
 from eight_bit.steps import ALL, SHAPES, batch_of, linears_of, made
 from kernels.bench import Bench, Row
 from qsync_core.ir.precision import Precision
@@ -29,8 +30,6 @@ BASE, INT8 = "torch.compile", "int8"
 STEPS = 20
 """Steps behind the first, whose median is reported."""
 SHAPE = "P1"
-COMPILES = "qsync compiles"
-"""Name of the threads that compile CUTLASS kernels beside a training."""
 
 
 @attrs.frozen

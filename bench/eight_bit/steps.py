@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +11,10 @@ import torch
 from torch import nn
 
 import qsync_torch as qsync
+from eight_bit.in_turns import Turns, take_turns
 from kernels.bench import Bench, Row
-from kernels.whole_model import StepTimes, time_in_turns
 from qsync_core.ir.precision import Precision
 
-GIB = 2.0**30
 BLOCKS, STEPS = 5, 4
 """How often contenders take turns, and steps of a turn."""
 INT8 = "int8;out=bfloat16;save=int8;{gradients};x={x};w=channel;round=stochastic;sym=true"
@@ -126,15 +122,15 @@ def batch_of(shape: Shape, device: torch.device, quick: bool) -> dict[str, torch
     return {"input_ids": ids, "labels": ids}
 
 
-def run_of(way: Way, shape: Shape, bench: Bench, seed: int = 0) -> tuple[nn.Module, Callable[..., Any]]:
+def run_of(way: Way, shape: Shape, device: torch.device, quick: bool, seed: int = 0) -> tuple[nn.Module, Callable[..., Any]]:
     """The model, and what calls it compiled as a trainer would."""
-    device, backend = bench.device, {} if bench.device.type == "cuda" else {"backend": "aot_eager"}
-    model = made(shape, bench.quick, seed).to(device).train()
+    backend = {} if device.type == "cuda" else {"backend": "aot_eager"}
+    model = made(shape, quick, seed).to(device).train()
     linears = linears_of(model)
     if way.spec:
         applied = qsync.apply_(model, {f"{name}#0": way.spec for name in linears}, base=Precision.BFLOAT16, seed=seed)
         return model, qsync.compile(applied, saved=way.saved or None, **backend)
-    if way is TORCHAO:
+    if way == TORCHAO:
         from torchao.float8 import convert_to_float8_training
 
         inside = frozenset(linears)
@@ -142,12 +138,11 @@ def run_of(way: Way, shape: Shape, bench: Bench, seed: int = 0) -> tuple[nn.Modu
     return model, torch.compile(model, **backend)
 
 
-def stepped(way: Way, shape: Shape, bench: Bench) -> Callable[[], None]:
-    """What trains one step, after it has done so; compiled as a trainer would."""
-    device = bench.device
-    model, run = run_of(way, shape, bench)
+def stepped(way: Way, shape: Shape, device: torch.device, quick: bool) -> Callable[[], None]:
+    """What trains one step, compiled as a trainer would."""
+    model, run = run_of(way, shape, device, quick)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    batch = batch_of(shape, device, bench.quick)
+    batch = batch_of(shape, device, quick)
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):
@@ -156,8 +151,6 @@ def stepped(way: Way, shape: Shape, bench: Bench) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(3):
-        step()
     return step
 
 
@@ -167,70 +160,38 @@ def linears_of(model: nn.Module) -> list[str]:
     return [name for name, _ in named if any(part.isdigit() for part in name.split("."))]
 
 
-@attrs.frozen
-class Measured:
-    """What contenders took: whole steps in turns, and their peaks beyond what was allocated before."""
-
-    times: Mapping[Way, StepTimes]
-    peaks: Mapping[Way, float]
-
-    def best(self, values: Callable[[Way], float]) -> Way:
-        """The best of QSync's."""
-        return min((way for way in self.times if way.spec), key=values)
-
-    def ratio(self, over: Way, under: Way) -> tuple[float, str]:
-        """Median of the ratios of neighbouring turns, and their range."""
-        found = [a / b for a, b in zip(self.times[over].blocks_ms, self.times[under].blocks_ms, strict=True)]
-        return statistics.median(found), f"{min(found):.3f} to {max(found):.3f} of {len(found)} turns"
-
-    @property
-    def told(self) -> str:
-        """Every contender's step and peak."""
-        return "; ".join(f"{way.name} {self.times[way].median_ms:.1f} ms, {self.peaks[way]:.2f} GiB" for way in self.times)
+def measured(shape: Shape, ways: Sequence[Way], bench: Bench) -> Mapping[str, Turns]:
+    """Steps of the contenders in turns, by name; one that fails is told, and the others still count."""
+    made = {way.name: (stepped, (way, shape, bench.device, bench.quick)) for way in ways}
+    return take_turns(made, blocks=BLOCKS, steps=STEPS, say=lambda text: bench.say(f"{shape.title}, {text}"))
 
 
-def measured(shape: Shape, ways: Sequence[Way], bench: Bench) -> Measured:
-    """Steps of the contenders in turns; one that fails is told on stderr, and the others still count."""
-    cuda = bench.device.type == "cuda"
-    steps: dict[Way, Callable[[], None]] = {}
-    peaks: dict[Way, float] = {}
-    for way in ways:
-        gc.collect()
-        before = torch.cuda.memory_allocated() if cuda else 0
-        try:
-            steps[way] = stepped(way, shape, bench)
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-            steps[way]()
-            peaks[way] = (torch.cuda.max_memory_allocated() - before) / GIB if cuda else 0.0
-        except Exception:
-            print(f"{shape.title}, {way.name}: not measured", file=sys.stderr)
-            traceback.print_exc(limit=4)
-            steps.pop(way, None)
-            continue
-        bench.say(f"{shape.title}, {way.name}: ready, peak {peaks[way]:.2f} GiB")
-    found = time_in_turns(steps, bench.device, blocks=BLOCKS, steps=STEPS, warm_up=2)  # type: ignore[arg-type]
-    return Measured(found, peaks)  # type: ignore[arg-type]
+def ratio(over: Turns, under: Turns) -> tuple[float, str]:
+    """Median of the ratios of neighbouring turns, and their range."""
+    found = [a.ms / b.ms for a, b in zip(over.blocks, under.blocks, strict=True)]
+    return statistics.median(found), f"{min(found):.3f} to {max(found):.3f} of {len(found)} turns"
 
 
 def rows(bench: Bench, part: str, words: str) -> Iterator[Row]:
     """The rows of one shape: its step, its peak, and over torchao's float8."""
     shape, wanted = SHAPES[part], [word for word in words.split("|") if word]
-    ways = [way for way in WAYS if way is BASE or not wanted or any(word == way.name for word in wanted)]
+    ways = [way for way in WAYS if way == BASE or not wanted or any(word == way.name for word in wanted)]
     found = measured(shape, ways, bench)
-    fastest, smallest = found.best(lambda way: found.times[way].median_ms), found.best(lambda way: found.peaks[way])
-    value, spread = found.ratio(fastest, BASE)
-    peak = found.peaks[smallest] / (found.peaks[BASE] or 1.0)
-    step = f"{shape.title}, whole compiled step: {fastest.name} over bfloat16 autocast"
+    base, ours = found[BASE.name], [way.name for way in ways if way.spec and way.name in found]
+    fastest, smallest = (min(ours, key=lambda name: found[name].ms), min(ours, key=lambda name: found[name].peak))
+    value, spread = ratio(found[fastest], base)
+    peak = found[smallest].peak / (base.peak or 1.0)
+    told = "; ".join(f"{name} {turns.ms:.1f} ms, {turns.peak:.2f} GiB" for name, turns in found.items())
+    step = f"{shape.title}, whole compiled step: {fastest} over bfloat16 autocast"
     if part == "P2b":  # the row is of the peak alone
-        yield bench.row("P2b", f"{shape.title}, peak: {smallest.name} over bfloat16", peak, "ratio", "≤ 0.80", found.told)
-        yield bench.row("P2b-step", step, value, "ratio", "reported", f"{spread}; {found.told}")
+        yield bench.row("P2b", f"{shape.title}, peak: {smallest} over bfloat16", peak, "ratio", "≤ 0.80", told)
+        yield bench.row("P2b-step", step, value, "ratio", "reported", f"{spread}; {told}")
         return
-    yield bench.row(part, step, value, "ratio", f"≤ {BOUNDS[part]:.2f}", f"{spread}; {found.told}")
+    yield bench.row(part, step, value, "ratio", f"≤ {BOUNDS[part]:.2f}", f"{spread}; {told}")
     peak_id, target = {"P1": ("P1m", "≤ 0.76")}.get(part, (f"{part}-peak", "reported"))
-    yield bench.row(peak_id, f"{shape.title}, peak: {smallest.name} over bfloat16", peak, "ratio", target, found.told)
-    if TORCHAO in found.times:
-        over, range_ = found.ratio(fastest, TORCHAO)
+    yield bench.row(peak_id, f"{shape.title}, peak: {smallest} over bfloat16", peak, "ratio", target, told)
+    if TORCHAO.name in found:
+        over, range_ = ratio(found[fastest], found[TORCHAO.name])
         id_ = f"P1c-{'causal' if shape.causal else 'dense'}" if part in ("P1", "P1b") else f"{part}-torchao"
         target = "≤ 0.95" if part in ("P1", "P1b") else "reported"
-        yield bench.row(id_, f"{shape.title}, whole step: {fastest.name} over torchao's float8", over, "ratio", target, range_)
+        yield bench.row(id_, f"{shape.title}, whole step: {fastest} over torchao's float8", over, "ratio", target, range_)

@@ -1,0 +1,40 @@
+"""Contenders in processes of their own, with steps that are sums."""
+
+import pytest
+import torch
+
+from eight_bit.in_turns import take_turns
+
+
+def step_of(folder, name, fails_until):
+    """A step that leaves a line of its process; the first ones of a contender fail."""
+    log = folder / name
+    with log.open("a") as lines:
+        lines.write("start\n")
+    if log.read_text().count("start") <= fails_until:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def step():
+        with log.open("a") as lines:
+            lines.write("step\n")
+
+    return step
+
+
+@pytest.mark.parametrize(("fails", "starts"), [(0, 1), (1, 2)])
+def test_a_contender_takes_every_turn_and_is_started_again_once_it_failed(tmp_path, fails, starts):
+    said = []
+    contenders = {"a": (step_of, (tmp_path, "a", 0)), "b": (step_of, (tmp_path, "b", fails))}
+    found = take_turns(contenders, blocks=3, steps=2, say=said.append)
+    assert {name: len(turns.blocks) for name, turns in found.items()} == {"a": 3, "b": 3}
+    lines = (tmp_path / "b").read_text().splitlines()
+    assert (lines.count("start"), lines.count("step")) == (starts, 1 + 3 * 3)
+    assert any("out of memory" in line for line in said) == bool(fails)
+
+
+def test_one_that_never_starts_is_told_and_left_out(tmp_path):
+    said = []
+    contenders = {"a": (step_of, (tmp_path, "a", 0)), "b": (step_of, (tmp_path, "b", 9))}
+    found = take_turns(contenders, blocks=1, steps=1, say=said.append)
+    assert list(found) == ["a"]
+    assert sum("out of memory" in line for line in said) == 2
