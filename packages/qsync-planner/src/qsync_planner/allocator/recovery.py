@@ -92,23 +92,17 @@ def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[His
         for index, rung in enumerate(state.rungs(group.name)):
             history[group.name][index].refusals.clear()
             _push(state, heaps[group.name], group.name, index, rung + 1)
-    kept, most = False, _most_gains(state, bound)
+    objective = state.problem.objective(state.all_rungs())
+    kept, spare = False, objective - bound + _ROUNDING * objective
     while any(heaps.values()):
         for name, heap in heaps.items():
             if heap:
                 negative_gain, index, rung = heapq.heappop(heap)
-                if -negative_gain <= most[name] or not history[name][index].refusals:
-                    if try_step(state, name, index, rung, -negative_gain, limit_ns, history[name][index]):
-                        kept, most = True, _most_gains(state, bound)
+                gain, own = state.problem.by_name[name].group.count * -negative_gain, history[name][index]
+                if (gain <= spare or not own.refusals) and try_step(state, name, index, rung, -negative_gain, limit_ns, own):
+                    kept, spare = True, spare - gain
                 _push(state, heap, name, index, rung + 1)
     return kept
-
-
-def _most_gains(state: SearchState, bound: float) -> dict[str, float]:
-    """By group the most Ω of one device that a step may take off, such that no plan goes below a bound."""
-    objective = state.problem.objective(state.all_rungs())
-    spare = objective - bound + _ROUNDING * objective
-    return {group.name: spare / group.group.count for group in state.problem.groups}
 
 
 def _push(state: SearchState, heap: list[tuple[float, int, int]], group: str, index: int, rung: int) -> None:
