@@ -187,7 +187,7 @@ class _Ways:
         return {}
 
     def _of_count(self, rows: tuple[int, ...]) -> tuple[Numbers, Numbers]:
-        """By state what one number for some rows may be at most, and up to what none of them is exceeded."""
+        """Return by state what one number for some rows may be at most, and up to what none of them is exceeded."""
         if rows not in self._counts:
             own = list(rows)
             self._counts[rows] = self.least_before[:, own].min(axis=1), self.most_before[:, own].min(axis=1)
