@@ -2,7 +2,7 @@
 
 Sets the version of the five packages (and what they ask of each other), dates its section of each changelog, builds a wheel and an
 sdist of each into ``dist/``, and tries them in a bare environment: qsync-core and qsync-planner as a laptop installs them, then all
-five without torch.  It commits, tags and uploads nothing.
+five without torch.  It writes the archives' SHA-256 beside them, and commits, tags and uploads nothing.
 
 With ``--check`` it changes nothing in the repository: versions and changelogs must be as the release needs them.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import email
+import hashlib
 import json
 import re
 import shutil
@@ -30,6 +31,10 @@ LIGHT = ("qsync-core", "qsync-planner")
 """Installed with everything that they depend on; the others need torch, and are installed beside these without it."""
 ORDER = (*LIGHT, "qsync-kernels-cutlass", "qsync-kernels-triton", "qsync-torch")
 """In which they are installed, each tried before the next."""
+
+
+HASHES = "SHA256SUMS"
+"""The file beside the archives that ``sha256sum --check`` reads."""
 
 
 class NotReadyError(Exception):
@@ -101,6 +106,15 @@ def build(root: Path, folder: Path) -> list[Path]:
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, package, cwd=root)
         print("built", package.name)
     return sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
+
+
+def write_hashes(archives: Iterable[Path]) -> Path:
+    """Write the SHA-256 of archives of one folder beside them, for ``sha256sum --check``."""
+    lines = {path: f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(archives)}
+    (folder,) = {path.parent for path in lines}
+    found = folder / HASHES
+    found.write_text("".join(lines.values()))
+    return found
 
 
 def check_archive(path: Path, version: str, licence: bytes) -> None:
@@ -180,12 +194,13 @@ def main(arguments: list[str]) -> int:
             check_archive(archive, chosen.version, (ROOT / "LICENSE").read_bytes())
         print(run(sys.executable, "-m", "twine", "check", "--strict", *archives, cwd=ROOT).strip())
         try_out(dist, names, chosen.version, ROOT)
+        write_hashes(archives)
     except NotReadyError as error:
         print(f"no release: {error}", file=sys.stderr)
         return 1
-    print(f"\n{len(archives)} archives of {chosen.version} are in {dist}.  Nothing is published.  What is left for you:")
+    print(f"\n{len(archives)} archives of {chosen.version} and their {HASHES} are in {dist}.  Nothing is published.  What is left:")
     print(f"  git commit -am 'Release {chosen.version}' && git tag v{chosen.version}")
-    print("  python -m twine upload dist/*")
+    print("  python -m twine upload dist/*.whl dist/*.tar.gz")
     return 0
 
 

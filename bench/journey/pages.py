@@ -64,8 +64,7 @@ def rows() -> Iterator[dict[str, Any]]:
         "what": f"pages of more than {LARGEST // 1000} KB",
         "value": len(large),
         "unit": "pages",
-        "spread": "; ".join(f"{page}: {size}" for page, size in large.items())
-        or f"the largest, {largest}, has {sizes[largest]} bytes",
+        "spread": "; ".join(large) or f"the largest, {largest}, has {sizes[largest]} bytes",
         "target": "0",
     }
 
