@@ -27,9 +27,9 @@ from pathlib import Path
 import shared_metadata
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("qsync-core", "qsync-planner")
-"""Installed with everything that they depend on; the others need torch, and are installed beside these without it."""
-ORDER = (*LIGHT, "qsync-kernels-cutlass", "qsync-kernels-triton", "qsync-torch")
+NEEDS_TORCH = "qsync-torch"
+"""Installed beside the others without what it depends on; each of these with all of it."""
+ORDER = ("qsync-core", "qsync-planner", "qsync-kernels-cutlass", "qsync-kernels-triton", NEEDS_TORCH)
 """In which they are installed, each tried before the next."""
 
 
@@ -152,13 +152,13 @@ def try_out(wheels: Path, names: Iterable[str], version: str, root: Path) -> Non
         install += ["--find-links", wheels, "-c", root / "constraints.txt"]
         installed: list[str] = []
         for distribution in sorted(names, key=ORDER.index):
-            options = [] if distribution in LIGHT else ["--no-deps"]
+            options = ["--no-deps"] if distribution == NEEDS_TORCH else []
             run(*install, *options, f"{distribution}=={version}", cwd=folder)
             installed.append(distribution)
             said = run(programs / "qsync", "--version", cwd=folder)
             if version not in said:
                 raise NotReadyError(f"qsync --version of the installed wheels says {said.strip()!r}, not {version}")
-            if distribution == "qsync-torch":
+            if distribution == NEEDS_TORCH:
                 # Torch is not here, as `qsync doctor` would rightly complain; definitions of commands do without it.
                 run(programs / "qsync", "trace", "--help", cwd=folder)
             else:

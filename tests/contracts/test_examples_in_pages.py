@@ -10,6 +10,7 @@ from contracts.environment import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
+from journey import pages
 from journey.examples import dead_examples, faults_of_command, faults_of_python
 
 
@@ -63,3 +64,25 @@ def test_what_is_there_or_the_readers_own_is_left_alone(line):
 )
 def test_python_that_names_what_is_not_there_is_found(text, fault):
     assert [found.startswith(fault) for found in faults_of_python(text)] == [True]
+
+
+PAGE = "<html><nav><a href='lost.html'>all</a></nav><article>{}</article></html>"
+USERS = "".join(f"<h2 id='{heading}'></h2>{{{user}}}" for user, heading in pages.USERS.items())
+
+
+def test_a_page_that_no_link_in_the_text_leads_to_from_its_users_start_is_found(tmp_path, monkeypatch):
+    links = {"Train": "<a href='train.html'></a>", "Operate": "<a href='more/run.html#a'></a>", "Extend": "", "Understand": ""}
+    texts = {
+        "index": USERS.format(**links),
+        "train": "<a href='https://elsewhere.example/lost.html'></a>",
+        "more/run": "<a href='../deep.html'></a>",
+        "deep": "<a href='train.html'></a>",
+        "lost": "<a href='train.html'></a>",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.html").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.html").write_text(PAGE.format(text))
+    monkeypatch.setattr(pages, "_sections", lambda: {"Train": ["train.html", "deep.html"], "Operate": ["deep.html"]})
+    lost, clicks = pages._without_way(tmp_path)
+    assert lost == ["Train: deep.html", "lost.html"]
+    assert clicks == {"train.html (Train)": 1, "deep.html (Operate)": 2, "more/run.html": 1}
