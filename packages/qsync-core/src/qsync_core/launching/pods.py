@@ -180,7 +180,7 @@ def _selector(group: GroupMachines, settings: PodSettings) -> dict[str, str]:
 
 
 def names_of_groups(job: PlannedJob, name: str) -> dict[str, str]:
-    """By group its name in lower-case, with dashes for ``_`` and ``.``, for a manifest of that name.
+    """Names of groups as Kubernetes writes them, for a manifest of that name: in lower-case, with dashes for ``_`` and ``.``.
 
     Raises:
         ClusterError: for one that is no DNS label then, or that two groups have, or that makes pods' names too long.

@@ -57,7 +57,7 @@ def _settings(call: ast.Call) -> dict[str, Any] | None:
         setting = _ARGUMENTS.get(keyword.arg or "")
         if setting is None:
             continue
-        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        value: Any = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         try:
             CommunicationSettings(**{setting: value})
         except (TypeError, ValueError):
