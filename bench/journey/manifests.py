@@ -55,7 +55,7 @@ def rows(crds: Path | None) -> Iterator[dict[str, Any]]:
             )
         yield {
             "id": identity,
-            "what": f"{kind}s of qsync launch valid against its published schema and Kubernetes' own, unknown fields forbidden: of "
+            "what": f"{kind}s of qsync launch valid against its schema, which is named beside, and Kubernetes' own, unknown fields forbidden: of "
             "all that options and groups make differ (training, elastic or not, and prepare; GPUs, shares, CPUs)",
             "value": f"{len(found) - len(wrong)} of {len(found)}",
             "unit": "manifests",
