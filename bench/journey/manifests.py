@@ -55,8 +55,8 @@ def rows(crds: Path | None) -> Iterator[dict[str, Any]]:
             )
         yield {
             "id": identity,
-            "what": f"{kind}s of qsync launch valid against its schema, which is named beside, and Kubernetes' own, unknown fields forbidden: of "
-            "all that options and groups make differ (training, elastic or not, and prepare; GPUs, shares, CPUs)",
+            "what": f"{kind}s of qsync launch valid against its schema, which is named beside, and Kubernetes' own, unknown fields "
+            "forbidden: of all that options and groups make differ (training, elastic or not, and prepare; GPUs, shares, CPUs)",
             "value": f"{len(found) - len(wrong)} of {len(found)}",
             "unit": "manifests",
             "spread": "; ".join(f"{name}: {faults[0]}" for name, faults in wrong.items())
