@@ -15,17 +15,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kernels import compare, shapes, suite_file  # noqa: E402
-from kernels.contenders import build_side_by_side  # noqa: E402
 from kernels.job_kernels import offered  # noqa: E402
-from kernels.limited_backend import LimitedBackend  # noqa: E402
 from kernels.page import suite_page  # noqa: E402
-from kernels.peaks import Peaks  # noqa: E402
-from kernels.problems import INT8, Problem, problems, quantization  # noqa: E402
-from kernels.timing import Measured, race  # noqa: E402
 from qsync_core.geometry import Geometry  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, Op  # noqa: E402
 from qsync_core.kernels.requests import CallShapes  # noqa: E402
+from qsync_torch.benchmarking.contenders import build_side_by_side  # noqa: E402
+from qsync_torch.benchmarking.limited_backend import LimitedBackend  # noqa: E402
+from qsync_torch.benchmarking.peaks import Peaks  # noqa: E402
+from qsync_torch.benchmarking.problems import INT8, Problem, problems, quantization  # noqa: E402
+from qsync_torch.benchmarking.race import Measured, race  # noqa: E402
 
 CPU = torch.device("cpu")
 ROW = suite_file.Row(

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import attrs
 import torch
 
-from .timing import Thunk, race
+from qsync_torch.aten.int8 import int8_product
+from qsync_torch.benchmarking.race import Thunk, race
 
 _CUDA_SIDE = 8192
 _CPU_SIDE = 512
@@ -28,6 +29,10 @@ class Peaks:
 
     copy_bytes_per_s: float
     flops: Mapping[str, float]
+
+    def as_rates(self) -> dict[str, float]:
+        """All of them by name, the copy's as ``copy``."""
+        return {"copy": self.copy_bytes_per_s, **self.flops}
 
     def share(self, flops: int, floor_bytes: int, arithmetic: str, time_ns: float) -> tuple[float, str]:
         """Share of what the limits allow, and which of them binds: ``compute`` or ``bandwidth``."""
@@ -76,12 +81,12 @@ def _float_product(dtype: torch.dtype, side: int, device: torch.device) -> Thunk
 
 def _int8_product(side: int, device: torch.device) -> Thunk:
     a, b = (torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device) for _ in range(2))
-    return functools.partial(torch._int_mm, a, b.t(), out=torch.empty(side, side, dtype=torch.int32, device=device))
+    return functools.partial(int8_product, a, b)
 
 
 def _float8_product(side: int, device: torch.device) -> Thunk:
     if device.type != "cuda":
         raise RuntimeError("float8 products are measured on CUDA devices")
     a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
-    return functools.partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16)
+    one, by_tensor = torch.ones((), device=device), torch.nn.functional.ScalingType.TensorWise
+    return functools.partial(torch.nn.functional.scaled_mm, a, b.t(), one, by_tensor, one, by_tensor)

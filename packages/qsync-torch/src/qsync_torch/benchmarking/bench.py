@@ -1,0 +1,114 @@
+"""Runs problems on backends and on PyTorch's own 16-bit product: each checked against float64, then all timed in turns."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from qsync_core.errors import BackendError
+from qsync_core.progress import ProgressCallback, silent
+from qsync_torch.benchmarking.contenders import Backends, Contender, RefusedError, compile_ahead, in_16_bit
+from qsync_torch.benchmarking.errors import Reference
+from qsync_torch.benchmarking.peaks import Peaks, measure_peaks
+from qsync_torch.benchmarking.problems import Problem
+from qsync_torch.benchmarking.race import Measured, Timer, is_lost, race, why_failed
+from qsync_torch.benchmarking.results import Row, Suite
+from qsync_torch.devices import software_versions
+
+
+def compare(
+    problems: Sequence[Problem], backends: Backends, device: torch.device, *, rounds: int = 15, progress: ProgressCallback = silent
+) -> Suite:
+    """Every problem by every backend that runs it, its fastest candidate, and by PyTorch in the problem's 16-bit format.
+
+    Args:
+        rounds: samples of each contender.
+
+    Raises:
+        BackendError: when a kernel leaves the device unusable.
+    """
+    compile_ahead(backends, [problem.request(device) for problem in problems])
+    peaks, timer = measure_peaks(device), Timer(device)
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    for number, problem in enumerate(problems):
+        progress(number, len(problems), problem.label)
+        operands = problem.operands(device)
+        contenders, missing = backends.accepting(problem, operands, device)
+        try:
+            contenders.append(in_16_bit(problem, problem.variant.output, device))
+        except RefusedError:
+            pass
+        except Exception as error:
+            missing[str(problem.variant.output)] = f"failed: {why_failed(error)}"
+        found, failed = _checked_and_timed(problem, contenders, device, rounds, timer)
+        rows += [row_of(problem, one, measured, peaks, *error) for one, measured, error in found]
+        for name, why in {**missing, **failed}.items():
+            left_out[f"{problem.label}: {name}"] = f"{name}: {why}"
+            if is_lost(why):
+                raise BackendError(
+                    f"the device does not answer since {name} ran {problem.label} ({why}); start again without it: --backend names "
+                    "those that are compared"
+                )
+    return Suite(name_of(device), software_versions(device), peaks.as_rates(), tuple(rows), left_out)
+
+
+def _checked_and_timed(
+    problem: Problem, contenders: Sequence[Contender], device: torch.device, rounds: int, timer: Timer
+) -> tuple[list[tuple[Contender, Measured, tuple[float, float]]], dict[str, str]]:
+    """What ran, with its times, error and bound; and why the others did not."""
+    errors, failures = {}, {}
+    references: dict[Problem, Reference] = {}
+    for one in contenders:
+        try:
+            if one.problem not in references:
+                references[one.problem] = Reference.of(one.problem, one.operands)
+            reference = references[one.problem]
+            errors[one.name] = reference.error_of(one), reference.allowed
+        except Exception as error:  # what one contender cannot do another may
+            failures[one.name] = f"failed: {why_failed(error)}"
+    references.clear()
+    measured, failed = race({one.name: one.thunks for one in contenders if one.name in errors}, device, rounds=rounds, timer=timer)
+    failures |= {name: f"failed: {why}" for name, why in failed.items()}
+    return [(one, measured[one.name], errors[one.name]) for one in contenders if one.name in measured], failures
+
+
+def row_of(
+    problem: Problem,
+    contender: Contender,
+    measured: Measured,
+    peaks: Peaks,
+    error: float | None = None,
+    allowed: float | None = None,
+) -> Row:
+    """The figures of one measurement; a contender's work is that in its own formats."""
+    own, time_ns = contender.problem, measured.median_ns
+    share, bound = peaks.share(own.flops, own.floor_bytes, str(own.arithmetic), time_ns)
+    return Row(
+        set_name=problem.set_name,
+        op=problem.op,
+        formats=problem.format_label,
+        shape=problem.shape_label,
+        count=problem.count,
+        contender=contender.name,
+        config=contender.config,
+        median_ns=time_ns,
+        spread=measured.spread,
+        samples=len(measured.samples_ns),
+        tflops=own.flops / time_ns / 1e3 if own.flops else own.floor_bytes / time_ns,
+        unit="TFLOP/s" if own.flops else "GB/s",
+        share=share,
+        bound=bound,
+        error=error,
+        allowed=allowed,
+    )
+
+
+def name_of(device: torch.device) -> str:
+    """The device for people: a GPU's name, or the CPU with the threads that PyTorch uses there."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU ({platform.machine()}, {threads} thread{'s' if threads > 1 else ''})"
