@@ -30,9 +30,10 @@ def compare(
         BackendError: when a kernel leaves the device unusable.
     """
     compile_ahead(backends, [problem.request(device) for problem in problems])
-    peaks, timer = measure_peaks(device), Timer(device)
+    formats = {str(precision) for problem in problems for precision in (problem.arithmetic, problem.variant.output)}
+    peaks, timer = measure_peaks(device, formats), Timer(device)
     rows: list[Row] = []
-    left_out: dict[str, str] = {}
+    left_out = {name: f"plugin {name} is disabled: {why}" for name, why in backends.disabled.items()}
     for number, problem in enumerate(problems):
         progress(number, len(problems), problem.label)
         operands = problem.operands(device)

@@ -6,7 +6,7 @@ Shares are of these, measured in the same run, not of a datasheet.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import attrs
 import torch
@@ -49,8 +49,12 @@ def copy_calls(device: torch.device, nbytes: int = 0) -> tuple[Thunk, ...]:
     return functools.partial(target.copy_, source), functools.partial(source.copy_, target)
 
 
-def measure_peaks(device: torch.device) -> Peaks:
-    """Measure them; a format that the device does not multiply is left out."""
+def measure_peaks(device: torch.device, formats: Collection[str] | None = None) -> Peaks:
+    """Measure them; a format that the device does not multiply is left out.
+
+    Args:
+        formats: names of those that are wanted; None for all.
+    """
     side = _CUDA_SIDE if device.type == "cuda" else _CPU_SIDE
     nbytes = 1 << 30 if device.type == "cuda" else 1 << 25
     contenders: dict[str, tuple[Thunk, ...]] = {"copy": copy_calls(device, nbytes)}
@@ -62,6 +66,8 @@ def measure_peaks(device: torch.device) -> Peaks:
         "float8_e4m3fn": _float8_product,
     }
     for name, make in makers.items():
+        if formats is not None and name not in formats:
+            continue
         try:
             contenders[name] = (make(side, device), make(side, device))
         except (RuntimeError, AttributeError):

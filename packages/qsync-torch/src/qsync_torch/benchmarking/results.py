@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 
-
 NOT_FINITE = sys.float_info.max
 """The error of a result with NaN or infinities, also where nothing was written: a number, for JSON has no infinity."""
 

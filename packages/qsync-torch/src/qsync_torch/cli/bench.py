@@ -138,7 +138,9 @@ def _render(found: Suite, html: Path | None, console: Console) -> None:
             error = relative(row.error) + (" WRONG" if row.is_wrong else "")
             share = f"{row.share:.0%} {row.bound}"
             rate = f"{row.tflops:.3g} {row.unit}"
-            lines.append((*head, who, format_ns(round(row.median_ns)), _ratio(speedup(row, rows)), rate, share, error))
+            lines.append(
+                (*head, who, f"{format_ns(round(row.median_ns))} ±{row.spread:.0%}", _ratio(speedup(row, rows)), rate, share, error)
+            )
     print_table(console, ("kernel", "shape", "by", "time", "× 16 bit", "rate", "share of", "error"), lines)
     console.print("")
     every = [(one.contender, one.ran, one.fastest, _ratio(one.speedup), relative(one.largest_error)) for one in standings(found)]
