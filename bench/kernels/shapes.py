@@ -1,20 +1,22 @@
 """Shape sets: the linear operators and convolutions of real models, and tensors to quantize.
 
-Convolutions are read off the traced models themselves.
+Convolutions are those of stored graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import attrs
 
+from qsync_core.artifacts import files as artifact
 from qsync_core.geometry import Geometry
-from qsync_torch.benchmarking.shapes import ShapeSet, convolution, shapes_of
+from qsync_core.ir.dag import PrecisionDag
+from qsync_torch.benchmarking.shapes import ProductShape, ShapeSet, convolution, shapes_of
 from qsync_torch.benchmarking.shapes import product_of_rows as linear
-from qsync_torch.load_job import load_job
-from qsync_torch.tracing.trace import trace
 
+GRAPHS = Path(__file__).parents[2] / "tests" / "data"
 BATCH = {"resnet50": 128, "vgg16": 64}
 """Samples per step of the image models; the paper uses 64 to 128."""
 
@@ -28,8 +30,16 @@ def _bert(name: str, rows: int, hidden: int, layers: int) -> ShapeSet:
     return ShapeSet(name, products, ((rows, hidden), (rows, 4 * hidden)))
 
 
-def _images(name: str, *quantize: tuple[int, ...]) -> ShapeSet:
-    return attrs.evolve(shapes_of(trace(load_job(name, BATCH[name]))), name=name, quantize=quantize)
+def _images(name: str, graph: str, *quantize: tuple[int, ...]) -> ShapeSet:
+    dag = artifact.load(GRAPHS / graph / "dag.qsync", PrecisionDag)
+    factor = BATCH[name] // dag.batch_size
+
+    def enlarged(shape: ProductShape) -> ProductShape:
+        call = shape.call
+        x, y = ((factor * operand[0], *operand[1:]) for operand in (call.x, call.y))
+        return attrs.evolve(shape, call=attrs.evolve(call, x=x, y=y))
+
+    return ShapeSet(name, tuple(map(enlarged, shapes_of(dag).products)), quantize)
 
 
 def _llama() -> ShapeSet:
@@ -57,8 +67,8 @@ def _smoke() -> ShapeSet:
 _SETS: dict[str, Callable[[], ShapeSet]] = {
     "bert-base": lambda: _bert("bert-base", 12 * 384, 768, 12),
     "bert-large": lambda: _bert("bert-large", 12 * 384, 1024, 24),
-    "resnet50": lambda: _images("resnet50", (64, 64, 56, 56), (256, 64, 56, 56), (512, 64, 56, 56)),
-    "vgg16": lambda: _images("vgg16", (BATCH["vgg16"], 64, 224, 224)),
+    "resnet50": lambda: _images("resnet50", "h200/resnet50", (64, 64, 56, 56), (256, 64, 56, 56), (512, 64, 56, 56)),
+    "vgg16": lambda: _images("vgg16", "h100/vgg16-bn", (BATCH["vgg16"], 64, 224, 224)),
     "llama": _llama,
     "smoke": _smoke,
 }

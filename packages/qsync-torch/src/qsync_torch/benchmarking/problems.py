@@ -83,24 +83,15 @@ class Problem:
             flags = {"multiplied": "multiplier" in self.flags, "transposed": "transposed" in self.flags}
             request = KernelRequest(self.op, self.variant, (self.shape,), device_kind=kind, compute_capability=capability, **flags)
             return OperatorRequest(self.op, request, self.shape, self.source)
-        x, w, y = self._tensors
+        call = self.shape.call
+        x, w, y = call.x, call.w, call.y
         operands, result = {"output": ((x, w), y), "grad_input": ((y, w), x), "grad_weight": ((y, x), w)}[self.part]
-        request = KernelRequest(self.op, self.variant, operands, self.shape.call.geometry, kind, capability)
+        request = KernelRequest(self.op, self.variant, operands, call.geometry, kind, capability)
         return OperatorRequest(self.op, request, result, self.arithmetic)
 
     def request(self, device: torch.device) -> KernelRequest:
         """The request that is put to backends."""
         return self.asked(device).request
-
-    @property
-    def _tensors(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of activation, weight and output; rows in a matrix."""
-        assert isinstance(self.shape, ProductShape)
-        call = self.shape.call
-        if not call.of_rows:
-            return call.x, call.w, call.y
-        rows = math.prod(call.x[:-1])
-        return (rows, call.x[-1]), call.w, (rows, call.y[-1])
 
     @property
     def flops(self) -> int:
@@ -113,7 +104,7 @@ class Problem:
         if isinstance(self.shape, tuple):
             numel = math.prod(self.shape)
             return 2 * self.source.nbytes * numel + numel * (2 if "transposed" in self.flags else 1)
-        x, w, y = map(math.prod, self._tensors)
+        x, w, y = map(math.prod, (self.shape.call.x, self.shape.call.w, self.shape.call.y))
         v = self.variant
         one = v.compute.nbytes
         if self.part == "output":

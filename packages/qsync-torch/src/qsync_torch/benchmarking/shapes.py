@@ -18,7 +18,7 @@ from qsync_core.kinds import KINDS, kind_of
 
 @attrs.frozen
 class ProductShape:
-    """Shapes of a call of an operator, and how many calls of a model have them."""
+    """Shapes of a call of an operator, rows in a matrix, and how many calls of a model have them."""
 
     call: CallShapes
     count: int = 1
@@ -28,7 +28,7 @@ class ProductShape:
         """``4608×768×3072`` is rows × contracted × columns, ``8×64×56×56 → 256, 1×1/1`` images, output channels, filter/stride."""
         x, w = self.call.x, self.call.w
         if self.call.of_rows:
-            return f"{math.prod(x[:-1])}×{w[1]}×{w[0]}"
+            return times((*x, w[0]))
         geometry = self.call.geometry
         text = f"{times(x)} → {self.call.y[1]}, {times(w[2:])}/{geometry.stride[0]}"
         text += ", transposed" if geometry.transposed else ""
@@ -52,8 +52,13 @@ class ShapeSet:
 
 def shapes_of(dag: PrecisionDag) -> ShapeSet:
     """The distinct products of a graph's adjustable operators that have kernels in 8 bit, in the order of their first call."""
-    calls = Counter(CallShapes.of(operator) for operator in dag.adjustable if KINDS[operator.kind].in_8_bit)
-    return ShapeSet(dag.model, tuple(ProductShape(call, count) for call, count in calls.items()))
+    found: Counter[CallShapes] = Counter()
+    for operator in dag.adjustable:
+        if KINDS[operator.kind].in_8_bit:
+            call = CallShapes.of(operator)
+            rows = product_of_rows(math.prod(call.x[:-1]), call.x[-1], call.y[-1]).call
+            found[rows if call.of_rows else CallShapes(call.kind, call.x, call.w, call.y, call.geometry)] += 1
+    return ShapeSet(dag.model, tuple(ProductShape(call, count) for call, count in found.items()))
 
 
 def times(sizes: Iterable[int]) -> str:
@@ -79,9 +84,9 @@ def read_shapes(texts: Sequence[str]) -> ShapeSet:
         QSyncError: for any other text.
     """
     products, tensors = [], []
-    for text in dict.fromkeys(texts):
-        found = re.fullmatch(r"[1-9]\d{0,8}(?:[x×][1-9]\d{0,8}){1,2}", text)
-        sizes = tuple(map(int, re.split("[x×]", text))) if found else ()
+    for text in dict.fromkeys(text.replace("×", "x") for text in texts):
+        found = re.fullmatch(r"[1-9]\d{0,8}(?:x[1-9]\d{0,8}){1,2}", text, re.ASCII)
+        sizes = tuple(map(int, text.split("x"))) if found else ()
         if len(sizes) == 3:
             products.append(product_of_rows(*sizes))
         elif len(sizes) == 2:
