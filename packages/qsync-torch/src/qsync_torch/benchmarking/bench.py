@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
+import attrs
 import torch
 
 from qsync_core.errors import BackendError
@@ -32,35 +33,48 @@ def compare(
     compile_ahead(backends, [problem.request(device) for problem in problems])
     formats = {str(precision) for problem in problems for precision in (problem.arithmetic, problem.variant.output)}
     peaks, timer = measure_peaks(device, formats), Timer(device)
-    rows: list[Row] = []
+    timed: list[Timed] = []
     left_out = {name: f"plugin {name} is disabled: {why}" for name, why in backends.disabled.items()}
     for number, problem in enumerate(problems):
         progress(number, len(problems), problem.label)
-        operands = problem.operands(device)
-        contenders, missing = backends.accepting(problem, operands, device)
-        try:
-            contenders.append(in_16_bit(problem, problem.variant.output, device))
-        except RefusedError:
-            pass
-        except Exception as error:
-            missing[str(problem.variant.output)] = f"failed: {why_failed(error)}"
-        found, failed = _checked_and_timed(problem, contenders, device, rounds, timer)
-        rows += [row_of(problem, one, measured, peaks, *error) for one, measured, error in found]
-        for name, why in {**missing, **failed}.items():
+        found, missing = _race_on(problem, backends, device, rounds, timer)
+        timed += found
+        for name, why in missing.items():
             left_out[f"{problem.label}: {name}"] = f"{name}: {why}"
             if is_lost(why):
                 raise BackendError(
                     f"the device does not answer since {name} ran {problem.label} ({why}); start again without it: --backend names "
                     "those that are compared"
                 )
+    right = ((one.contender.problem, one.measured) for one in timed if one.error <= one.allowed)
+    peaks = peaks.raised((str(own.arithmetic), own.flops / measured.median_ns * 1e9) for own, measured in right if own.flops)
+    rows = [row_of(one.problem, one.contender, one.measured, peaks, one.error, one.allowed) for one in timed]
     return Suite(name_of(device), software_versions(device), peaks.as_rates(), tuple(rows), left_out)
 
 
-def _checked_and_timed(
-    problem: Problem, contenders: Sequence[Contender], device: torch.device, rounds: int, timer: Timer
-) -> tuple[list[tuple[Contender, Measured, tuple[float, float]]], dict[str, str]]:
+@attrs.frozen(eq=False)
+class Timed:
+    """A contender that ran, without its operands."""
+
+    problem: Problem
+    contender: Contender
+    measured: Measured
+    error: float
+    allowed: float
+
+
+def _race_on(
+    problem: Problem, backends: Backends, device: torch.device, rounds: int, timer: Timer
+) -> tuple[list[Timed], dict[str, str]]:
     """What ran, with its times, error and bound; and why the others did not."""
-    errors, failures = {}, {}
+    contenders, missing = backends.accepting(problem, problem.operands(device), device)
+    try:
+        contenders.append(in_16_bit(problem, problem.variant.output, device))
+    except RefusedError:
+        pass
+    except Exception as error:
+        missing[str(problem.variant.output)] = f"failed: {why_failed(error)}"
+    errors: dict[str, tuple[float, float]] = {}
     references: dict[Problem, Reference] = {}
     for one in contenders:
         try:
@@ -69,11 +83,16 @@ def _checked_and_timed(
             reference = references[one.problem]
             errors[one.name] = reference.error_of(one), reference.allowed
         except Exception as error:  # what one contender cannot do another may
-            failures[one.name] = f"failed: {why_failed(error)}"
+            missing[one.name] = f"failed: {why_failed(error)}"
     references.clear()
     measured, failed = race({one.name: one.thunks for one in contenders if one.name in errors}, device, rounds=rounds, timer=timer)
-    failures |= {name: f"failed: {why}" for name, why in failed.items()}
-    return [(one, measured[one.name], errors[one.name]) for one in contenders if one.name in measured], failures
+    missing |= {name: f"failed: {why}" for name, why in failed.items()}
+    found = [
+        Timed(problem, attrs.evolve(one, thunks=(), operands=()), measured[one.name], *errors[one.name])
+        for one in contenders
+        if one.name in measured
+    ]
+    return found, missing
 
 
 def row_of(

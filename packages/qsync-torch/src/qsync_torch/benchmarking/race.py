@@ -40,6 +40,11 @@ class Measured:
         return statistics.median(self.samples_ns)
 
     @property
+    def fastest_ns(self) -> float:
+        """The shortest of the samples: what limits are measured by, which nothing that runs beside them can lower."""
+        return min(self.samples_ns)
+
+    @property
     def spread(self) -> float:
         """Interquartile range over the median."""
         return relative_spread(self.samples_ns)
