@@ -41,6 +41,12 @@ def test_share_is_of_the_limit_that_binds():
     assert peaks.as_rates() == {"copy": 1e12, "int8": 1e15}
 
 
+def test_a_limit_is_what_any_product_reached_and_the_8_bit_formats_share_one():
+    peaks = Peaks(1e12, {"int8": 1e15, "bfloat16": 5e14}).raised([("bfloat16", 6e14), ("float8_e4m3fn", 2e15), ("bfloat16", 1e14)])
+    assert peaks == Peaks(1e12, {"int8": 2e15, "float8_e4m3fn": 2e15, "bfloat16": 6e14})
+    assert Peaks(1e12, {"bfloat16": 5e14}).raised([]) == Peaks(1e12, {"bfloat16": 5e14})
+
+
 def test_only_the_wanted_formats_are_measured():
     found = measure_peaks(CPU, {"bfloat16"})
     assert set(found.flops) == {"bfloat16"}
@@ -67,7 +73,7 @@ def test_a_device_is_lost_by_an_error_of_cuda_but_not_for_want_of_memory():
 
 def test_median_and_spread():
     measured = Measured((10.0, 20.0, 30.0, 40.0, 50.0))
-    assert measured.median_ns == 30.0
+    assert (measured.median_ns, measured.fastest_ns) == (30.0, 10.0)
     assert measured.spread == pytest.approx(20 / 30)
 
 

@@ -63,8 +63,9 @@ def tune(
 ) -> None:
     """Find the fastest kernel configurations for every distinct operator of JOB, forward and backward.
 
-    JOB is a traced graph (qsync trace), a named model (resnet50, bert-base:seq=384) or file.py:function.  Every measurement is kept
-    at once, so an interrupted run continues when it is started again, and several may run at the same time.  qsync profile then
+    JOB is a traced graph (qsync trace), a named model (resnet50, bert-base:seq=384), file.py:function or a script with the line
+    qsync.hybrid(...).  Every measurement is kept at once, so an interrupted run continues when it is started again, and several may
+    run at the same time.  qsync profile then
     measures with the fastest.
 
     With --merge, tuning files (of other machines, say) are joined into the output:
@@ -76,7 +77,7 @@ def tune(
         _merge((*merged, Path(job)) if job else merged, output, json_flag)
         return
     if job is None:
-        raise QSyncError("qsync tune needs a JOB to tune (a graph, a named model or file.py:function), or files to --merge")
+        raise QSyncError("qsync tune needs a JOB to tune (a graph, a named model, file.py:function or a script), or files to --merge")
     if arch is not None and not compile_only:
         raise QSyncError("--arch goes with --compile-only; without it the device's own architecture is compiled for")
     if arch is None and compile_only:
