@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from contracts.environment import Venv, run  # noqa: E402
 
 SOURCES = (ROOT / "packages" / "qsync-core", ROOT / "packages" / "qsync-torch", ROOT / "examples" / "qsync-kernels-example")
-BOUND_S = 90
+BOUND_S, RUNS = 90, 3
 
 
 def rows(folder: Path | None) -> Iterator[dict[str, Any]]:
@@ -36,25 +36,28 @@ def rows(folder: Path | None) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
         venv = _bare_environment(folder or work / "venv", work / "wheels")
-        page, load = work / "page.html", os.getloadavg()[0]
-        start = time.monotonic()
-        done = venv.qsync("bench", "--device", "cpu", "--html", page, "--json")
-        seconds = time.monotonic() - start
-        if done.returncode or not page.is_file():
-            raise RuntimeError(f"qsync bench ended with {done.returncode}: {done.stderr}")
+        page, load, seconds = work / "page.html", os.getloadavg()[0], []
+        for _ in range(RUNS):
+            page.unlink(missing_ok=True)
+            start = time.monotonic()
+            done = venv.qsync("bench", "--device", "cpu", "--html", page, "--json")
+            seconds.append(time.monotonic() - start)
+            if done.returncode or not page.is_file():
+                raise RuntimeError(f"qsync bench ended with {done.returncode}: {done.stderr}")
         found = json.loads(done.stdout)
         names = {row["contender"] for row in found["rows"]}
         if not {"aten", "example", "bfloat16"} <= names or ">example<" not in page.read_text(encoding="utf-8"):
             raise RuntimeError(f"the page does not show the backend: {', '.join(sorted(names))}")
         brought = ", ".join(sorted(name for name in venv.installed() if name.startswith("qsync")))
         size = page.stat().st_size
+    times, who = ", ".join(f"{one:.1f}" for one in seconds), ", ".join(sorted(names))
     yield {
         "id": "W4",
         "what": f"qsync bench --html in an environment with {brought} from wheels, {len(found['rows'])} measurements on "
-        f"{found['device']}: seconds to the page",
-        "value": round(seconds, 1),
+        f"{found['device']}: seconds to the page, the longest of {RUNS}",
+        "value": round(max(seconds), 1),
         "unit": "s",
-        "spread": f"once, at a load of {load:.1f} before it; {size} bytes; contenders {', '.join(sorted(names))}",
+        "spread": f"{times}, at a load of {load:.1f} before; {size} bytes; contenders {who}",
         "target": f"≤ {BOUND_S}",
     }
 
