@@ -39,6 +39,7 @@ class Bench:
         self.timer = Timer(device)
         self._start = time.monotonic()
         self._chosen: dict[Problem, OpChoice] = {}
+        torch.backends.cudnn.benchmark = True
         os.environ.setdefault("QSYNC_WAIT_FOR_KERNELS", "1")  # what is measured is what is named
         for name, reason in self.backends.disabled.items():
             print(f"plugin {name} is disabled: {reason}", file=sys.stderr)

@@ -134,6 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     config = metafunc.config
     if _SESSION not in config.stash:
+        torch.backends.cudnn.benchmark = True
         backends = Backends(config.getoption("--libraries"), config.getoption("--just-in-time"))
         config.stash[_SESSION] = Session(device_of(), backends, Timer(device_of()))
     found = config.stash[_SESSION]

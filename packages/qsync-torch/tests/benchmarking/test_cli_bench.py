@@ -121,6 +121,10 @@ def test_a_wrong_kernel_is_told_and_the_page_is_there_all_the_same(qsync, instal
         (("nowhere.py:job",), ("there is no file 'nowhere.py'",)),
         (("nowhere.py",), ("there is no file 'nowhere.py'",)),
         (("resnet50", "--", "--lr", "1"), ("resnet50 takes no arguments (--lr 1)", "for a script")),
+        (
+            ("--shape", "999999999x999999999x9"),
+            ("no operands can be made for linear.output int8→bfloat16 999999999×999999999×9", "choose a smaller shape"),
+        ),
         (("--batch-size", "4"), ("--batch-size is for a JOB",)),
         (("--op", "pool"), ("--op 'pool' is in no kernel's name", "linear.output, linear.grad_input, linear.grad_weight")),
         (("--html", "nowhere/page.html"), ("nowhere/page.html",)),

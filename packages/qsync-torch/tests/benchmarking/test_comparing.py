@@ -9,7 +9,7 @@ import torch
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
-from qsync_torch.benchmarking import contenders
+from qsync_torch.benchmarking import bench, contenders
 from qsync_torch.benchmarking.bench import compare
 from qsync_torch.benchmarking.contenders import Backends, build_side_by_side
 from qsync_torch.benchmarking.limited_backend import LimitedBackend
@@ -144,6 +144,25 @@ def test_one_who_fails_leaves_the_others_their_race(install):
     assert (row.contender, row.unit, row.bound) == ("aten", "GB/s", "bandwidth")
     assert row.error <= row.allowed
     assert list(found.left_out.values()) == ["ill: failed: ValueError: not today"]
+
+
+def test_without_memory_for_float64_times_are_there_and_no_error(install, monkeypatch):
+    def of(problem, operands):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    install()
+    monkeypatch.setattr(bench.Reference, "of", of)
+    found = compare([Problem(Op.LINEAR_OUTPUT, product_of_rows(16, 8, 24), INT8)], Backends(), CPU, rounds=5)
+    assert [(row.contender, row.error, row.is_wrong) for row in found.rows] == [("aten", None, False), ("bfloat16", None, False)]
+    assert "aten, error: float64 takes more memory than there is, so its error is not known" in found.left_out.values()
+    assert "–</td>" in render(found)
+
+
+def test_pytorchs_settings_are_as_before(install):
+    install()
+    earlier = torch.backends.cudnn.benchmark
+    compare([quantization((8, 16))], Backends(), CPU, rounds=5)
+    assert torch.backends.cudnn.benchmark is earlier
 
 
 class _Compiling:

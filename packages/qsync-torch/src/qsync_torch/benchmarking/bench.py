@@ -24,12 +24,25 @@ def compare(
 ) -> Suite:
     """Every problem by every backend that runs it, its fastest candidate, and by PyTorch in the problem's 16-bit format.
 
+    Meanwhile cuDNN looks for its fastest algorithms.
+
     Args:
         rounds: samples of each contender.
 
     Raises:
         BackendError: when a kernel leaves the device unusable.
     """
+    earlier, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+    try:
+        return _compare(problems, backends, device, rounds, progress)
+    finally:
+        torch.backends.cudnn.benchmark = earlier
+
+
+def _compare(
+    problems: Sequence[Problem], backends: Backends, device: torch.device, rounds: int, progress: ProgressCallback
+) -> Suite:
+    progress(0, len(problems), "compiling")
     compile_ahead(backends, [problem.request(device) for problem in problems])
     formats = {str(precision) for problem in problems for precision in (problem.arithmetic, problem.variant.output)}
     peaks, timer = measure_peaks(device, formats), Timer(device)
@@ -46,7 +59,7 @@ def compare(
                     f"the device does not answer since {name} ran {problem.label} ({why}); start again without it: --backend names "
                     "those that are compared"
                 )
-    right = ((one.contender.problem, one.measured) for one in timed if one.error <= one.allowed)
+    right = ((one.contender.problem, one.measured) for one in timed if one.error is not None and one.error <= one.allowed)
     peaks = peaks.raised((str(own.arithmetic), own.flops / measured.median_ns * 1e9) for own, measured in right if own.flops)
     rows = [row_of(one.problem, one.contender, one.measured, peaks, one.error, one.allowed) for one in timed]
     return Suite(name_of(device), software_versions(device), peaks.as_rates(), tuple(rows), left_out)
@@ -59,22 +72,30 @@ class Timed:
     problem: Problem
     contender: Contender
     measured: Measured
-    error: float
+    error: float | None
     allowed: float
 
 
 def _race_on(
     problem: Problem, backends: Backends, device: torch.device, rounds: int, timer: Timer
 ) -> tuple[list[Timed], dict[str, str]]:
-    """What ran, with its times, error and bound; and why the others did not."""
-    contenders, missing = backends.accepting(problem, problem.operands(device), device)
+    """What ran, with its times, error and bound; and why the others did not.
+
+    Raises:
+        BackendError: when the operands do not fit into memory.
+    """
+    try:
+        operands = problem.operands(device)
+    except RuntimeError as error:
+        raise BackendError(f"no operands can be made for {problem.label} ({why_failed(error)}); choose a smaller shape") from error
+    contenders, missing = backends.accepting(problem, operands, device)
     try:
         contenders.append(in_16_bit(problem, problem.variant.output, device))
     except RefusedError:
         pass
     except Exception as error:
         missing[str(problem.variant.output)] = f"failed: {why_failed(error)}"
-    errors: dict[str, tuple[float, float]] = {}
+    errors: dict[str, tuple[float | None, float]] = {}
     references: dict[Problem, Reference] = {}
     for one in contenders:
         try:
@@ -82,6 +103,9 @@ def _race_on(
                 references[one.problem] = Reference.of(one.problem, one.operands)
             reference = references[one.problem]
             errors[one.name] = reference.error_of(one), reference.allowed
+        except torch.OutOfMemoryError:
+            errors[one.name] = None, 0.0
+            missing[f"{one.name}, error"] = "float64 takes more memory than there is, so its error is not known"
         except Exception as error:  # what one contender cannot do another may
             missing[one.name] = f"failed: {why_failed(error)}"
     references.clear()

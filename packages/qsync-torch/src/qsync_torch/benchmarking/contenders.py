@@ -16,8 +16,9 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_torch.benchmarking.limited_backend import LimitedBackend, library_of
-from qsync_torch.benchmarking.problems import Problem, ProductShape
+from qsync_torch.benchmarking.problems import Problem
 from qsync_torch.benchmarking.race import Thunk, race, why_failed
+from qsync_torch.benchmarking.shapes import ProductShape
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.operands import Arguments
@@ -90,14 +91,13 @@ class RefusedError(Exception):
 
 
 def in_16_bit(problem: Problem, precision: Precision, device: torch.device) -> Contender:
-    """PyTorch's own product in a 16-bit format, of operands in that format; images are channels-last, cuDNN looks for its best way.
+    """PyTorch's own product in a 16-bit format, of operands in that format; images are channels-last.
 
     Raises:
         RefusedError: for a quantization, which 16 bit does not need.
     """
     if not isinstance(problem.shape, ProductShape):
         raise RefusedError("16 bit needs no quantization")
-    torch.backends.cudnn.benchmark = True
     alike = attrs.evolve(problem, variant=Variant.of(precision), bell_shaped=False)
     call, dtype = problem.shape.call, TORCH_DTYPE[precision]
     geometry = None if call.of_rows else call.geometry

@@ -8,8 +8,9 @@ import attrs
 import torch
 
 from qsync_torch.benchmarking.contenders import Contender
-from qsync_torch.benchmarking.problems import Problem, ProductShape
+from qsync_torch.benchmarking.problems import Problem
 from qsync_torch.benchmarking.results import NOT_FINITE
+from qsync_torch.benchmarking.shapes import ProductShape
 from qsync_torch.conformance.products import KINDS, SIGNATURES, Product, Size
 from qsync_torch.conformance.quantization import Quantization, groups_of
 from qsync_torch.dtypes import TORCH_DTYPE

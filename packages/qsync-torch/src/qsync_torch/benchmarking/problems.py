@@ -80,8 +80,15 @@ class Problem:
         """What is asked for, with the shape of its result and the format of its float operand."""
         kind, capability = device_facts(device)
         if isinstance(self.shape, tuple):
-            flags = {"multiplied": "multiplier" in self.flags, "transposed": "transposed" in self.flags}
-            request = KernelRequest(self.op, self.variant, (self.shape,), device_kind=kind, compute_capability=capability, **flags)
+            request = KernelRequest(
+                self.op,
+                self.variant,
+                (self.shape,),
+                device_kind=kind,
+                compute_capability=capability,
+                multiplied="multiplier" in self.flags,
+                transposed="transposed" in self.flags,
+            )
             return OperatorRequest(self.op, request, self.shape, self.source)
         call = self.shape.call
         x, w, y = call.x, call.w, call.y

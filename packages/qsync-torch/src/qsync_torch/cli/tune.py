@@ -77,7 +77,7 @@ def tune(
         _merge((*merged, Path(job)) if job else merged, output, json_flag)
         return
     if job is None:
-        raise QSyncError("qsync tune needs a JOB to tune (a graph, a named model, file.py:function or a script), or files to --merge")
+        raise QSyncError("qsync tune needs a JOB to tune (a graph, a named model, a function or a script), or files to --merge")
     if arch is not None and not compile_only:
         raise QSyncError("--arch goes with --compile-only; without it the device's own architecture is compiled for")
     if arch is None and compile_only:
