@@ -13,7 +13,7 @@ def render(suite: Suite) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": lambda ns: format_ns(round(ns)), "relative": relative, "limit": _limit}
+    environment.filters |= {"duration": lambda ns: format_ns(round(ns)), "relative": relative, "figure": figure, "limit": _limit}
     template = environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     problems = [(key, rows, fastest_of(rows)) for key, rows in by_problem(suite.rows).items()]
     return template.render(
@@ -26,5 +26,10 @@ def relative(error: float | None) -> str:
     return "–" if error is None else "not finite" if error == NOT_FINITE else f"{error:.1e}"
 
 
+def figure(value: float) -> str:
+    """A rate in three digits, in whole numbers where it has more."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def _limit(rate: float, name: str) -> str:
-    return f"{rate / 1e9:,.3g} GB/s" if name == "copy" else f"{rate / 1e12:,.3g} TFLOP/s"
+    return f"{figure(rate / 1e9)} GB/s" if name == "copy" else f"{figure(rate / 1e12)} TFLOP/s"

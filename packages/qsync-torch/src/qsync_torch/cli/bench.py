@@ -123,7 +123,7 @@ def _what_is_wrong(wrong: Sequence[Row]) -> str:
 
 
 def _render(found: Suite, html: Path | None, console: Console) -> None:
-    from qsync_torch.benchmarking.page import relative
+    from qsync_torch.benchmarking.page import figure, relative
     from qsync_torch.benchmarking.results import by_problem, fastest_of, reasons, speedup, standings
 
     console.print(f"kernels on {found.device}; × 16 bit: how many times faster than PyTorch's own product in 16 bit")
@@ -137,7 +137,7 @@ def _render(found: Suite, html: Path | None, console: Console) -> None:
             who = f"{row.contender} {row.config}".strip() + (" *" if row is fastest else "")
             error = relative(row.error) + (" WRONG" if row.is_wrong else "")
             share = f"{row.share:.0%} {row.bound}"
-            rate = f"{row.tflops:.3g} {row.unit}"
+            rate = f"{figure(row.tflops)} {row.unit}"
             lines.append(
                 (*head, who, f"{format_ns(round(row.median_ns))} ±{row.spread:.0%}", _ratio(speedup(row, rows)), rate, share, error)
             )
