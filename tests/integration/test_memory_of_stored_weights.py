@@ -170,9 +170,7 @@ def test_trained_operators_stay_at_the_base_where_the_others_are_stored() -> Non
     )
     dag = trace(job)
     float32, stored = Variant.plain(Precision.FLOAT32), Variant.named("float32@nf4")
-    found = profile(
-        job, dag, ProfileRequest(ladder=(stored, float32), with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE))
-    )
+    found = profile(job, dag, ProfileRequest(ladder=(stored, float32), with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
     peaks = {step.variant: step.peak_bytes for step in found.steps}
     assert stored not in found.cost_index[OpId("2")]
     group = DeviceGroup("g", found.device.name, 1, Role.INFER, Precision.FLOAT32, (stored, float32))

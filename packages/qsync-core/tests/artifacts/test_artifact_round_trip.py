@@ -121,7 +121,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monke
 def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version 1 file, in which a field had another name, is read by a version 3 qsync-core in two steps."""
     monkeypatch.delitem(schema._MIGRATIONS, ("Sensitivity", 1))
-    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={}, copies={}, errors={}, masks={})
+    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={}, copies={}, errors={}, masks={}, shifts={})
     data = artifact.to_bytes(sensitivity)
     plain = msgpack.unpackb(data[artifact.HEADER_BYTES :])
     old_plain = {
@@ -133,7 +133,7 @@ def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ArtifactError, match="schema version 1 can no longer be read; make the file again"):
         artifact.from_bytes(old)
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 1), lambda fields: {"model": fields.pop("model_name"), **fields})
-    added = {"notes": ["geometric mean"], "flips": {}, "copies": {}, "errors": {}, "masks": {}}
+    added = {"notes": ["geometric mean"], "flips": {}, "copies": {}, "errors": {}, "masks": {}, "shifts": {}}
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, **added})
     assert artifact.from_bytes(old, Sensitivity) == sensitivity
     with pytest.raises(ArtifactError, match="the content does not fit schema version 1"):
