@@ -143,7 +143,7 @@ def test_omega_is_the_squared_change_and_errors_add_up_before_they_are_squared()
         shifts = sensitivity.shifts[OpId(name)][variant]
         assert sum(shift**2 for shift in shifts) == pytest.approx(sensitivity.omega[OpId(name)][variant])
     together = sum(float((a + b).square().sum()) for a, b in zip(*apart, strict=True))
-    plan = {op_id: variant for op_id in sensitivity.omega}
+    plan = dict.fromkeys(sensitivity.omega, variant)
     assert plan_error(sensitivity, plan) == pytest.approx(together, rel=0.3)
 
 

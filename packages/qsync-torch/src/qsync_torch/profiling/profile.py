@@ -414,8 +414,10 @@ def _alternating(
 
 
 def _complete(dag: PrecisionDag, items: Iterable[Item], variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants in which every adjustable operator has right kernels: whole steps are measured in these, with weights that cannot
-    be stored as the variant says at the base."""
+    """The variants in which every adjustable operator has right kernels: whole steps are measured in these.
+
+    Weights that cannot be stored as a variant says are at the base there.
+    """
     held: dict[Variant, set[OpId]] = {}
     for item in items:
         held.setdefault(item.variant, set()).update(item.holders)
