@@ -43,10 +43,10 @@ def text() -> torch.Tensor:
     return torch.tensor(list(b"".join(page.read_bytes() for page in pages)))
 
 
-def tokens(seed: int, size: int) -> torch.Tensor:
-    """Pieces of the text: (size, 64)."""
-    first = torch.randint(0, len(text()) - _TOKENS, (size,), generator=torch.Generator().manual_seed(seed))
-    return torch.stack([text()[start : start + _TOKENS] for start in first.tolist()])
+def tokens(seed: int, size: int, length: int = _TOKENS) -> torch.Tensor:
+    """Pieces of the text: (size, length)."""
+    first = torch.randint(0, len(text()) - length, (size,), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([text()[start : start + length] for start in first.tolist()])
 
 
 def loss_of(output: Any, batch: Batch) -> torch.Tensor:
@@ -54,13 +54,25 @@ def loss_of(output: Any, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), batch.target[:, 1:].flatten())
 
 
-def batch_of(step: int, size: int) -> Batch:
+def batch_of(step: int, size: int, length: int = _TOKENS) -> Batch:
     """A batch of the text."""
-    x = tokens(10_000 + step, size)
+    x = tokens(10_000 + step, size, length)
     return Batch((), {"input_ids": x, "use_cache": False}, x)
 
 
-def adapted_llama(layers: int, width: int, seed: int) -> nn.Module:
+def adapted_llama(
+    layers: int,
+    width: int,
+    seed: int,
+    *,
+    inner: int | None = None,
+    heads: int = 4,
+    vocabulary: int = 256,
+    length: int = _TOKENS,
+    rank: int = _RANK,
+    trained: int = _TRAINED,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
     """A Llama that was trained on the text a little, in bfloat16, with adapters in float32."""
     import peft
     import transformers
@@ -68,22 +80,22 @@ def adapted_llama(layers: int, width: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=width,
-        intermediate_size=11 * width // 4,
+        intermediate_size=inner or 11 * width // 4,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=_TOKENS,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
     )
-    model = transformers.LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for step in range(_TRAINED):
-        x = tokens(step, 16)
+    model = transformers.LlamaForCausalLM(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 * min(1.0, 256 / width))
+    for step in range(trained):
+        x = tokens(step, 16, length).to(device)
         loss_of(model(input_ids=x, use_cache=False), Batch((), {}, x)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    model = model.to(torch.bfloat16)
-    return peft.get_peft_model(model, peft.LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules=list(_LINEARS)))
+    model = model.to("cpu", torch.bfloat16)
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(_LINEARS)))
 
 
 class Truth:
