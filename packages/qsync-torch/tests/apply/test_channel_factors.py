@@ -156,7 +156,9 @@ def train(model, optimizer, steps, **how):
 
 
 def factors_of(applied):
-    return {op.fqn: f.values.clone() for of in applied.in_model.key.factors._factors.values() for op, f in of.items()}
+    return {
+        name.partition("#")[0]: f.values.clone() for of in applied.in_model.key.factors._factors.values() for name, f in of.items()
+    }
 
 
 def test_a_plans_factors_follow_from_all_micro_batches_of_the_last_step():

@@ -259,6 +259,8 @@ def rounded(x, scale, inverse, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexp
 NO_MULTIPLIER: tl.constexpr = tl.constexpr(0)
 EIGHTS_OF_CHANNELS: tl.constexpr = tl.constexpr(1)
 ANY_CHANNELS: tl.constexpr = tl.constexpr(2)
+COLUMNS: tl.constexpr = tl.constexpr(3)
+"""Rows of all channels: that of an element is its column."""
 
 
 @triton.jit

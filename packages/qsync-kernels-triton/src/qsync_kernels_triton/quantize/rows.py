@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qsync_kernels_triton.quantize.rounding import (
+    COLUMNS,
     NO_MULTIPLIER,
     STOCHASTIC,
+    as_float,
     bits_of,
     common_scale,
     infinite_if_nan,
     inverse_of,
+    larger,
     merged_checksum,
     random_bits,
     random_bits_of,
@@ -44,7 +47,9 @@ def loaded_rows(
     inside = (row < rows)[:, None] & (column < row_length)[None, :]
     read = tl.load(x_ptr + position) if FULL else tl.load(x_ptr + position, mask=inside, other=0.0)
     x = read.to(tl.float32)
-    if MULTIPLIER != NO_MULTIPLIER:
+    if MULTIPLIER == COLUMNS:
+        x = x * tl.load(multiplier_ptr + column, mask=column < row_length, other=0.0)[None, :]
+    elif MULTIPLIER != NO_MULTIPLIER:  # a division and a remainder an element: three times the time of all else on an H200
         channel = (position // inner) % channels
         x = x * tl.load(multiplier_ptr + channel, mask=inside, other=0.0)
     return x, bits_of(read)
@@ -129,11 +134,40 @@ def quantize_rows(
     write_stream(stream_ptr, offset_ptr, offset_low, offset_high, tl.sum(total, axis=0), LIVE, STREAM)
 
 
-@triton.jit(do_not_specialize=["partials", "row_units", "units", "channels", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=["row_units", "units", "strips"])
+def partial_absmax_of_matrix(
+    x_ptr, partial_ptr, multiplier_ptr, row_units: tl.int32, units: tl.int32, strips: tl.int32,
+    UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """What :func:`~.split.partial_absmax` finds of a matrix; grid (strips * programs of a strip,), as for its maxima below.
+
+    The columns of a strip are the same in every tile, and so are their multipliers.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    rows, row_length = row_units * ROW_UNIT, units * UNIT
+    column = (tl.program_id(0) % strips) * BLOCK + tl.arange(0, BLOCK)
+    if MULTIPLIER == COLUMNS:
+        multiplier = tl.load(multiplier_ptr + column, mask=column < row_length, other=0.0)[None, :]
+    largest, checksum = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    for tile in range(tl.program_id(0) // strips, tl.cdiv(rows, ROWS), tl.num_programs(0) // strips):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        first = row.to(tl.int64) * row_length
+        x, bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, NO_MULTIPLIER)
+        checksum += bits
+        if MULTIPLIER == COLUMNS:
+            x = x * multiplier
+        largest = larger(largest, x)
+    absmax = tl.max(tl.max(infinite_if_nan(largest), axis=1), axis=0)
+    tl.store(partial_ptr + tl.program_id(0), absmax)
+    tl.store(partial_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(tl.sum(checksum, axis=1), axis=0)))
+
+
+@triton.jit(do_not_specialize=["partials", "row_units", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_twice_from_partials(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, offset_ptr, stream_ptr, partials: tl.int32,
-    row_units: tl.int32, units: tl.int32, channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32,
-    offset_high: tl.int32,
+    row_units: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr,
     OVERLAP: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
@@ -155,7 +189,7 @@ def quantize_twice_from_partials(
         begin = (tile % across) * BLOCK
         column = begin + tl.arange(0, BLOCK)
         first = row.to(tl.int64) * row_length
-        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
         q = rounded_rows(
             x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
             FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
@@ -170,9 +204,9 @@ def quantize_twice_from_partials(
             tl.store(transposed_ptr + across_position, tl.trans(q), mask=inside_column[:, None] & inside_row[None, :])
 
 
-@triton.jit(do_not_specialize=["row_units", "units", "strips", "channels"])
+@triton.jit(do_not_specialize=["row_units", "units", "strips"])
 def maxima_of_rows_and_columns(
-    x_ptr, maxima_ptr, multiplier_ptr, row_units: tl.int32, units: tl.int32, strips: tl.int32, channels: tl.int32,
+    x_ptr, maxima_ptr, multiplier_ptr, row_units: tl.int32, units: tl.int32, strips: tl.int32,
     UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     MULTIPLIER: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +222,7 @@ def maxima_of_rows_and_columns(
     for tile in range(tl.program_id(0) // strips, tl.cdiv(rows, ROWS), tl.num_programs(0) // strips):
         row = tile * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * row_length
-        x, bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
+        x, bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
         checksum += tl.sum(bits, axis=1)
         magnitude = infinite_if_nan(tl.abs(x)).to(tl.int32, bitcast=True)
         tl.atomic_max(maxima_ptr + row, tl.max(magnitude, axis=1), mask=row < rows, sem="relaxed")
@@ -205,10 +239,10 @@ def _scales_from_maxima(maxima_ptr, index, inside, FORMAT: tl.constexpr):
     return scale, inverse_of(absmax, scale, FORMAT)
 
 
-@triton.jit(do_not_specialize=["row_units", "units", "channels", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=["row_units", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_by_row_and_column(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, maxima_ptr, multiplier_ptr, offset_ptr, stream_ptr, row_units: tl.int32,
-    units: tl.int32, channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, LIVE: tl.constexpr,
     STREAM: tl.constexpr,
@@ -237,7 +271,7 @@ def quantize_by_row_and_column(
             tl.store(scale_ptr + row, row_scale, mask=inside_row)
         if tile < across:
             tl.store(scale_ptr + rows + column, column_scale, mask=inside_column)
-        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
         bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
         q = rounded(x, row_scale[:, None], row_inverse[:, None], bits, FORMAT, ROUNDING)
         by_column = rounded(x, column_scale[None, :], column_inverse[None, :], bits, FORMAT, ROUNDING)

@@ -25,6 +25,7 @@ from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, si
 from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
 from qsync_kernels_triton.quantize.rows import (
     maxima_of_rows_and_columns,
+    partial_absmax_of_matrix,
     quantize_by_row_and_column,
     quantize_rows,
     quantize_twice_from_partials,
@@ -35,8 +36,8 @@ FORMAT_CODE = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 ONE_READ = 16384
 """Rows up to this many elements stay in the registers of one program between the maximum and the rounding."""
-TILE_ROWS, TILE_COLUMNS = 64, 128
-"""Tile of the kernel that also writes the transpose."""
+_COLUMNS = 3
+"""The kernels' way to multiply by channels where a row is all channels."""
 
 
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
@@ -235,7 +236,7 @@ class RowsPlan:
             "BLOCK": block,
             "ALIGNED": p.unit == 8,
             "FULL": p.length == block and p.rows % per_program == 0,
-            "MULTIPLIER": p.by_channel,
+            "MULTIPLIER": _COLUMNS if p.by_channel and p.inner == 1 and p.channels == p.length else p.by_channel,
             **p.live,
         }
         warps = max(1, min(16, per_program * block // 512))
@@ -285,14 +286,7 @@ class SplitPlan:
         sweep = full + tail if config.sweep == 0 else min(full + tail, max(1, config.sweep // p.rows))
         self._second_grid = (sweep * p.rows, 1, 1)
         self._second_numbers = (sweep, p.length // p.unit, full, programs, p.inner, p.channels)
-        self.partials_per_row, self._adds = programs, p.stream == 2
-        self._device, self._count = p.device, programs * p.rows
-
-    def partials(self, x: Tensor, multiplier: Tensor | None) -> Tensor:
-        """Pass one: the partial maxima, as many for each row, and then the partial checksums."""
-        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device)
-        self._absmax(self._first_grid, None, (x, partial, partial if multiplier is None else multiplier), self._first_numbers)
-        return partial
+        self._adds, self._device, self._count = p.stream == 2, p.device, programs * p.rows
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, offset: Tensor | None,
@@ -301,8 +295,9 @@ class SplitPlan:
         """Write ``q``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
         if self._adds:
             begin_stream(stream, offset, words[2:])
-        partial = self.partials(x, multiplier)
-        optional = (partial if tensor is None else tensor for tensor in (multiplier, offset, stream))
+        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device)  # maxima, then checksums
+        optional = [partial if tensor is None else tensor for tensor in (multiplier, offset, stream)]
+        self._absmax(self._first_grid, None, (x, partial, optional[0]), self._first_numbers)
         self._round(self._second_grid, None, (x, as_bytes(q), scale, partial, *optional), (*self._second_numbers, *words))
 
 
@@ -312,36 +307,34 @@ class TwicePlan:
     def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int]) -> None:
         p, (rows, length) = problem, shape
         unit, row_unit = 8 if length % 8 == 0 else 1, 16 if rows % 16 == 0 else 1
-        self._split = SplitPlan(problem, config)
-        count = self._split.partials_per_row
-        constants = p.rounding | {
-            "UNIT": unit,
-            "ROW_UNIT": row_unit,
-            "ROWS": TILE_ROWS,
-            "BLOCK": TILE_COLUMNS,
-            "PARTIALS": max(32, triton.next_power_of_2(count)),
-            "ALIGNED": unit == 8,
-            "FULL": rows % TILE_ROWS == 0 and length % TILE_COLUMNS == 0,
-            "MULTIPLIER": p.by_channel,
-            "OVERLAP": p.overlap,
-            "STREAM": p.stream,
-            **p.live,
-        }
+        shared = {"UNIT": unit, "ROW_UNIT": row_unit, "MULTIPLIER": _COLUMNS if p.by_channel else 0, "OVERLAP": p.overlap}
+
+        def tiles_of(tall: int, wide: int) -> dict[str, Any]:
+            return shared | {"ROWS": tall, "BLOCK": wide, "FULL": rows % tall == 0 and length % wide == 0}
+
+        wide = min(512, max(128, triton.next_power_of_2(length)))
+        strips, high = triton.cdiv(length, wide), triton.cdiv(rows, 4096 // wide)
+        count = strips * min(high, max(1, config.programs // strips))
+        self._absmax, self._first_grid = Launch(partial_absmax_of_matrix, tiles_of(4096 // wide, wide), num_warps=8), (count, 1, 1)
+        constants = p.rounding | tiles_of(64, 128) | p.live | {"ALIGNED": unit == 8, "STREAM": p.stream}
+        constants |= {"PARTIALS": max(32, triton.next_power_of_2(count))}
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(quantize_twice_from_partials, constants, num_warps=8, **options)
-        tiles = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(length, TILE_COLUMNS)
-        self._grid = (tiles if config.sweep == 0 else min(tiles, config.sweep), 1, 1)
-        self._numbers = (count, rows // row_unit, length // unit, p.channels)
+        tiles = triton.cdiv(rows, 64) * triton.cdiv(length, 128)
+        # A quarter of the programs of a sweep over single rows: two of these fill a multiprocessor.
+        self._second_grid = (tiles if config.sweep == 0 else min(tiles, max(1, config.sweep // 4)), 1, 1)
+        self._sizes, self._strips, self._count, self._device = (rows // row_unit, length // unit), strips, count, p.device
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
         offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write ``q``, ``transposed``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
-        partial = self._split.partials(x, multiplier)
+        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device)
+        optional = [partial if tensor is None else tensor for tensor in (multiplier, offset, stream)]
+        self._absmax(self._first_grid, None, (x, partial, optional[0]), (*self._sizes, self._strips))
         copies = as_bytes(q), as_bytes(transposed)
-        optional = (partial if tensor is None else tensor for tensor in (multiplier, offset, stream))
-        self._round(self._grid, None, (x, *copies, scale, partial, *optional), (*self._numbers, *words))
+        self._round(self._second_grid, None, (x, *copies, scale, partial, *optional), (self._count, *self._sizes, *words))
 
 
 class RowsAndColumnsPlan:
@@ -350,22 +343,24 @@ class RowsAndColumnsPlan:
     def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int]) -> None:
         p, (rows, length) = problem, shape
         unit, row_unit = 8 if length % 8 == 0 else 1, 16 if rows % 16 == 0 else 1
-        cut = {
-            "UNIT": unit,
-            "ROW_UNIT": row_unit,
-            "ROWS": TILE_ROWS,
-            "BLOCK": TILE_COLUMNS,
-            "FULL": rows % TILE_ROWS == 0 and length % TILE_COLUMNS == 0,
-            "MULTIPLIER": p.by_channel,
-        }
-        self._maxima = Launch(maxima_of_rows_and_columns, cut, num_warps=8)
+        shared = {"UNIT": unit, "ROW_UNIT": row_unit, "MULTIPLIER": _COLUMNS if p.by_channel else 0}
+
+        def tiles_of(tall: int, wide: int) -> dict[str, Any]:
+            return shared | {"ROWS": tall, "BLOCK": wide, "FULL": rows % tall == 0 and length % wide == 0}
+
+        # Few rows of many columns: the maximum of each row of a tile is merged in memory.
+        wide = min(1024, max(128, triton.next_power_of_2(length)))
+        strips, high = triton.cdiv(length, wide), triton.cdiv(rows, 8192 // wide)
+        self._maxima = Launch(maxima_of_rows_and_columns, tiles_of(8192 // wide, wide), num_warps=4)
+        self._first_grid = (strips * min(high, max(1, config.programs // strips)), 1, 1)
+        # 128 rows are whole lines of the transposed copy; a multiple of 64 alone has no tile that overhangs with 64.
+        tall, across, warps = (64, 128, 8) if rows % 128 and rows % 64 == 0 else (128, 32, 4)
         stream = {"ALIGNED": unit == 8, "STREAM": int(p.streamed)}
-        self._round = Launch(quantize_by_row_and_column, p.rounding | cut | stream | p.live, num_warps=8)
-        strips, tall = triton.cdiv(length, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS)
-        self._first_grid = (strips * min(tall, max(1, config.programs // strips)), 1, 1)
-        self._second_grid = (strips * tall if config.sweep == 0 else min(strips * tall, config.sweep), 1, 1)
+        self._round = Launch(quantize_by_row_and_column, p.rounding | tiles_of(tall, across) | stream | p.live, num_warps=warps)
+        tiles = triton.cdiv(length, across) * triton.cdiv(rows, tall)
+        self._second_grid = (tiles if config.sweep == 0 else min(tiles, max(1, config.sweep // 2)), 1, 1)
         self._numbers, self._strips, self._count = (rows // row_unit, length // unit), strips, rows + length + 1
-        self._channels, self._device = p.channels, p.device
+        self._device = p.device
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
@@ -374,7 +369,7 @@ class RowsAndColumnsPlan:
         """Write both copies, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
         maxima = torch.zeros(self._count, dtype=torch.int32, device=self._device)
         given = scale if multiplier is None else multiplier
-        self._maxima(self._first_grid, None, (x, maxima, given), (*self._numbers, self._strips, self._channels))
+        self._maxima(self._first_grid, None, (x, maxima, given), (*self._numbers, self._strips))
         optional = (scale if tensor is None else tensor for tensor in (offset, stream))
         tensors = (x, as_bytes(q), as_bytes(transposed), scale, maxima, given, *optional)
-        self._round(self._second_grid, None, tensors, (*self._numbers, self._channels, *words))
+        self._round(self._second_grid, None, tensors, (*self._numbers, *words))

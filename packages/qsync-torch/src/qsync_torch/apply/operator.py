@@ -184,7 +184,7 @@ class Operator:
     def __init__(
         self, op_id: OpId, assigned: Assigned, in_force: InForce, module: nn.Module | None = None, held: torch.dtype = torch.float32
     ) -> None:
-        self.op_id, self._shown = op_id, f"operator {op_id}"
+        self.op_id, self._named_as, self._shown = op_id, str(op_id), f"operator {op_id}"
         self.forms: set[tuple[str, bool]] = set()
         self._in_force, self._module, self._held = in_force, module, held
         self._kind = kind_of_module(module) or OF_ROWS
@@ -240,7 +240,7 @@ class Operator:
         return Seeds(offset=offset, name=self._shown)
 
     def _factor(self, binding: OperatorBinding, weight: torch.Tensor) -> Factor | None:
-        return self._in_force.key.factors.of(self.op_id, weight.shape[1], weight.device) if binding.factored else None
+        return self._in_force.key.factors.of(self._named_as, weight.shape[1], weight.device) if binding.factored else None
 
     def prepare(self, device: torch.device, weight: torch.Tensor | None) -> None:
         """Make what a compiler that reads the operator first could not make.
@@ -250,7 +250,7 @@ class Operator:
             weight: the parameter; None where that is computed.
         """
         if self._binding.factored and weight is not None and weight.ndim == 2:
-            self._in_force.key.factors.of(self.op_id, weight.shape[1], device)
+            self._in_force.key.factors.of(self._named_as, weight.shape[1], device)
 
     def run(
         self,

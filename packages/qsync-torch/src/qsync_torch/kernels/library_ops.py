@@ -336,11 +336,17 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     """Make an operator ``qsync::*`` that autograd does not record; ``fake`` gives its results without their numbers."""
 
     def without_autocast(*args: Any, **kwargs: Any) -> Any:  # which would turn the float32 products of kernels into its own format
-        device = next(argument.device.type for argument in args if isinstance(argument, torch.Tensor))
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                break
+        device = argument.device.type
         if device == "meta" or not torch.is_autocast_enabled(device):
             return run(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
+        torch.set_autocast_enabled(device, False)  # a torch.autocast(enabled=False) takes longer than the rest of the call
+        try:
             return run(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
 
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]

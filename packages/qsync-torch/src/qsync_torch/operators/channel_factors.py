@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.op_id import OpId
 from qsync_torch.operators.casts import Operand
 
 LARGEST_EXPONENT = 15
@@ -71,21 +70,24 @@ class ChannelFactors:
     """The factors of all operators of a plan in force, on the devices on which they run."""
 
     def __init__(self) -> None:
-        self._factors: dict[torch.device, dict[OpId, Factor]] = {}
+        self._factors: dict[torch.device, dict[str, Factor]] = {}
         self._loaded: dict[str, str] = {}
 
-    def of(self, op_id: OpId, width: int, device: torch.device) -> Factor:
-        """The factors of an operator with so many input channels."""
+    def of(self, op_id: str, width: int, device: torch.device) -> Factor:
+        """The factors of an operator with so many input channels.
+
+        The operator is named by its text: a compiler that reads this hashes the key, and PyTorch 2.11's can hash no class of ours.
+        """
         found = self._factors.get(device, {}).get(op_id)
         return self._begin(op_id, width, device) if found is None else found
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, op_id: OpId, width: int, device: torch.device) -> Factor:
+    def _begin(self, op_id: str, width: int, device: torch.device) -> Factor:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # whose replays would begin anew each time
             raise PlanError("the first step under a plan is captured in a CUDA graph: run a step before one is captured")
         with torch.inference_mode(False):
             values = torch.ones(width, device=device)
-            if (loaded := self._loaded.get(str(op_id))) is not None and len(loaded) == 2 * width:
+            if (loaded := self._loaded.get(op_id)) is not None and len(loaded) == 2 * width:
                 values.copy_(_from_text(loaded))
             found = Factor(values, torch.zeros(width, device=device), torch.zeros(width, device=device))
         self._factors.setdefault(device, {})[op_id] = found
@@ -104,7 +106,7 @@ class ChannelFactors:
 
     def state(self) -> dict[str, str]:
         """The exponents of all factors by operator, two hexadecimal digits each.  Reading them waits for a GPU."""
-        return {str(op_id): _as_text(factor.values) for of in self._factors.values() for op_id, factor in of.items()}
+        return {op_id: _as_text(factor.values) for of in self._factors.values() for op_id, factor in of.items()}
 
     def load(self, state: Mapping[str, str]) -> None:
         """Go on with the factors of a checkpoint; operators of which it has none, or of another width, begin with 1.
@@ -115,7 +117,7 @@ class ChannelFactors:
         self._loaded = dict(state)
         for of_device in self._factors.values():
             for op_id, factor in of_device.items():
-                text = state.get(str(op_id), "")
+                text = state.get(op_id, "")
                 factor.values.copy_(_from_text(text) if len(text) == 2 * factor.values.numel() else torch.ones(()))
                 factor.x_largest.zero_()
                 factor.w_largest.zero_()
