@@ -322,7 +322,8 @@ def losses(bench: Bench) -> Iterator[dict[str, Any]]:
     print(ends, file=sys.stderr, flush=True)
     apart = {name: [a - b for a, b in zip(ends[name], ends["bfloat16"], strict=True)] for name in ("plan", "nf4")}
     error = {name: statistics.stdev(of) / len(of) ** 0.5 for name, of in apart.items()}
-    what = f"{bench.describe()}: loss of the last {min(LAST, bench.size.updates)} of {bench.size.updates} updates, {bench.size.seeds} seeds"
+    count = bench.size.updates
+    what = f"{bench.describe()}: loss of the last {min(LAST, count)} of {count} updates, {bench.size.seeds} seeds"
     yield row("F7", f"{what}: the plan at the middle cap less bfloat16", statistics.fmean(apart["plan"]), "nats", "within 2 of F7b")
     yield row("F7b", "the same: its standard error", error["plan"], "nats", "reported")
     yield row("F7c", f"{what}: uniform NF4 less bfloat16", statistics.fmean(apart["nf4"]), "nats", "reported")

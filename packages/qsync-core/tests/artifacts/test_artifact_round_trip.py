@@ -361,7 +361,14 @@ def test_a_sensitivity_without_noise_of_copies_keeps_its_bytes() -> None:
     with_masks = examples(layers=1)[Sensitivity]
     with_errors = attrs.evolve(with_masks, masks={})
     assert (version_of(with_errors), version_of(with_masks)) == (4, 5)
-    for written in (with_errors, with_masks):
+    [(op_id, by_variant)] = newer.copies.items()
+    with_shifts = attrs.evolve(with_masks, shifts={op_id: dict.fromkeys(by_variant, (0.5, -0.25))})
+    assert version_of(with_shifts) == 6
+    with pytest.raises(ValueError, match="must be finite numbers"):
+        attrs.evolve(with_masks, shifts={op_id: dict.fromkeys(by_variant, (0.5, float("nan")))})
+    with pytest.raises(ValueError, match=r"along the same directions, but they are \[1, 2\] in number"):
+        attrs.evolve(with_shifts, shifts={**with_shifts.shifts, OpId("other"): dict.fromkeys(by_variant, (0.5,))})
+    for written in (with_errors, with_masks, with_shifts):
         assert artifact.from_bytes(artifact.to_bytes(written)) == written
     older = attrs.evolve(newer, copies={})
     data = artifact.to_bytes(older)

@@ -268,7 +268,7 @@ def _cast_before(dag: PrecisionDag, autocast: Autocast | None) -> frozenset[int]
 
 
 def _first_calls(dag: PrecisionDag) -> frozenset[int]:
-    """Of calls of one module, which hold one weight, the first; by position."""
+    """The first calls of modules, by position: all calls of one hold the same weight."""
     first: dict[str, int] = {}
     for position, operator in enumerate(dag.operators):
         first.setdefault(operator.op_id.fqn, position)
