@@ -22,9 +22,9 @@ import torch
 
 from kernels import rows_conv, rows_producers, rows_products, rows_quantize, rows_steps, rows_tuning
 from kernels.bench import Bench, Row
-from kernels.contenders import compile_ahead
 from kernels.whole_model import Mode, release
 from qsync_core.ir.precision import Precision
+from qsync_torch.benchmarking.contenders import compile_ahead
 from results import write_rows
 
 COMPILED = ("K1", "K2", "K3", "K6")

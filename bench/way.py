@@ -3,7 +3,10 @@
     python bench/way.py --only W1 --public FOLDER     a copy of the profiles of eth-easl/sailor (*.csv); no GPU
     python bench/way.py --only W2                     seconds and peaks of `qsync fits` on a CPU; with a GPU, its peaks too
     python bench/way.py --only W3                     a slow rank is named; W3b: what the watch costs; two processes on a CPU
+    python bench/way.py --only W4 [--venv FOLDER]     `qsync bench` from wheels alone, on a CPU; the environment is kept in FOLDER
     python bench/way.py --only W5                     from a script of another style to training: commands, edits, warnings
+    python bench/way.py --only W6                     the documentation: pages that no link leads to, dead examples, sizes
+    python bench/way.py --only W7 --crds FOLDER       manifests against schemas; FOLDER has CustomResourceDefinitions (*.yaml)
 
 A row is written as soon as it has a value.
 """
@@ -30,7 +33,10 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]
         "W2": partial(_rows, "fitting.peaks", "rows"),
         "W3": partial(_rows, "watching.slow_rank", "rows"),
         "W3b": partial(_rows, "watching.slow_rank", "overhead"),
+        "W4": partial(_rows, "journey.backends_compared", "rows", options.venv),
         "W5": partial(_rows, "journey.first_hour", "rows"),
+        "W6": partial(_rows, "journey.pages", "rows"),
+        "W7": partial(_rows, "journey.manifests", "rows", options.crds),
     }
 
 
@@ -45,6 +51,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="parts, comma-separated")
     parser.add_argument("--public", type=Path, default=None, help="folder of the public set's files, for W1")
+    parser.add_argument("--venv", type=Path, default=None, help="folder of the environment for W4, made where there is none")
+    parser.add_argument("--crds", type=Path, default=None, help="folder of CustomResourceDefinitions, for W7")
     options = parser.parse_args()
     known = parts(options)
     wanted = [name for name in options.only.split(",") if name] or list(known)
@@ -55,7 +63,8 @@ def main() -> None:
             "W1 reads eth-easl/sailor's profiles: say where their copy is with --public FOLDER, or leave it out of --only"
         )
     for name in wanted:
-        line = f"{COMMAND} --only {name}" + (" --public FOLDER" if name == "W1" else "")
+        folders = {"W1": " --public FOLDER", "W7": " --crds FOLDER" if options.crds else ""}
+        line = f"{COMMAND} --only {name}{folders.get(name, '')}"
         for row in known[name]():
             write_rows("way", [row], line, directory=options.out)
             print(f"{row['id']}: {row['value']} {row['unit']}", flush=True)

@@ -12,8 +12,8 @@ from mkdocs.structure.files import File, Files
 
 PAGE = "cli.md"
 EXPECTED = {
-    "backends", "demo", "doctor", "explain", "indicate", "observe", "plan", "profile", "replay", "report", "show", "trace", "tune",
-    "verify",
+    "backends", "bench", "demo", "doctor", "explain", "indicate", "observe", "plan", "profile", "replay", "report", "show", "trace",
+    "tune", "verify",
 }  # fmt: skip
 """Commands that must be there: a page without them would only mean that a package was not installed."""
 INTRODUCTION = """# Command line

@@ -2,7 +2,7 @@
 
 Sets the version of the five packages (and what they ask of each other), dates its section of each changelog, builds a wheel and an
 sdist of each into ``dist/``, and tries them in a bare environment: qsync-core and qsync-planner as a laptop installs them, then all
-five without torch.  It commits, tags and uploads nothing.
+five without torch.  It writes the archives' SHA-256 beside them, and commits, tags and uploads nothing.
 
 With ``--check`` it changes nothing in the repository: versions and changelogs must be as the release needs them.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import email
+import hashlib
 import json
 import re
 import shutil
@@ -26,10 +27,14 @@ from pathlib import Path
 import shared_metadata
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("qsync-core", "qsync-planner")
-"""Installed with everything that they depend on; the others need torch, and are installed beside these without it."""
-ORDER = (*LIGHT, "qsync-kernels-cutlass", "qsync-kernels-triton", "qsync-torch")
+NEEDS_TORCH = "qsync-torch"
+"""Installed beside the others without what it depends on; each of these with all of it."""
+ORDER = ("qsync-core", "qsync-planner", "qsync-kernels-cutlass", "qsync-kernels-triton", NEEDS_TORCH)
 """In which they are installed, each tried before the next."""
+
+
+HASHES = "SHA256SUMS"
+"""The file beside the archives that ``sha256sum --check`` reads."""
 
 
 class NotReadyError(Exception):
@@ -103,6 +108,15 @@ def build(root: Path, folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
 
 
+def write_hashes(archives: Iterable[Path]) -> Path:
+    """Write the SHA-256 of archives of one folder beside them, for ``sha256sum --check``."""
+    lines = {path: f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(archives)}
+    (folder,) = {path.parent for path in lines}
+    found = folder / HASHES
+    found.write_text("".join(lines.values()))
+    return found
+
+
 def check_archive(path: Path, version: str, licence: bytes) -> None:
     """The archive says the version and carries the licence.
 
@@ -138,13 +152,13 @@ def try_out(wheels: Path, names: Iterable[str], version: str, root: Path) -> Non
         install += ["--find-links", wheels, "-c", root / "constraints.txt"]
         installed: list[str] = []
         for distribution in sorted(names, key=ORDER.index):
-            options = [] if distribution in LIGHT else ["--no-deps"]
+            options = ["--no-deps"] if distribution == NEEDS_TORCH else []
             run(*install, *options, f"{distribution}=={version}", cwd=folder)
             installed.append(distribution)
             said = run(programs / "qsync", "--version", cwd=folder)
             if version not in said:
                 raise NotReadyError(f"qsync --version of the installed wheels says {said.strip()!r}, not {version}")
-            if distribution == "qsync-torch":
+            if distribution == NEEDS_TORCH:
                 # Torch is not here, as `qsync doctor` would rightly complain; definitions of commands do without it.
                 run(programs / "qsync", "trace", "--help", cwd=folder)
             else:
@@ -180,12 +194,13 @@ def main(arguments: list[str]) -> int:
             check_archive(archive, chosen.version, (ROOT / "LICENSE").read_bytes())
         print(run(sys.executable, "-m", "twine", "check", "--strict", *archives, cwd=ROOT).strip())
         try_out(dist, names, chosen.version, ROOT)
+        write_hashes(archives)
     except NotReadyError as error:
         print(f"no release: {error}", file=sys.stderr)
         return 1
-    print(f"\n{len(archives)} archives of {chosen.version} are in {dist}.  Nothing is published.  What is left for you:")
+    print(f"\n{len(archives)} archives of {chosen.version} and their {HASHES} are in {dist}.  Nothing is published.  What is left:")
     print(f"  git commit -am 'Release {chosen.version}' && git tag v{chosen.version}")
-    print("  python -m twine upload dist/*")
+    print("  python -m twine upload dist/*.whl dist/*.tar.gz")
     return 0
 
 

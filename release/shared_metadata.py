@@ -1,7 +1,8 @@
 """What all five distributions say about themselves, from one place: ``[tool.qsync]`` of the root's pyproject.toml.
 
 ``python release/shared_metadata.py`` writes it into every pyproject.toml, copies LICENSE into every package and turns the links of
-the packages' READMEs and of SECURITY.md to the project's address.  A contract test fails where that was forgotten.
+the packages' READMEs to the project's address, and that of SECURITY.md to the place where weaknesses are reported.  A contract test
+fails where that was forgotten.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def block(table: dict[str, Any], distribution: str) -> str:
         "Homepage": table["repository"],
         "Documentation": table["documentation"],
         "Issues": f"{table['repository']}/issues",
+        "Security": table["security"],
         "Changelog": file_address(table, f"packages/{distribution}/CHANGELOG.md"),
     }
     classifiers = "".join(f"    {json.dumps(classifier)},\n" for classifier in table["classifiers"])
@@ -70,9 +72,22 @@ def written(root: Path) -> dict[Path, str]:
         files[pyproject] = before + block(table, folder.name) + rest.split(END, 1)[1]
         files[folder / "LICENSE"] = licence
         old = tomllib.loads(text)["project"].get("urls", {}).get("Homepage", table["repository"])
-        for linking in (folder / "README.md", root / "SECURITY.md"):
-            files[linking] = re.sub(rf"\]\({re.escape(old)}(?=[/)])", f"]({table['repository']}", linking.read_text())
+        readme = folder / "README.md"
+        files[readme] = re.sub(rf"\]\({re.escape(old)}(?=[/)])", f"]({table['repository']}", readme.read_text())
+    files[root / "SECURITY.md"] = _with_contact((root / "SECURITY.md").read_text(), table["security"])
     return files
+
+
+def _with_contact(policy: str, contact: str) -> str:
+    """SECURITY.md with the place to report to.
+
+    Raises:
+        ValueError: when the file names none, or several.
+    """
+    text, links = re.subn(r"(\[[^\]]+\])\([^)]*\)(?=, with the version)", lambda link: f"{link[1]}({contact})", policy)
+    if links != 1:
+        raise ValueError(f"SECURITY.md has {links} links to the place to report to; write one: [words](address), with the version")
+    return text
 
 
 def out_of_date(root: Path) -> list[Path]:

@@ -1,13 +1,15 @@
 """Contenders of whole steps, each in a process of its own: they compile side by side, and train in turns on one device.
 
 One whose CUTLASS kernels were compiled beside its first step is started again, so that it runs on them; so is one that failed, once
-the others are ready: where all compile at once, memory may not do for all of their first steps.
+the others are ready: where all compile at once, memory may not do for all of their first steps.  What is started again waits for
+compilers, so that it is measured on the kernels that are named, or says why it has none.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import statistics
 import threading
 import time
@@ -75,7 +77,7 @@ def take_turns(
         again = [name for name, contender in running.items() if not _ready(name, contender, say)]
         for name in again:  # on kernels that are there now, and in the memory that the others have given back
             running[name].stop()
-            running[name] = _Contender(*contenders[name])
+            running[name] = _Contender(*contenders[name], waits=True)
             running[name].ask(0)
             if not _ready(name, running[name], say):
                 running.pop(name).stop()
@@ -101,12 +103,12 @@ def _ready(name: Hashable, contender: _Contender, say: Callable[[str], None]) ->
 
 
 class _Contender:
-    """A process that trains when it is asked to."""
+    """A process that trains when it is asked to; ``waits``: for compilers, before its first step."""
 
-    def __init__(self, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...], *, waits: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=False)
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments, waits), daemon=False)
         self._process.start()
         theirs.close()
 
@@ -132,7 +134,8 @@ class _Contender:
         self._process.join()
 
 
-def _serve(pipe: Connection, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...], waits: bool) -> None:
+    os.environ["QSYNC_WAIT_FOR_KERNELS"] = str(int(waits))  # whatever the process says that starts contenders
     cuda = torch.cuda.is_available()
     try:
         step = make(*arguments)

@@ -1,5 +1,7 @@
 """Contenders in processes of their own, with steps that are sums."""
 
+import os
+
 import pytest
 import torch
 
@@ -38,3 +40,19 @@ def test_one_that_never_starts_is_told_and_left_out(tmp_path):
     found = take_turns(contenders, blocks=1, steps=1, say=said.append)
     assert list(found) == ["a"]
     assert sum("out of memory" in line for line in said) == 2
+
+
+def waiting_of(folder):
+    """A step that leaves what its process is told of compilers, and the first time fails."""
+    with (folder / "told").open("a") as lines:
+        lines.write(os.environ["QSYNC_WAIT_FOR_KERNELS"])
+    if len((folder / "told").read_text()) == 1:
+        raise RuntimeError("not yet")
+    return lambda: None
+
+
+def test_kernels_are_compiled_beside_the_first_start_and_awaited_by_the_second(tmp_path, monkeypatch):
+    """Though the process that starts contenders waits for compilers, as benchmarks do: one by one they take minutes."""
+    monkeypatch.setenv("QSYNC_WAIT_FOR_KERNELS", "1")
+    assert take_turns({"a": (waiting_of, (tmp_path,))}, blocks=1, steps=1, say=str)
+    assert (tmp_path / "told").read_text() == "01"

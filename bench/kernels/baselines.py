@@ -1,4 +1,4 @@
-"""What PyTorch itself has for a problem: torch._int_mm, cuBLAS and cuDNN in 16 bit, torch.compile, and torchao where installed.
+"""What else PyTorch has for a problem, beside its 16-bit products: torch._int_mm, torch.compile, and torchao where installed.
 
 A baseline computes the problem's product in its own format, or what comes nearest to it; ``BASELINES`` says what it leaves out.
 """
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from qsync_core.ir.precision import Granularity, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.backend import Op
-
-from .problems import Operands, Problem
-from .shapes import ConvShape, LinearShape
-from .timing import Thunk
+from qsync_torch.benchmarking.contenders import Contender, in_16_bit
+from qsync_torch.benchmarking.problems import Problem
+from qsync_torch.benchmarking.race import Thunk
+from qsync_torch.benchmarking.results import BASELINES as SIXTEEN_BIT
+from qsync_torch.kernels.operands import Arguments as Operands
 
 BASELINES = {
     "torch._int_mm": "PyTorch's int8 product alone: int32 out, no dequantization; the weight as nn.Linear holds it",
@@ -38,8 +39,8 @@ def baseline_names(op: str) -> tuple[str, ...]:
     if op == Op.QUANTIZE:
         return ("eager", "torch.compile", "eager (absmax)", "torch.compile (absmax)")
     if op == Op.LINEAR_OUTPUT:
-        return ("torch._int_mm", "float16", "bfloat16", "torch.compile", "torchao")
-    return ("float16", "bfloat16")
+        return ("torch._int_mm", *SIXTEEN_BIT, "torch.compile", "torchao")
+    return SIXTEEN_BIT
 
 
 def why_not(name: str, problem: Problem, device: torch.device) -> str | None:
@@ -58,15 +59,20 @@ def why_not(name: str, problem: Problem, device: torch.device) -> str | None:
     return None
 
 
-def calls(name: str, problem: Problem, operands: list[Operands], device: torch.device) -> tuple[Thunk, ...]:
+def contender(name: str, problem: Problem, operands: list[Operands], device: torch.device) -> Contender:
+    """The baseline, ready to be timed on these operands; 16-bit products on operands of their own."""
+    if name in SIXTEEN_BIT:
+        return in_16_bit(problem, Precision(name), device)
+    return Contender(name, "", calls(name, problem, operands), problem, operands[0])
+
+
+def calls(name: str, problem: Problem, operands: list[Operands]) -> tuple[Thunk, ...]:
     """The baseline's calls, one per set of operands."""
     if problem.op == Op.QUANTIZE:
         v = problem.variant
         formulas = quantize_by_absmax if name.endswith("(absmax)") else quantize_by_min_and_max
         function = _compiled(formulas) if name.startswith("torch.compile") else formulas
         return tuple(functools.partial(function, arguments[0], v.x_granularity, v.rounding) for arguments in operands)
-    if name in ("float16", "bfloat16"):
-        return _sixteen_bit(problem, getattr(torch, name), len(operands), device)
     makers: dict[str, Callable[[Operands], Thunk]] = {
         "torch._int_mm": _int_mm,
         "torch._int_mm (K, N)": _int_mm_transposed,
@@ -139,39 +145,3 @@ def _rounded(x: torch.Tensor, absmax: torch.Tensor, rounding: Rounding) -> tuple
         y = y + torch.rand_like(y)
     y = y.round() if rounding is Rounding.NEAREST else y.floor()
     return y.clamp(-127.0, 127.0).to(torch.int8), scale
-
-
-def _sixteen_bit(problem: Problem, dtype: torch.dtype, sets: int, device: torch.device) -> tuple[Thunk, ...]:
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        value = torch.randn(shape, device=device, generator=generator).to(dtype)
-        return value.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else value
-
-    shape, product = problem.shape, problem.op.split(".")[1]
-    if isinstance(shape, LinearShape):
-        return tuple(_linear(product, shape, draw, dtype, device) for _ in range(sets))
-    assert isinstance(shape, ConvShape)
-    torch.backends.cudnn.benchmark = True  # its best algorithm, found in the warm-up
-    return tuple(_conv(product, shape, draw) for _ in range(sets))
-
-
-def _linear(product: str, shape: LinearShape, draw: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device) -> Thunk:
-    if product == "output":
-        x, w, bias = draw(shape.m, shape.k), draw(shape.n, shape.k), draw(shape.n)
-        return functools.partial(torch.nn.functional.linear, x, w, bias)
-    grad = draw(shape.m, shape.n)
-    if product == "grad_input":
-        return functools.partial(torch.mm, grad, draw(shape.n, shape.k))
-    return functools.partial(torch.mm, grad.t(), draw(shape.m, shape.k))
-
-
-def _conv(product: str, shape: ConvShape, draw: Callable[..., torch.Tensor]) -> Thunk:
-    x, w = draw(*shape.x_shape), draw(*shape.w_shape)
-    if product == "output":
-        return functools.partial(torch.nn.functional.conv2d, x, w, None, shape.stride, shape.padding, shape.dilation, shape.groups)
-    mask = [product == "grad_input", product == "grad_weight", False]
-    return functools.partial(
-        torch.ops.aten.convolution_backward, draw(*shape.y_shape), x, w, None, list(shape.stride), list(shape.padding),
-        list(shape.dilation), False, [0, 0], shape.groups, mask,
-    )  # fmt: skip

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from qsync_core.kernels.choice import KernelChoice, OpChoice
+from qsync_torch.benchmarking.contenders import Backends, Contender, compile_ahead
+from qsync_torch.benchmarking.problems import Problem
+from qsync_torch.benchmarking.race import Measured, Timer, race
 
 from . import baselines
-from .contenders import Backends, Contender, build_best, compile_ahead, rotating_operands
-from .problems import Problem
-from .timing import Measured, Timer, race
 
 Row = dict[str, Any]
 
@@ -28,7 +28,7 @@ class Bench:
     Attributes:
         out: folder for what is not a row (profiles), None to write none.
         quick: few samples and small shapes, to try the script on a CPU.
-        backends: with as many candidates as ``libraries`` and ``just_in_time`` allow (:mod:`kernels.limited_backend`).
+        backends: with as many candidates as ``libraries`` and ``just_in_time`` allow.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Bench:
         self.timer = Timer(device)
         self._start = time.monotonic()
         self._chosen: dict[Problem, OpChoice] = {}
+        torch.backends.cudnn.benchmark = True
         os.environ.setdefault("QSYNC_WAIT_FOR_KERNELS", "1")  # what is measured is what is named
         for name, reason in self.backends.disabled.items():
             print(f"plugin {name} is disabled: {reason}", file=sys.stderr)
@@ -69,12 +70,12 @@ class Bench:
         Raises:
             RuntimeError: when no backend could run it, with every reason.
         """
-        operands = rotating_operands(problem, self.device)
+        operands = problem.operands(self.device)
         contenders = {runner.name: runner for runner in self.accepting(problem, operands)}
         thunks = {name: runner.thunks for name, runner in contenders.items()}
         for name in names:
             if baselines.why_not(name, problem, self.device) is None:
-                thunks[name] = baselines.calls(name, problem, operands, self.device)
+                thunks[name] = baselines.contender(name, problem, operands, self.device).thunks
         measured, failures = race(thunks, self.device, rounds=5 if self.quick else rounds, timer=self.timer)
         for name, why in failures.items():
             print(f"{problem.label}: {name}: {why}", file=sys.stderr)
@@ -86,20 +87,12 @@ class Bench:
         Raises:
             RuntimeError: when there is none, with every reason.
         """
-        request = problem.request(self.device)
-        found, reasons = [], []
-        for name, backend in self.backends.by_name.items():
-            if why := self.backends.reasons(name, request):
-                reasons.append(f"{name}: {'; '.join(why)}")
-                continue
-            try:
-                found.append(build_best(backend, request, operands, self.device))
-            except Exception as error:  # what one backend cannot build another may
-                reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        for why in reasons:
-            print(f"{problem.label}: {why}", file=sys.stderr)
+        found, left_out = self.backends.accepting(problem, operands, self.device)
+        for name, why in left_out.items():
+            print(f"{problem.label}: {name}: {why}", file=sys.stderr)
         if not found:
-            raise RuntimeError(f"no backend runs {problem.label}: {' | '.join(reasons)}")
+            reasons = " | ".join(f"{name}: {why}" for name, why in left_out.items())
+            raise RuntimeError(f"no backend runs {problem.label}: {reasons}")
         return found
 
     def choose(self, roles: Mapping[str, Problem]) -> KernelChoice:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import attrs
 
-if __package__:
-    from .suite_file import Row, Suite
-
+from qsync_torch.benchmarking.results import Row, Suite
 
 LEAST_CHANGE = 0.05
 """Smaller changes are not told apart from what two runs of one version differ by."""

@@ -11,11 +11,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kernels import baselines, compare, page, shapes, suite_file  # noqa: E402
-from kernels.contenders import Backends, Contender, build_best, compile_ahead, rotating_operands  # noqa: E402
-from kernels.peaks import Peaks, measure_peaks  # noqa: E402
-from kernels.problems import Operands, Problem, problems  # noqa: E402
-from kernels.timing import Timer  # noqa: E402
+from kernels import baselines, compare, shapes, suite_file  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_torch.benchmarking.bench import name_of, row_of  # noqa: E402
+from qsync_torch.benchmarking.contenders import Backends, Contender, compile_ahead  # noqa: E402
+from qsync_torch.benchmarking.errors import Reference  # noqa: E402
+from qsync_torch.benchmarking.page import render  # noqa: E402
+from qsync_torch.benchmarking.peaks import Peaks, measure_peaks  # noqa: E402
+from qsync_torch.benchmarking.problems import Problem, problems  # noqa: E402
+from qsync_torch.benchmarking.race import Measured, Timer, is_lost, why_failed  # noqa: E402
+from qsync_torch.benchmarking.results import BASELINES, Row, Suite  # noqa: E402
+from qsync_torch.kernels.operands import Arguments  # noqa: E402
 
 
 class DeviceClock:
@@ -40,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--rounds", type=int, default=15, help="samples of each measurement")
     group.addoption("--libraries", type=int, default=2, help="kernels that a request may have compiled")
     group.addoption("--just-in-time", type=int, default=3, help="configurations of a product from backends that do not compile")
-    group.addoption("--out", type=Path, help="folder for the result: JSON (merged with what is there), page and drawings")
+    group.addoption("--out", type=Path, help="folder for the result: JSON (merged with what is there) and page")
     group.addoption("--compare", type=Path, help="a stored result to compare with")
 
 
@@ -64,10 +70,10 @@ class Session:
     device: torch.device
     backends: Backends
     timer: Timer
-    rows: list[suite_file.Row] = attrs.field(factory=list)
+    rows: list[Row] = attrs.field(factory=list)
     left_out: dict[str, str] = attrs.field(factory=dict)
     _peaks: Peaks | None = None
-    _operands: tuple[Problem, list[Operands]] | None = None
+    _operands: tuple[Problem, list[Arguments], Reference] | None = None
     _broken: str = ""
 
     def peaks(self) -> Peaks:
@@ -76,25 +82,35 @@ class Session:
             self._peaks = measure_peaks(self.device)
         return self._peaks
 
-    def operands(self, problem: Problem) -> list[Operands]:
-        """Those of the problem at hand; the last problem's are let go."""
+    def operands(self, problem: Problem) -> tuple[list[Arguments], Reference]:
+        """Those of the problem at hand, and its result in float64; the last problem's are let go."""
         if self._operands is None or self._operands[0] != problem:
             self._operands = None
-            self._operands = problem, rotating_operands(problem, self.device)
-        return self._operands[1]
+            sets = problem.operands(self.device)
+            self._operands = problem, sets, Reference.of(problem, sets[0])
+        return self._operands[1:]
 
     def contender(self, problem: Problem, name: str) -> Contender:
         """Ready to be timed; skips the test, with the reason, where it cannot be."""
         if self._broken:
             pytest.fail(self._broken)
         if name in self.backends.by_name:
-            request = problem.request(self.device)
-            if reasons := self.backends.reasons(name, request):
+            if reasons := self.backends.reasons(name, problem.request(self.device)):
                 self.leave_out(problem, name, "; ".join(reasons))
-            return build_best(self.backends.by_name[name], request, self.operands(problem), self.device)
+            return self.backends.contender(name, problem, self.operands(problem)[0], self.device)
         if why := baselines.why_not(name, problem, self.device):
             self.leave_out(problem, name, why)
-        return Contender(name, "", baselines.calls(name, problem, self.operands(problem), self.device))
+        return baselines.contender(name, problem, self.operands(problem)[0], self.device)
+
+    def note(self, problem: Problem, contender: Contender, samples: list[float]) -> Row:
+        """Keep the figures of a measurement, with the error of backends and of 16-bit products."""
+        error: tuple[float, ...] = ()
+        if contender.name in (*self.backends.by_name, *BASELINES):
+            same = contender.problem == problem
+            reference = self.operands(problem)[1] if same else Reference.of(contender.problem, contender.operands)
+            error = reference.error_of(contender), reference.allowed
+        self.rows.append(row_of(problem, contender, Measured(tuple(samples)), self.peaks(), *error))
+        return self.rows[-1]
 
     def leave_out(self, problem: Problem, name: str, why: str) -> None:
         """Skip, and remember why."""
@@ -103,14 +119,14 @@ class Session:
 
     def fail(self, problem: Problem, name: str, error: Exception) -> None:
         """Remember a contender that should run and does not; an error of the device ends the session's measurements."""
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        text = why_failed(error)
         self.left_out[f"{problem.set_name} {problem.label}: {name}"] = f"{name} failed: {text}"
-        if "CUDA error" in text and "out of memory" not in text:
+        if is_lost(text):
             self._broken = f"the device does not answer since {name} ran {problem.label}: {text}"
 
 
 _SESSION = pytest.StashKey[Session]()
-_STORED = pytest.StashKey[suite_file.Suite]()
+_STORED = pytest.StashKey[Suite]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -118,6 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     config = metafunc.config
     if _SESSION not in config.stash:
+        torch.backends.cudnn.benchmark = True
         backends = Backends(config.getoption("--libraries"), config.getoption("--just-in-time"))
         config.stash[_SESSION] = Session(device_of(), backends, Timer(device_of()))
     found = config.stash[_SESSION]
@@ -138,7 +155,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = [
         pytest.param(problem, contender, id=f"{name}-{problem.label}-{contender}", marks=marks(problem, contender))
         for name in names
-        for problem in problems(shapes.shape_set(name))
+        for problem in problems(shapes.shape_set(name), images_16_bit=Precision.FLOAT16)
         if config.getoption("--op") in problem.op
         for contender in (*found.backends.by_name, *baselines.baseline_names(problem.op))
         if not wanted or contender in wanted
@@ -167,11 +184,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     from results import commit, machine, versions
 
-    device = torch.cuda.get_device_name(gathered.device) if gathered.device.type == "cuda" else machine()["cpu"]
     provenance = {"machine": machine(), "versions": versions(), "commit": commit(),
                   "command": "pytest " + " ".join(session.config.invocation_params.args)}  # fmt: skip
-    peaks = {"copy": gathered.peaks().copy_bytes_per_s, **gathered.peaks().flops}
-    suite = suite_file.Suite(device, provenance, peaks, tuple(gathered.rows), gathered.left_out)
+    rates = gathered.peaks().as_rates()
+    suite = Suite(name_of(gathered.device), provenance, rates, tuple(gathered.rows), gathered.left_out)
     if out := session.config.getoption("--out"):
         for written in _write(suite, out):
             print(f"\nwrote {os.path.relpath(written)}", end="")
@@ -179,18 +195,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print("\n" + compare.comparison_text(stored, suite))
 
 
-def _write(suite: suite_file.Suite, folder: Path) -> Iterator[Path]:
-    path = folder / f"{suite.slug}.json"
+def _write(suite: Suite, folder: Path) -> Iterator[Path]:
+    path = folder / f"{suite_file.slug_of(suite)}.json"
     merged = suite_file.merge(suite_file.read_suite(path) if path.exists() else None, suite)
     suite_file.write_suite(merged, path)
     yield path
-    drawings = folder / suite.slug
-
-    def place(name: str, svg: str) -> str:
-        drawings.mkdir(exist_ok=True)
-        (drawings / f"{name}.svg").write_text(svg + "\n", encoding="utf-8")
-        return f"![{name}]({suite.slug}/{name}.svg)"
-
-    markdown = folder / f"{suite.slug}.md"
-    markdown.write_text(page.suite_page(merged, place) + "\n", encoding="utf-8")
-    yield markdown
+    html = path.with_suffix(".html")
+    html.write_text(render(merged), encoding="utf-8")
+    yield html

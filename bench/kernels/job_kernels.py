@@ -13,6 +13,7 @@ from qsync_core.ir.plan import Assignment
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.tuning.record import formats_of
+from qsync_torch.benchmarking.contenders import compile_ahead
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.load_job import load_job
@@ -21,7 +22,6 @@ from qsync_torch.tuning.chooser import KernelChooser
 from qsync_torch.tuning.job_tuning import Effort, JobTuning, tune_requests
 
 from .bench import Bench
-from .contenders import compile_ahead
 
 EFFORT = Effort(budget=5, samples=(3, 9))
 """Enough for whole steps, where a few per cent of one kernel do not show."""

@@ -5,23 +5,33 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_torch.benchmarking.contenders import compile_ahead
+from qsync_torch.benchmarking.problems import Problem
+from qsync_torch.benchmarking.shapes import ProductShape
 
 from .bench import Bench, Row, best_of, geometric_mean, ratio
-from .contenders import compile_ahead
-from .problems import INT8_CONV, Problem
 from .shapes import shape_set
+
+_INT8 = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
+
+
+def _images(name: str) -> list[ProductShape]:
+    """The convolutions of a set."""
+    return [shape for shape in shape_set(name).products if not shape.call.of_rows]
 
 
 def requests(bench: Bench) -> list[KernelRequest]:
     """What K6 asks backends for."""
-    return [Problem(Op.CONV2D_OUTPUT, shape, INT8_CONV).request(bench.device) for shape in shape_set("resnet50").conv]
+    return [Problem(Op.CONV2D_OUTPUT, shape, _INT8).request(bench.device) for shape in _images("resnet50")]
 
 
 def conv_rows(bench: Bench) -> Iterator[Row]:
     """K6, and K6t: the time of all of them together."""
-    shapes = shape_set("smoke" if bench.quick else "resnet50").conv
-    problems = [Problem(Op.CONV2D_OUTPUT, shape, INT8_CONV) for shape in shapes]
+    shapes = _images("smoke" if bench.quick else "resnet50")
+    problems = [Problem(Op.CONV2D_OUTPUT, shape, _INT8) for shape in shapes]
     compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems])
     ratios, own_ns, cudnn_ns, details, missing = [], 0.0, 0.0, [], []
     for problem, shape in zip(problems, shapes, strict=True):

@@ -19,12 +19,13 @@ from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_torch.benchmarking.contenders import build_best, compile_ahead
+from qsync_torch.benchmarking.peaks import copy_calls
+from qsync_torch.benchmarking.race import Thunk, race
 from qsync_torch.devices import device_facts
+from qsync_torch.timing import rotation_count
 
 from .bench import Bench, Row, best_of, ratio, ratio_spread
-from .contenders import build_best, compile_ahead
-from .peaks import copy_calls
-from .timing import Thunk, race, rotation_count, tensor_bytes
 
 _COPY, _UNFUSED = "copy", "PyTorch"
 _EPS = 1e-5
@@ -217,23 +218,23 @@ def producer_rows(bench: Bench) -> Iterator[Row]:
     compile_ahead(bench.backends, [case.request(bench.device) for case in cases(bench.quick)])
     for case in cases(bench.quick):
         first = case.operands(bench.device, 0)
-        count = rotation_count(tensor_bytes(first), bench.device)
+        nbytes = sum(operand.nbytes for operand in first if isinstance(operand, torch.Tensor))
+        count = rotation_count(nbytes, bench.device, most=16)
         operands = [first, *(case.operands(bench.device, seed) for seed in range(1, count))]
         request = case.request(bench.device)
-        runners = {}
+        configs, thunks = {}, {}
         for name, backend in bench.backends.by_name.items():
             if why := bench.backends.reasons(name, request):
                 bench.say(f"{case.label}: {name}: {'; '.join(why)}")
                 continue
-            runners[name] = build_best(backend, request, operands, bench.device)
-        thunks = {name: runner.thunks for name, runner in runners.items()}
+            configs[name], thunks[name] = build_best(backend, request, operands, bench.device)
         thunks[_COPY] = copy_calls(bench.device)
         if all(call := [case.unfused(set_) for set_ in operands]):
             thunks[_UNFUSED] = tuple(call)
         measured, failures = race(thunks, bench.device, rounds=5 if bench.quick else 15, timer=bench.timer)
         for name, why in failures.items():
             bench.say(f"{case.label}: {name}: {why}")
-        best = best_of(measured, runners)
+        best = best_of(measured, configs)
         copy_rate = 2 * thunks[_COPY][0].args[0].nbytes / measured[_COPY].median_ns
         share = case.moved_bytes / copy_rate / measured[best].median_ns
         spread = (
@@ -242,11 +243,11 @@ def producer_rows(bench: Bench) -> Iterator[Row]:
         )
         spread += "".join(
             f"; {name} {measured[name].median_ns / 1e3:.1f} µs, {ratio(measured[name], measured[best]):.2f} of it"
-            for name in runners
+            for name in configs
             if name in measured and name != best
         )
         if _UNFUSED in measured:
             times = ratio(measured[best], measured[_UNFUSED])
             spread += f"; {times:.2f} of PyTorch's float16 operators, {ratio_spread(measured[best], measured[_UNFUSED])}"
-        who = f"{best} {runners[best].config}".strip()
+        who = f"{best} {configs[best]}".strip()
         yield bench.row(case.id, f"{case.label}: share of the copy rate ({who})", share, "fraction", "reported", spread)

@@ -13,17 +13,19 @@ from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
+from qsync_torch.benchmarking.contenders import compile_ahead
+from qsync_torch.benchmarking.problems import Problem, quantization
+from qsync_torch.benchmarking.race import Measured, Thunk, race
+from qsync_torch.benchmarking.shapes import ProductShape
+from qsync_torch.benchmarking.shapes import product_of_rows as linear
 
 from .bench import Bench, Row, best_of, geometric_mean, ratio, ratio_spread
-from .contenders import compile_ahead
-from .problems import INT8, Problem, quantization
-from .shapes import LinearShape
-from .timing import Measured, Thunk, race
 
-LARGE = LinearShape(8192, 8192, 8192)
-SMALL = (LinearShape(4608, 768, 768), LinearShape(4608, 768, 3072), LinearShape(4608, 3072, 768), LinearShape(8192, 1024, 4096))
-STEPS = {"K3": LARGE, "K3b": LinearShape(8192, 4096, 4096)}
-_QUICK = LinearShape(64, 64, 96)
+INT8 = Variant.of(Precision.INT8)
+LARGE = linear(8192, 8192, 8192)
+SMALL = (linear(4608, 768, 768), linear(4608, 768, 3072), linear(4608, 3072, 768), linear(8192, 1024, 4096))
+STEPS = {"K3": LARGE, "K3b": linear(8192, 4096, 4096)}
+_QUICK = linear(64, 64, 96)
 _INT_MM, _INT_MM_KN = "torch._int_mm", "torch._int_mm (K, N)"
 _PYTORCH = (_INT_MM, _INT_MM_KN, "bfloat16", "float16")
 _BACKWARD = {
@@ -57,7 +59,7 @@ def _step_variant(grad_input: Precision, grad_weight: Precision) -> Variant:
 def product_rows(bench: Bench) -> Iterator[Row]:
     """K1, K1b; the same against the other layout of the weight and on bell-shaped operands."""
     shape = _QUICK if bench.quick else LARGE
-    flops = 2 * shape.m * shape.k * shape.n
+    flops = _flops(shape)
     for id_, bell_shaped in (("K1", False), ("K1-bell", True)):
         problem = Problem(Op.LINEAR_OUTPUT, shape, INT8, bell_shaped=bell_shaped)
         compile_ahead(bench.backends, [problem.request(bench.device)])
@@ -88,7 +90,7 @@ def small_product_rows(bench: Bench) -> Iterator[Row]:
         measured, used = _race(bench, shape)
         best = best_of(measured, used)
         ratios.append(ratio(measured[_INT_MM], measured[best]))
-        others = _others(measured, 2 * shape.m * shape.k * shape.n)
+        others = _others(measured, _flops(shape))
         details.append(f"{shape.label} {ratios[-1]:.2f} ({best} {used[best]}; {others})")
         bench.say(details[-1])
     what = f"int8 linear.output to bfloat16 over {_INT_MM} alone, four smaller shapes"
@@ -97,7 +99,11 @@ def small_product_rows(bench: Bench) -> Iterator[Row]:
     yield bench.row("K2b", f"{what}: geometric mean", geometric_mean(ratios), "×", "≥ 1.6", each)
 
 
-def _race(bench: Bench, shape: LinearShape) -> tuple[dict[str, Measured], dict[str, str]]:
+def _flops(shape: ProductShape) -> int:
+    return Problem(Op.LINEAR_OUTPUT, shape, INT8).flops
+
+
+def _race(bench: Bench, shape: ProductShape) -> tuple[dict[str, Measured], dict[str, str]]:
     problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)
     return bench.race_problem(problem, _PYTORCH, rounds=21)
 
@@ -112,7 +118,7 @@ def step_rows(bench: Bench) -> Iterator[Row]:
         yield from _step_rows(bench, id_, _QUICK if bench.quick else shape)
 
 
-def _step_rows(bench: Bench, id_: str, shape: LinearShape) -> Iterator[Row]:
+def _step_rows(bench: Bench, id_: str, shape: ProductShape) -> Iterator[Row]:
     target = {"K3": "≥ 1.30", "K3b": "≥ 1.15"}[id_]
     for parameter, suffix in ((torch.bfloat16, ""), (torch.float32, "-float32-weight")):
         contenders: dict[str, tuple[Thunk, ...]] = {}
@@ -150,30 +156,30 @@ def _chain(bench: Bench) -> str:
     return "+".join([*first, *rest, "aten"])
 
 
-def _roles(shape: LinearShape, variant: Variant, parameter: torch.dtype) -> dict[str, Problem]:
+def _roles(shape: ProductShape, variant: Variant, parameter: torch.dtype) -> dict[str, Problem]:
     """What a step asks backends for."""
     bf16 = Precision.BFLOAT16
     roles = {
         Op.LINEAR_OUTPUT: Problem(Op.LINEAR_OUTPUT, shape, variant),
         Op.LINEAR_GRAD_INPUT: Problem(Op.LINEAR_GRAD_INPUT, shape, variant),
         Op.LINEAR_GRAD_WEIGHT: Problem(Op.LINEAR_GRAD_WEIGHT, shape, variant),
-        Op.QUANTIZE: quantization((shape.m, shape.k), source=bf16),
+        Op.QUANTIZE: quantization(shape.call.x, source=bf16),
         QUANTIZE_WEIGHT: quantization(
-            (shape.n, shape.k), Granularity.PER_CHANNEL, source=bf16 if parameter is torch.bfloat16 else Precision.FLOAT32
+            shape.call.w, Granularity.PER_CHANNEL, source=bf16 if parameter is torch.bfloat16 else Precision.FLOAT32
         ),
     }
     if variant.grad_input.needs_scale or variant.grad_weight.needs_scale:
-        roles[QUANTIZE_GRADIENT] = quantization((shape.m, shape.n), source=bf16, flags=("multiplier",))
+        roles[QUANTIZE_GRADIENT] = quantization(shape.call.y, source=bf16, flags=("multiplier",))
     return roles
 
 
-def _step_operands(bench: Bench, shape: LinearShape, parameter: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _step_operands(bench: Bench, shape: ProductShape, parameter: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def draw(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(size, device=bench.device).to(dtype)
 
-    x = draw(shape.m, shape.k, dtype=torch.bfloat16).requires_grad_()
-    w = draw(shape.n, shape.k, dtype=parameter).requires_grad_()
-    return x, w, draw(shape.m, shape.n, dtype=torch.bfloat16)
+    x = draw(*shape.call.x, dtype=torch.bfloat16).requires_grad_()
+    w = draw(*shape.call.w, dtype=parameter).requires_grad_()
+    return x, w, draw(*shape.call.y, dtype=torch.bfloat16)
 
 
 def _plain_step(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qsync_torch.benchmarking.peaks import copy_calls
+from qsync_torch.benchmarking.problems import quantization
+from qsync_torch.benchmarking.race import Measured, race
+
 from . import baselines
 from .bench import Bench, Row, best_of, ratio, ratio_spread
-from .contenders import rotating_operands
-from .peaks import copy_calls
-from .problems import quantization
-from .timing import Measured, race
 
 SHAPES = {"K4": (512, 64, 56, 56), "K4b": (64, 64, 56, 56)}
 _QUICK = {"K4": (4, 16, 14, 14), "K4b": (2, 16, 14, 14)}
@@ -20,13 +20,13 @@ def quantize_rows(bench: Bench) -> Iterator[Row]:
     """K4, K4b, K5, K5b."""
     for id_, shape in (_QUICK if bench.quick else SHAPES).items():
         problem = quantization(shape)
-        operands = rotating_operands(problem, bench.device)
+        operands = problem.operands(bench.device)
         runners = {runner.name: runner for runner in bench.accepting(problem, operands)}
         contenders = {name: runner.thunks for name, runner in runners.items()}
         contenders[_COPY] = copy_calls(bench.device)
         for name in baselines.baseline_names(problem.op):
             if id_ == "K4" and baselines.why_not(name, problem, bench.device) is None:
-                contenders[name] = baselines.calls(name, problem, operands, bench.device)
+                contenders[name] = baselines.calls(name, problem, operands)
         measured, failures = race(contenders, bench.device, rounds=5 if bench.quick else 21, timer=bench.timer)
         bench.say(f"{problem.label}: " + "; ".join(f"{name} {found.median_ns / 1e3:.1f} µs" for name, found in measured.items()))
         for name, why in failures.items():

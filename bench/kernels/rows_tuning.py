@@ -14,19 +14,20 @@ from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_core.tuning.search import Effort, tune
 from qsync_core.tuning.store import TuningStore
+from qsync_torch.benchmarking.contenders import build_side_by_side, calls_of
+from qsync_torch.benchmarking.limited_backend import first_libraries
+from qsync_torch.benchmarking.problems import Problem
+from qsync_torch.benchmarking.race import race
+from qsync_torch.benchmarking.shapes import product_of_rows as linear
 from qsync_torch.devices import int8_rungs
+from qsync_torch.kernels.operands import Arguments
 from qsync_torch.kernels.selection import find_backends
 
 from .bench import Bench, Row, ratio
-from .contenders import build_side_by_side, calls_of, rotating_operands
 from .job_kernels import JobKernels
-from .limited_backend import first_libraries
-from .problems import INT8, Operands, Problem
-from .rows_products import LARGE, SMALL
-from .shapes import LinearShape
-from .timing import race
+from .rows_products import INT8, LARGE, SMALL
 
-SHAPES = (*SMALL, LinearShape(8192, 4096, 4096), LARGE)
+SHAPES = (*SMALL, linear(8192, 4096, 4096), LARGE)
 _SHOWN = 5
 
 
@@ -34,7 +35,7 @@ def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float
     """K10: for every shape, all configurations of ``libraries`` kernels, and what tuning chose among the backend's candidates."""
     (backend,) = find_backends((backend_name,))
     ratios, details, counts = [], [], []
-    for shape in (LinearShape(64, 64, 96),) if bench.quick else SHAPES:
+    for shape in (linear(64, 64, 96),) if bench.quick else SHAPES:
         problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)
         found = _search(bench, backend, problem, budget_s / len(SHAPES), libraries)
         if found is None:
@@ -93,7 +94,7 @@ def _search(
     if reasons := backend.unsupported_reasons(request):
         print(f"K10 {problem.label}: {'; '.join(reasons)}", file=sys.stderr)
         return None
-    operands = rotating_operands(problem, bench.device)
+    operands = problem.operands(bench.device)
     configs = every_config(backend, request, libraries)
     build_side_by_side([(backend, request, config) for config in configs])
     bench.say(f"{problem.label}: {len(configs)} configurations built")
@@ -118,7 +119,7 @@ def _search(
     return value, len(times), f"tuned {tuned}, best {best} {measured[best].median_ns / 1e3:.1f} µs"
 
 
-def _tuned(bench: Bench, backend: KernelBackend, request: KernelRequest, operands: Sequence[Operands]) -> str:
+def _tuned(bench: Bench, backend: KernelBackend, request: KernelRequest, operands: Sequence[Arguments]) -> str:
     """What core's tuning chooses from the backend's candidates."""
 
     def measure(kernel: Kernel, _: KernelRequest, samples: int) -> int:
@@ -130,5 +131,5 @@ def _tuned(bench: Bench, backend: KernelBackend, request: KernelRequest, operand
         return tune(backend, request, measure, TuningStore(Path(folder) / "tuning.sqlite", "benchmark", {})).config
 
 
-def _bound(kernel: Kernel, arguments: Operands) -> Any:
+def _bound(kernel: Kernel, arguments: Arguments) -> Any:
     return lambda: kernel(*arguments)

@@ -4,78 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_torch.benchmarking.results import Row, Suite
 
-FORMAT = 1
-
-
-@attrs.frozen
-class Row:
-    """One contender on one problem.
-
-    Attributes:
-        set_name, op, formats, shape: the problem; ``count`` is how often the model has it.
-        contender, config: who ran it, with what configuration.
-        median_ns, spread, samples: time of one call, its interquartile range over the median, and the number of samples.
-        tflops: 10¹² operations per second of a product, 10⁹ bytes per second (of the floor) where there are none.
-        unit: of ``tflops``: ``TFLOP/s`` or ``GB/s``.
-        share, bound: share of what the measured peak (``compute``) or copy rate (``bandwidth``) allows.
-    """
-
-    set_name: str
-    op: str
-    formats: str
-    shape: str
-    count: int
-    contender: str
-    config: str
-    median_ns: float
-    spread: float
-    samples: int
-    tflops: float
-    unit: str
-    share: float
-    bound: str
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What names the measurement."""
-        return (*self.problem, self.contender)
-
-    @property
-    def problem(self) -> tuple[str, ...]:
-        """What names the problem."""
-        return self.set_name, self.op, self.formats, self.shape
+FORMAT = 2
 
 
-@attrs.frozen
-class Suite:
-    """A run of the suite.
-
-    Attributes:
-        device: the name of what the kernels ran on.
-        provenance: machine, versions, commit, command.
-        peaks: measured limits: ``copy`` in bytes/s, formats in operations/s.
-        rows: measurements.
-        left_out: contenders that did not run, with the reason, by ``problem: contender``.
-    """
-
-    device: str
-    provenance: Mapping[str, Any]
-    peaks: Mapping[str, float]
-    rows: tuple[Row, ...]
-    left_out: Mapping[str, str]
-
-    @property
-    def slug(self) -> str:
-        """The device's name as a file name."""
-        return re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+def slug_of(suite: Suite) -> str:
+    """The device's name as a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", suite.device.lower()).strip("-")
 
 
 def write_suite(suite: Suite, path: Path) -> None:
@@ -130,6 +72,8 @@ def _row(stored: Any) -> Row:
     row = Row(**stored)
     for field in attrs.fields(Row):
         value, is_text = getattr(row, field.name), field.type in (str, "str")
+        if value is None and field.default is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, str if is_text else (int, float)):
             raise TypeError(f"{field.name} of a row must be a {'text' if is_text else 'number'}, got {value!r}")
     return row
@@ -142,11 +86,3 @@ def merge(earlier: Suite | None, later: Suite) -> Suite:
     rows = {row.key: row for row in earlier.rows} | {row.key: row for row in later.rows}
     left_out = {**earlier.left_out, **later.left_out}
     return attrs.evolve(later, rows=tuple(rows.values()), left_out=left_out)
-
-
-def by_problem(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
-    """Rows grouped by their problem, in their order."""
-    found: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.problem, []).append(row)
-    return found

@@ -2,7 +2,8 @@
 
     pytest bench/kernels --set bert-base --op linear --out OUT --compare stored.json
 
-pytest-benchmark shows and stores the device's time of one call; ``--out`` writes our own JSON, page and drawings.
+What measures is the code of ``qsync bench``.  pytest-benchmark shows and stores the device's time of one call; ``--out`` writes our
+own JSON and the command's page.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import pytest
 
 from kernels.conftest import CLOCK
-from kernels.suite_file import Row
 
 pytest.importorskip("pytest_benchmark", reason="the suite needs pytest-benchmark")
 
@@ -32,35 +32,9 @@ def test_kernel(problem, contender, session, benchmark, pytestconfig):
         CLOCK.seconds += samples[-1] * 1e-9
 
     benchmark.pedantic(sample, rounds=pytestconfig.getoption("--rounds"), warmup_rounds=0)
-    row = row_of(problem, runner, samples, session.peaks())
-    session.rows.append(row)
+    row = session.note(problem, runner, samples)
+    error = {} if row.error is None else {"error": row.error}
     benchmark.extra_info.update(
-        {"config": row.config, row.unit: round(row.tflops, 2), "share": round(row.share, 4), "bound": row.bound}
+        {"config": row.config, row.unit: round(row.tflops, 2), "share": round(row.share, 4), "bound": row.bound, **error}
     )
-    assert row.median_ns > 0
-
-
-def row_of(problem, runner, samples, peaks) -> Row:
-    """The figures of one measurement."""
-    from kernels.timing import Measured
-
-    measured = Measured(tuple(samples))
-    arithmetic = runner.name if runner.name in ("float16", "bfloat16") else str(problem.arithmetic)
-    share, bound = peaks.share(problem.flops, problem.floor_bytes, arithmetic, measured.median_ns)
-    rate = problem.flops / measured.median_ns / 1e3 if problem.flops else problem.floor_bytes / measured.median_ns
-    return Row(
-        set_name=problem.set_name,
-        op=problem.op,
-        formats=problem.format_label,
-        shape=problem.shape_label,
-        count=1 if isinstance(problem.shape, tuple) else problem.shape.count,
-        contender=runner.name,
-        config=runner.config,
-        median_ns=measured.median_ns,
-        spread=measured.spread,
-        samples=len(samples),
-        tflops=rate,
-        unit="TFLOP/s" if problem.flops else "GB/s",
-        share=share,
-        bound=bound,
-    )
+    assert not row.is_wrong, f"its relative error is {row.error}, and {row.allowed} is what its formats explain"

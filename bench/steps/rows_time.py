@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from kernels.bench import Bench, Row
-from kernels.peaks import copy_calls
-from kernels.timing import race
 from kernels.whole_model import Mode, StepTimes, release
+from qsync_torch.benchmarking.peaks import copy_calls
+from qsync_torch.benchmarking.race import race
 
 from .jobs import (
     AMP,

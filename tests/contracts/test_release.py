@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import tomllib
 import zipfile
 
 import pytest
+import yaml
 
 import release
 import shared_metadata
 from contracts.environment import MODULES, ROOT
+from contracts.test_readme_commands import tox_section
 
 CHANGELOG = "# Changelog\n\n## 0.2.0 (unreleased)\n\n- A change.\n\n## 0.1.0 (2025-01-02)\n\n- First.\n"
 
@@ -90,6 +94,53 @@ def test_an_archive_of_another_version_or_without_the_licence_is_refused(wheelho
                 part.writestr(name, whole.read(name))
     with pytest.raises(release.NotReadyError, match="LICENSE"):
         release.check_archive(bare, version, licence)
+
+
+def test_hashes_are_those_that_sha256sum_checks(tmp_path):
+    for name in ("b-1.0.tar.gz", "a-1.0-py3-none-any.whl"):
+        (tmp_path / name).write_bytes(name.encode())
+    written = release.write_hashes(tmp_path.glob("*-1.0*"))
+    assert [line.split("  ")[1] for line in written.read_text().splitlines()] == ["a-1.0-py3-none-any.whl", "b-1.0.tar.gz"]
+    check = ["sha256sum", "--check", "--strict", written.name]
+    assert subprocess.run(check, cwd=tmp_path, check=False, capture_output=True).returncode == 0
+    (tmp_path / "b-1.0.tar.gz").write_bytes(b"altered")
+    assert subprocess.run(check, cwd=tmp_path, check=False, capture_output=True).returncode == 1
+
+
+def test_tools_of_a_release_are_pinned_by_hash():
+    wanted = [line.split(">=")[0] for line in (ROOT / "release" / "requirements.in").read_text().splitlines() if line[0] != "#"]
+    text = (ROOT / "release" / "requirements.txt").read_text()
+    pinned = re.split(r"(?m)^(?=[a-z0-9])", re.sub(r"(?m)^ *#.*\n", "", text))[1:]
+    assert {re.split("[= ;]", entry)[0] for entry in pinned} >= set(wanted)
+    for entry in pinned:
+        assert re.match(r"[\w.-]+==[\w.]+ ", entry), entry
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
+    environment = tox_section("testenv:release")
+    assert environment["deps"] == "-r {tox_root}/release/requirements.txt"
+    assert "--require-hashes" in environment["install_command"]
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_actions_are_pinned_by_commit(workflow):
+    text = workflow.read_text()
+    used = re.findall(r"uses: *(\S+.*)", text)
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action), action
+    assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+
+
+def test_the_release_workflow_builds_with_pinned_tools_and_attests_what_it_built():
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"].values()
+    assert job["permissions"] == {"contents": "read", "id-token": "write", "attestations": "write"}
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert "--require-hashes -r release/requirements.txt" in commands[0]
+    assert "release/release.py" in commands[1]
+    assert commands[1].endswith("--check")
+    actions = [step["uses"].split("@")[0] for step in job["steps"] if "uses" in step]
+    assert actions[-2:] == ["actions/attest-build-provenance", "actions/upload-artifact"]
+    attested = next(step for step in job["steps"] if "attest" in step.get("uses", ""))["with"]["subject-path"].split()
+    assert attested == ["dist/*.whl", "dist/*.tar.gz", f"dist/{release.HASHES}"]
 
 
 def test_bare_environments_get_every_package():

@@ -16,6 +16,7 @@ import shared_metadata
 from contracts.environment import MODULES, ROOT, pyproject, run
 
 TABLE = shared_metadata.shared(ROOT)
+FILES = ("pyproject.toml", "README.md")
 
 
 def test_every_package_says_what_the_root_says():
@@ -36,8 +37,31 @@ def test_a_new_address_reaches_every_file(tmp_path):
     files = shared_metadata.written(tmp_path)
     assert len(files) == 3 * len(MODULES) + 1
     assert [path for path, text in files.items() if "old.example" in text] == []
-    assert "https://new.example/q/security" in files[tmp_path / "SECURITY.md"]
+    assert "[to the project](https://new.example/q/security)" in files[tmp_path / "SECURITY.md"]
     assert "https://new.example/q/blob/main/docs/" in files[tmp_path / "packages" / "qsync-kernels-cutlass" / "README.md"]
+
+
+@pytest.mark.parametrize("contact", ["mailto:security@new.example", "https://elsewhere.example/report"])
+def test_the_place_to_report_to_is_one_variable(contact, tmp_path):
+    for name in ("pyproject.toml", "LICENSE", "SECURITY.md", *(f"packages/{p}/{f}" for p in MODULES for f in FILES)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    root = tmp_path / "pyproject.toml"
+    root.write_text(root.read_text().replace(f'security = "{TABLE["security"]}"', f'security = "{contact}"'))
+    files = shared_metadata.written(tmp_path)
+    assert f"[to the project]({contact}), with the version" in files[tmp_path / "SECURITY.md"]
+    for package in MODULES:
+        assert f'urls.Security = "{contact}"' in files[tmp_path / "packages" / package / "pyproject.toml"]
+    assert [path for path, text in files.items() if f'"{TABLE["security"]}"' in text or f"({TABLE['security']})" in text] == []
+
+
+@pytest.mark.parametrize("policy", ["# Security\n", "[a](b), with the version [c](d), with the version\n"])
+def test_a_policy_that_names_no_place_or_several_is_refused(policy, tmp_path):
+    for name in ("pyproject.toml", "LICENSE"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "SECURITY.md").write_text(policy)
+    with pytest.raises(ValueError, match=r"SECURITY\.md has [02] links to the place to report to; write one"):
+        shared_metadata.written(tmp_path)
 
 
 def test_every_python_of_the_classifiers_is_allowed():

@@ -34,25 +34,47 @@ def example():
     return module
 
 
-def test_workers_are_placed_by_their_groups_and_rank_0_trains(run, example):
-    assert example.selectors(run.path) == [{"qsync-group": "train"}, {"qsync-group": "infer"}]
-
-
-def test_two_nodes_train_hybrid(run, example, monkeypatch, tmp_path):
+@pytest.fixture
+def nodes(monkeypatch):
+    """Two nodes of Ray on this machine, one of each group, which workers reach as long as this lasts."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
-    nodes = [{"num_cpus": 1, "labels": {"qsync-group": group}} for group in ("infer", "train")]
-    cluster = Cluster(initialize_head=True, head_node_args=nodes[0])
+    described = [{"num_cpus": 1, "labels": {"qsync-group": group}} for group in ("infer", "train")]
+    cluster = Cluster(initialize_head=True, head_node_args=described[0])
     try:
-        cluster.add_node(**nodes[1])
+        cluster.add_node(**described[1])
         ray.init(address=cluster.address)
-        result = example.make_trainer(run.path, tmp_path / "results", epochs=1, batch_size=32).fit()
+        yield
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def test_workers_are_those_of_the_plan_and_rank_0_trains(run, example):
+    assert list(example.planned_workers(run.path).items()) == [("train", 1), ("infer", 1)]
+
+
+def test_a_plan_is_for_the_groups_and_ranks_that_are_there(run, example):
+    assert example.is_planned(run, {"infer": 1, "train": 1})
+    assert not example.is_planned(run, {"infer": 1, "train": 2})
+    assert not example.is_planned(run, {"train": 1})
+
+
+@pytest.mark.nightly
+def test_workers_that_have_changed_prepare_before_they_train(example, nodes, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for workers, groups in (({"train": 1, "infer": 1}, [["train", "infer"], ["train"], ["infer"]]), ({"train": 1}, [["train"]])):
+        result = example.make_trainer(folder.path, tmp_path / str(len(workers)), 1, 32, workers).fit()
+        assert result.error is None
+        assert {frozenset(names) for names in groups} <= {frozenset(names) for names in folder.planned_groups()}
+    assert example.is_planned(folder, {"train": 1})
+
+
+def test_two_nodes_train_hybrid(run, example, nodes, tmp_path):
+    result = example.make_trainer(run.path, tmp_path / "results", epochs=1, batch_size=32).fit()
     assert result.error is None
     assert result.metrics["group"] == "train"  # as rank 0 reports
     assert 0 < result.metrics["loss"] < 2.3  # of ten digits, less than by guessing

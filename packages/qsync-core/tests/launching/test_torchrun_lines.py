@@ -15,8 +15,9 @@ from qsync_core.artifacts.files import save
 from qsync_core.cli.root import cli
 from qsync_core.errors import ClusterError, PlanError
 from qsync_core.ir.plan import Role
-from qsync_core.launching.jobset import PodSettings, jobset
+from qsync_core.launching.jobset import jobset
 from qsync_core.launching.machines import planned_job
+from qsync_core.launching.pods import PodSettings
 from qsync_core.launching.torchrun import Meeting, machine_commands
 
 GROUPS = {"infer": (Role.INFER, 2, HALF_T4), "train": (Role.TRAIN, 4, H200)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import attrs
@@ -12,7 +13,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.units import format_bytes
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.problem import Problem, SearchState, Unit, build_problem
-from qsync_planner.allocator.recovery import History, Refusal, Step, recover
+from qsync_planner.allocator.recovery import History, Refusal, Step, new_history, recover, sweep_until_stable
 from qsync_planner.allocator.solution import added_time_text, reason, time_text
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
@@ -95,6 +96,26 @@ def test_every_step_and_refusal_is_what_a_replay_from_scratch_says(seed: int) ->
             assert refusal.over_time_ns or refusal.over_memory_bytes
             refused += 1
     assert refused or all(rung == 2 for rung in final)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_below_a_bound_are_tried_where_a_unit_needs_a_reason(seed: int) -> None:
+    case = random_case(seed, ladder=LADDERS[0])
+    problem = build_problem(Inputs(case.dag, case.cluster, case.profiles, case.sensitivity))
+    state = SearchState(problem, Replayer(Inputs(case.dag, case.cluster, case.profiles)))
+    limit = state.move_to("infer0", problem.groups[0].uniform(0)).iteration_ns + 150_000
+    whole = recover(state, limit)["infer0"]
+    plan, objective = state.all_rungs(), problem.objective(state.all_rungs())
+    without, bounded, trials = new_history(state), new_history(state), []
+    for history, bound in ((without, -math.inf), (bounded, objective)):
+        before = state.trials
+        sweep_until_stable(state, limit, history, bound)
+        trials.append(state.trials - before)
+        assert state.all_rungs() == plan
+    assert [history.refusals for history in without["infer0"]] == [history.refusals for history in whole]
+    for one, other in zip(without["infer0"], bounded["infer0"], strict=True):
+        assert one.refusals[:1] == other.refusals[:1]
+    assert trials[1] <= trials[0]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -33,7 +33,7 @@ from qsync_planner.allocator.exact import labels, staged, stages
 from qsync_planner.allocator.exact.counts import countings
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.labels import best_path
-from qsync_planner.allocator.exact.network import Network, Row
+from qsync_planner.allocator.exact.network import Network, Row, best_prices
 from qsync_planner.allocator.exact.programs import least
 from qsync_planner.allocator.exact.staged import Endurance, StagedSearch, least_omega
 from qsync_planner.allocator.problem import GroupProblem, build_problem
@@ -163,6 +163,22 @@ def test_labels_that_take_more_of_every_row_and_cost_more_are_dropped(seed: int)
     assert found.path is not None
     assert network.cost[found.path].sum() == pytest.approx(network.cost[paths[keeps]].sum(axis=1).min(), rel=1e-12)
     assert found.most <= 100  # of up to 976 that differ in some row
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_among_few_arcs_a_plan_is_found_and_nothing_is_proven(seed: int) -> None:
+    network, rows = drawn_network(random.Random(seed), 40, 3, 1)
+    priced, mixture = best_prices(network, rows, [], 1.0)
+    nearest = max(float(priced.excess[path].max()) for path in mixture.paths)
+    found = best_path(network, rows, priced, math.inf, math.inf, 10**6, nearest)
+    best = best_path(network, rows, priced, math.inf, math.inf, 10**6)
+    assert best.complete
+    assert best.path is not None
+    assert not found.complete  # whether or not there is a plan among them
+    if found.path is not None:
+        assert rows[0].amounts[found.path].sum() <= rows[0].most
+        assert network.cost[found.path].sum() >= network.cost[best.path].sum() * (1 - 1e-12)
+        assert priced.excess[found.path].max() <= nearest + 2 * priced.error
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,14 +12,15 @@ from qsync_planner.replayer.incremental import Node, SequenceTree
 LETTERS = st.sampled_from("abcdefgh")
 
 
-def tree_of(letters: list[str]) -> SequenceTree:
-    def fold(first: int, last: int) -> Node:
-        return (None, None, "".join(letters[first:last]))
+def fold_of(letters: list[str]) -> Callable[[int, int], Node]:
+    return lambda first, last: (None, None, "".join(letters[first:last]))
 
+
+def tree_of(letters: list[str]) -> SequenceTree:
     def join(left: Node, right: Node) -> Node:
         return (left, right, left[2] + right[2])
 
-    return SequenceTree(len(letters), fold, join)
+    return SequenceTree(len(letters), fold_of(letters), join)
 
 
 @given(st.integers(0, 300), st.data())
@@ -30,7 +33,7 @@ def test_changed_entries_make_the_root_of_the_changed_sequence_and_leave_the_old
     for positions in data.draw(st.lists(places, max_size=5)):
         for position in positions:
             letters[position] = data.draw(LETTERS)
-        tree.refresh(positions)
+        tree.refresh(positions, fold_of(letters))
         assert tree.root[2] == "".join(letters)
         roots.append((tree.root, "".join(letters)))
     assert all(root[2] == text for root, text in roots)
@@ -41,7 +44,7 @@ def test_a_change_makes_few_new_nodes(count: int, data: st.DataObject) -> None:
     letters = ["a"] * count
     tree = tree_of(letters)
     before = _nodes(tree.root)
-    tree.refresh([data.draw(st.integers(0, count - 1))])
+    tree.refresh([data.draw(st.integers(0, count - 1))], fold_of(letters))
     assert len(_nodes(tree.root) - before) <= 1 + tree.half.bit_length()
 
 

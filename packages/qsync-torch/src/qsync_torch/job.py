@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -154,6 +154,8 @@ class Job:
         accumulate: micro-batches whose gradients the script adds up before its optimizer steps.  Measured steps have one.
         compiles: how the script compiles its model before it trains it, True for ``torch.compile(model)``; None where it does not.
             Whole steps are measured so.
+        communication: attributes of :class:`~qsync_core.ir.communication.CommunicationSettings` that the script decides by itself,
+            because its DistributedDataParallel takes nothing of the plan's; plans are for these.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Job:
     amp: str | None = attrs.field(default=None, validator=_check_amp)
     accumulate: int = 1
     compiles: Compiled | None = attrs.field(default=None, converter=_compiled)
+    communication: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         check_accumulate(self.name, self.accumulate)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
-    """``qsync prepare``, ``trace``, ``profile``, ``communicate``, ``observe``, ``tune``, ``watch`` and ``demo``."""
+    """``qsync prepare``, ``trace``, ``profile``, ``communicate``, ``observe``, ``tune``, ``bench``, ``watch``,
+    ``demo`` and ``fits``."""
+    from qsync_torch.cli.bench import bench
     from qsync_torch.cli.communicate import communicate
     from qsync_torch.cli.demo import demo
     from qsync_torch.cli.fits import fits
@@ -34,7 +36,7 @@ def qsync_register_commands(cli: click.Group) -> None:
     from qsync_torch.cli.tune import tune
     from qsync_torch.cli.watch import watch
 
-    for command in (prepare, trace, profile, communicate, observe, tune, watch, demo, fits):
+    for command in (prepare, trace, profile, communicate, observe, tune, bench, watch, demo, fits):
         cli.add_command(command)
 
 

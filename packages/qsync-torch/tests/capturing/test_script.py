@@ -182,6 +182,38 @@ def test_a_script_that_compiles_its_model_is_known(tmp_path, loop, said):
     assert job_of_script(path)[0].compiles == said
 
 
+OWN = {"gradient_as_bucket_view": False}
+DEFAULTS = OWN | {"bucket_cap_mb": None, "broadcast_buffers": True, "static_graph": False}
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        ("ddp = DistributedDataParallel(model)", DEFAULTS),
+        ("from torch.nn.parallel import DistributedDataParallel as Wrapped; ddp = Wrapped(model, device_ids=[0])", DEFAULTS),
+        ("ddp = torch.nn.parallel.DistributedDataParallel(module=model, static_graph=True)", DEFAULTS | {"static_graph": True}),
+        (
+            "ddp = DDP(model, bucket_cap_mb=50, forward_sync_buffers=False)",
+            DEFAULTS | {"bucket_cap_mb": 50, "broadcast_buffers": False},
+        ),
+        (
+            "ddp = DDP(model, gradient_as_bucket_view=args.view)",
+            {k: v for k, v in DEFAULTS.items() if k != "gradient_as_bucket_view"},
+        ),
+        ("ddp = DDP(model); other = DDP(model)", DEFAULTS),
+        ("ddp = DDP(model) if quick else DDP(model, static_graph=True)", {}),
+        ("ddp = DDP(model, **applied.ddp_options())", {}),
+        ("ddp = DDP(model, None, 0)", {}),
+        ("ddp = DDP(*wrapped)", {}),
+        ("ddp = DDP(model, bucket_cap_mb='large')", {}),
+        ("ddp = wrapped_elsewhere(model)  # DDP(model)", {}),
+    ],
+)
+def test_what_a_script_gives_its_wrapper_by_itself_is_known(tmp_path, loop, said):
+    path = write(tmp_path, PLAIN.replace('print("beyond the line")', loop))
+    assert job_of_script(path)[0].communication == said
+
+
 @pytest.mark.parametrize(
     ("loop", "says", "said"),
     [

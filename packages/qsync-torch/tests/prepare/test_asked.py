@@ -11,10 +11,12 @@ from typing import Any
 import attrs
 import pytest
 
-from qsync_core.artifacts.files import digest, from_bytes
+from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.cluster_file import parse_cluster
+from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, CommunicationSettings, MeasuredCollectives
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import CollectiveModel, Profile
 from qsync_core.run_folder import RunFolder
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_torch.prepare import planning
@@ -94,3 +96,45 @@ def test_plans_are_made_anew_for_what_is_asked_and_kept_for_as_long_as_it_is_ask
     for op_id, assigned in chosen["kept"].items():
         assert assigned.variant == chosen["full" if op_id in stay else "low"][op_id].variant
     assert any("kept at float32, as asked (--keep): fc, re:layer4.*conv1" in note for note in kept.notes)
+
+
+def test_plans_are_for_what_the_script_gives_its_wrapper_and_made_anew_where_that_changes(measured):
+    folder, dag = measured
+    text = STORED.joinpath("cluster.toml").read_text("utf-8")
+    cluster = parse_cluster(text.replace("count = 2", "count = 1"), "the stored cluster")
+    profiles = {name: from_bytes(folder.read(f"profile {name}"), Profile) for name in ("train", "infer")}
+    slow = MeasuredCollectives(0, CollectiveModel(2, "nccl", 20_000.0, 0.02), dict.fromkeys(profiles, 0.1))
+    costs = CollectiveCosts(
+        dag.model,
+        digest(dag),
+        {group.name: group.count for group in cluster.groups},
+        {name: profile.device for name, profile in profiles.items()},
+        {name: {} for name in profiles},
+        (slow,),
+        dict.fromkeys(profiles, 0.005),
+        100_000,
+    )
+    folder.publish({"communication infer+train": Made({"graph": digest(dag)}, to_bytes(costs))})
+
+    def settings(**decided: Any) -> tuple[CommunicationSettings, list[str]]:
+        folder.made.clear()
+        asked = planning.Planning(folder, dag, cluster, Board(None), Asked(solver="uniform"), communication=decided)
+        folder.publish(*asked.plan())
+        communication = from_bytes(folder.read(TOGETHER), PrecisionPlan).communication
+        assert communication is not None
+        return communication.settings, list(folder.made)
+
+    free, made = settings()
+    assert TOGETHER in made
+    assert (free.gradient_as_bucket_view, free.broadcast_buffers) == (True, False)
+    defaults = attrs.asdict(PYTORCH_DEFAULTS)
+    del defaults["max_ctas"]
+    own, made = settings(**defaults)
+    assert own == PYTORCH_DEFAULTS
+    assert TOGETHER in made
+    assert settings(**defaults) == (own, [])
+    # Where a parameter is in no bucket of the graph's, others cannot be made: the first step then says what differs.
+    part = attrs.evolve(dag, buckets=dag.buckets[1:])
+    wanted = defaults | {"bucket_cap_mb": 50.0}
+    for graph, left in ((dag, wanted), (part, {name: value for name, value in wanted.items() if name != "bucket_cap_mb"})):
+        assert planning.Planning(folder, graph, cluster, Board(None), communication=wanted)._decided(costs) == left

@@ -1,4 +1,4 @@
-"""``qsync launch``: how a prepared job is started on every machine, or on Kubernetes."""
+"""``qsync launch``: how a job is prepared and started on every machine, on Kubernetes, or by Ray on Kubernetes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,19 @@ _RANKS = _Assignment("GROUP=NUMBER", "infer=2")
 _SELECT = _Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
 _RESOURCE = _Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
 _CLAIM = _Assignment("CLAIM=PATH", "runs=/workspace")
+_LABEL = _Assignment("LABEL=VALUE", "team=vision")
+_TOLERATION = _Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedule")
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--prepare",
+    "cluster_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Start 'qsync prepare' of SCRIPT for the groups of this cluster file; RUN is then what it makes.",
+)
 @click.option("--group", "groups", multiple=True, help="Start these groups only; the run folder must have a plan for them.")
 @click.option(
     "--per-machine",
@@ -52,33 +60,43 @@ _CLAIM = _Assignment("CLAIM=PATH", "runs=/workspace")
 )
 @click.option("--elastic", is_flag=True, help="Machines may come and go: as few as the smallest set of groups with a plan has.")
 @click.option("--max-restarts", type=click.IntRange(0, 10_000), default=3, show_default=True, help="After a process has failed.")
-@click.option("--master-addr", default="HOST", show_default=True, help="The first machine's name or address (without --jobset).")
+@click.option("--master-addr", default="HOST", show_default=True, help="The first machine's name or address.")
 @click.option("--master-port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of it.")
-@click.option("--jobset", "as_jobset", is_flag=True, help="Write a Kubernetes JobSet.")
+@click.option("--jobset", "manifest", flag_value="JobSet", help="Write a Kubernetes JobSet.")
+@click.option("--rayjob", "manifest", flag_value="RayJob", help="Write a RayJob of KubeRay, whose script makes a TorchTrainer.")
 @click.option("--image", default="", help="Container image, with torch, QSync and the script.")
-@click.option("--name", default="", help="Of the JobSet; by default the run folder's.")
-@click.option("--namespace", default="", help="Of the JobSet; by default kubectl's.")
+@click.option("--name", default="", help="Of the manifest; by default the run folder's, with -prepare behind it under --prepare.")
+@click.option("--namespace", default="", help="Of the manifest; by default kubectl's.")
+@click.option("--workdir", "directory", default="", help="Where the script is started; by default the image's own.")
+@click.option("--queue", default="", help="Kueue's queue in which the job waits.")
+@click.option("--label", "labels", type=_LABEL, multiple=True, help="Label of the manifest and of its pods.")
+@click.option("--tolerate", "tolerations", type=_TOLERATION, multiple=True, help="Taint of nodes that a group's pods put up with.")
 @click.option(
     "--select", "selectors", type=_SELECT, multiple=True, help="Node label of a group, in the place of its GPU's product."
 )
 @click.option("--resource", "resources", type=_RESOURCE, multiple=True, help="Resource that stands for a group's GPUs.")
 @click.option("--shm", "shared_memory", default="8Gi", show_default=True, help="Size of /dev/shm in each pod.")
 @click.option("--claim", "claims", type=_CLAIM, multiple=True, help="Mount a PersistentVolumeClaim, such as the run folder's.")
-@output_option("JobSet", required=False)
+@output_option("manifest", required=False)
 @json_option
 def launch(
     run: Path,
     script: tuple[str, ...],
+    cluster_path: Path | None,
     groups: tuple[str, ...],
     ranks: tuple[tuple[str, str], ...],
     elastic: bool,
     max_restarts: int,
     master_addr: str,
     master_port: int,
-    as_jobset: bool,
+    manifest: str | None,
     image: str,
     name: str,
     namespace: str,
+    directory: str,
+    queue: str,
+    labels: tuple[tuple[str, str], ...],
+    tolerations: tuple[tuple[str, str], ...],
     selectors: tuple[tuple[str, str], ...],
     resources: tuple[tuple[str, str], ...],
     shared_memory: str,
@@ -86,27 +104,53 @@ def launch(
     output: Path | None,
     json_flag: bool,
 ) -> None:
-    """Say how the job of a run folder is started: torchrun's line for every machine, or with --jobset a JobSet for Kubernetes.
+    """Say how the job of a run folder is started: torchrun's line for every machine, or a manifest for Kubernetes.
+
+    With --prepare the same of 'qsync prepare', on every machine as training will run.
 
     \b
     qsync launch run/ --master-addr node0 -- train.py --epochs 3
+    qsync launch run/ --prepare cluster.toml --jobset --image registry.example.com/train:1.0 -- train.py | kubectl apply -f -
     qsync launch run/ --jobset --image registry.example.com/train:1.0 -- train.py | kubectl apply -f -
+    qsync launch run/ --rayjob --image registry.example.com/train:1.0 -- train_ray.py run/ | kubectl apply -f -
     """
     import yaml
 
-    from qsync_core.launching.jobset import PodSettings, jobset
-    from qsync_core.launching.machines import planned_job
-    from qsync_core.launching.torchrun import Meeting, machine_commands
+    from qsync_core.cluster_file import read_cluster
+    from qsync_core.launching.jobset import jobset
+    from qsync_core.launching.machines import described_job, planned_job
+    from qsync_core.launching.pods import PodSettings, Taint
+    from qsync_core.launching.rayjob import rayjob
+    from qsync_core.launching.torchrun import Meeting, machine_commands, preparing
     from qsync_core.run_folder import RunFolder
 
-    job = planned_job(RunFolder(run), groups, {group: _number(group, text) for group, text in ranks})
+    ranks_each = {group: _number(group, text) for group, text in ranks}
+    if cluster_path is None:
+        job, started = planned_job(RunFolder(run), groups, ranks_each), list(script)
+    else:
+        if elastic or groups:
+            raise click.UsageError(
+                f"{'--elastic' if elastic else '--group'} is for training: all ranks of the cluster file's groups prepare"
+            )
+        job = described_job(read_cluster(cluster_path), ranks_each)
+        started = list(script) if manifest == "RayJob" else preparing(script, str(run), str(cluster_path))
     meeting = Meeting(master_addr, master_port, elastic=elastic, max_restarts=max_restarts)
-    if not as_jobset:
-        for_jobset = {"--image": image, "--select": selectors, "--resource": resources, "--claim": claims, "-o": output}
-        given = [option for option, value in for_jobset.items() if value]
+    if manifest is None:
+        for_manifest = {
+            "--image": image,
+            "--workdir": directory,
+            "--queue": queue,
+            "--label": labels,
+            "--tolerate": tolerations,
+            "--select": selectors,
+            "--resource": resources,
+            "--claim": claims,
+            "-o": output,
+        }
+        given = [option for option, value in for_manifest.items() if value]
         if given:
-            raise click.UsageError(f"{given[0]} is for --jobset")
-        found = machine_commands(job, meeting, script)
+            raise click.UsageError(f"{given[0]} is for --jobset and --rayjob")
+        found = machine_commands(job, meeting, started)
 
         def render(console: Console) -> None:
             last = None
@@ -118,16 +162,33 @@ def launch(
 
         emit(json_flag, {"machines": [_machine(machine) for machine in found]}, render)
         return
+    if elastic and manifest == "RayJob":
+        raise click.UsageError("--elastic is torchrun's: in a RayJob the script's ScalingConfig says how few workers do")
 
     def by_group(pairs: tuple[tuple[str, str], ...]) -> dict[str, dict[str, str]]:
-        labels: dict[str, dict[str, str]] = {}
+        found: dict[str, dict[str, str]] = {}
         for group, label in pairs:
             key, _, value = label.partition("=")
-            labels.setdefault(group, {})[key] = value
-        return labels
+            found.setdefault(group, {})[key] = value
+        return found
 
-    settings = PodSettings(image, namespace, by_group(selectors), dict(resources), shared_memory, dict(claims))
-    text = jobset(job, name or _default_name(run), settings, script, meeting)
+    taints: dict[str, list[Taint]] = {}
+    for group, text in tolerations:
+        taints.setdefault(group, []).append(Taint.parse(text))
+    settings = PodSettings(
+        image,
+        namespace,
+        by_group(selectors),
+        dict(resources),
+        shared_memory,
+        dict(claims),
+        directory=directory,
+        queue=queue,
+        labels=dict(labels),
+        tolerations=taints,
+    )
+    write = rayjob if manifest == "RayJob" else jobset
+    text = write(job, name or _default_name(run, preparing=cluster_path is not None), settings, started, meeting)
     if output is not None:
         write_atomically(output, text.encode())
     facts = {"manifest": yaml.safe_load(text)} | ({"output": str(output)} if output else {})
@@ -140,9 +201,9 @@ def _number(group: str, text: str) -> int:
     return int(text)
 
 
-def _default_name(run: Path) -> str:
+def _default_name(run: Path, *, preparing: bool) -> str:
     """The folder's name, as far as it is one for Kubernetes; what is not is refused there."""
-    return re.sub(r"[_.]", "-", run.resolve().name.lower())
+    return re.sub(r"[_.]", "-", run.resolve().name.lower()) + ("-prepare" if preparing else "")
 
 
 def _machine(machine: Any) -> dict[str, Any]:

@@ -167,8 +167,10 @@ class Variant:
 
         None where neither is known.
         """
-        if self in known or self.output is not Precision.FLOAT32:
-            return self if self in known else None
+        if self in known:
+            return self
+        if self.output is not Precision.FLOAT32:
+            return None
         delivering = (attrs.evolve(self, output=output) for output in (Precision.BFLOAT16, Precision.FLOAT16))
         return next((variant for variant in delivering if variant in known), None)
 

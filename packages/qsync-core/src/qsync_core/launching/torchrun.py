@@ -79,12 +79,23 @@ class MachineCommand:
         return " ".join([*variables, shlex.join(self.command)])
 
 
+def preparing(script: Sequence[str], run: str, cluster: str) -> list[str]:
+    """What torchrun starts to prepare a job: ``qsync prepare`` of what trains, ``script`` with its arguments.
+
+    Args:
+        run: the run folder, on each machine.
+        cluster: the cluster file there.
+    """
+    job, *arguments = script
+    return ["-m", "qsync", "prepare", job, "-o", run, "--cluster", cluster, *(["--", *arguments] if arguments else [])]
+
+
 def machine_commands(job: PlannedJob, meeting: Meeting, script: Sequence[str]) -> list[MachineCommand]:
     """Make the command of every machine, in the order of node ranks."""
     return [
         MachineCommand(
             machines.name,
-            machines.plan.device.name,
+            machines.device.name,
             node,
             environment_of(job, machines, meeting),
             ["torchrun", *torchrun_options(job, machines, meeting, str(node)), *script],

@@ -82,6 +82,7 @@ class GroupChoices:
         self._lowered: dict[str, list[Choice]] = {group.name: [] for group in groups}
         self._work: dict[tuple[int, int], Condensed] = {}
         self._mappers: dict[int, CostMapper] = {}
+        self._largest: dict[tuple[int, int, int], int] = {}
         self._kernels: dict[int, ScaledWork] = {}
         self._scaled: dict[tuple[object, ...], tuple[Integers, Integers, Calibration]] = {}
         shapes = [jobs.ways.at(way).shape(groups[0].name) for way in jobs.ways.settings]
@@ -126,7 +127,10 @@ class GroupChoices:
 
     def largest(self, group: str, choice: Choice, most: int) -> int:
         """The largest batch up to ``most`` that a rank has the memory for; 0: not even one sample."""
-        return largest_batch(choice.memory, self.problem.cluster.group(group).memory_bytes, most)
+        key = (id(choice), self.problem.cluster.group(group).memory_bytes, most)
+        if key not in self._largest:
+            self._largest[key] = largest_batch(choice.memory, *key[1:])
+        return self._largest[key]
 
     def work(self, group: str, choice: Choice, batch: int) -> Condensed:
         """What a rank has to do in a step."""

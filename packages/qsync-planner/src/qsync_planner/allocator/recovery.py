@@ -11,6 +11,7 @@ The other direction is memory repair: it lowers what a plan must give up to fit 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ import attrs
 from qsync_planner.allocator.problem import SearchState
 from qsync_planner.replayer.prediction import Prediction
 
+_ROUNDING = 1e-9
+"""Part of a Σ Ω that depends on the order in which it is added up."""
 MAX_PASSES = 8
 """Passes over all units; a pass ends the repair when it frees nothing."""
 
@@ -69,13 +72,19 @@ def new_history(state: SearchState) -> dict[str, tuple[History, ...]]:
     return {name: tuple(History(rung) for rung in rungs) for name, rungs in state.all_rungs().items()}
 
 
-def sweep_until_stable(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> None:
-    """Sweep until one changes nothing; the refusals in ``history`` are then those of the plan as it stands."""
-    while _sweep(state, limit_ns, history):
+def sweep_until_stable(
+    state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]], bound: float = -math.inf
+) -> None:
+    """Sweep until one changes nothing; the refusals in ``history`` are then those of the plan as it stands.
+
+    ``bound``: Σ Ω that no plan within the limits is below.  A step that would lead below it is tried only where it is the first
+    refusal of its unit, which says why the unit stays.
+    """
+    while _sweep(state, limit_ns, history, bound):
         pass
 
 
-def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> bool:
+def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]], bound: float) -> bool:
     """Try every step once, group by group in turn; returns whether any was kept."""
     heaps: dict[str, list[tuple[float, int, int]]] = {}
     for group in state.problem.groups:
@@ -83,12 +92,15 @@ def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[His
         for index, rung in enumerate(state.rungs(group.name)):
             history[group.name][index].refusals.clear()
             _push(state, heaps[group.name], group.name, index, rung + 1)
-    kept = False
+    objective = state.problem.objective(state.all_rungs())
+    kept, spare = False, objective - bound + _ROUNDING * objective
     while any(heaps.values()):
         for name, heap in heaps.items():
             if heap:
                 negative_gain, index, rung = heapq.heappop(heap)
-                kept |= try_step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
+                gain, own = state.problem.by_name[name].group.count * -negative_gain, history[name][index]
+                if (gain <= spare or not own.refusals) and try_step(state, name, index, rung, -negative_gain, limit_ns, own):
+                    kept, spare = True, spare - gain
                 _push(state, heap, name, index, rung + 1)
     return kept
 

@@ -582,10 +582,15 @@ class CostModel:
         scales = self.calibration.scales
         if self.calibration.product_scales is not None and is_product(self.dag.operators[position]):
             scales = self.calibration.product_scales
-        times = list(self._scaled(cost, scales))
+        scaled = self._scaled(cost, scales)
         correction = self.calibration.corrections.get((position, run))
         added = [self.calibration.everywhere[position]] if self.calibration.everywhere else []
-        for more in [*added, correction.times] if correction else added:
+        if correction:
+            added.append(correction.times)
+        elif not added and min(scaled) >= 0:
+            return scaled
+        times = list(scaled)
+        for more in added:
             times = [time + extra for time, extra in zip(times, more, strict=True)]
         if self._without_dispatch:
             times[0] = times[2] = 0

@@ -24,15 +24,18 @@ _number = itemgetter(0)
 class SequenceTree:
     """A sequence, given by how a short run of it is summed up and how two neighbouring runs add up, the earlier one first.
 
+    Whose entries these are mostly owns the tree, and sums them up: the tree does not keep ``fold``, so that both are gone when
+    nobody needs the owner, and Python has no circle to look for.
+
     Attributes:
         root: the node of the whole sequence.
         half: how many leaves lie below each half of the root (0: the root is the only leaf).
     """
 
     def __init__(self, count: int, fold: Callable[[int, int], Node], join: Callable[[Node, Node], Node]) -> None:
-        self._count, self._fold, self._join = count, fold, join
+        self._count, self._join = count, join
         nothing = fold(count, count)
-        level = [self._leaf(number) for number in range(-(-count >> BITS))] or [nothing]
+        level = [self._leaf(number, fold) for number in range(-(-count >> BITS))] or [nothing]
         self.half = 0
         while len(level) > 1:
             if len(level) % 2:
@@ -42,13 +45,13 @@ class SequenceTree:
             self.half = 2 * self.half or 1
         self.root = level[0]
 
-    def _leaf(self, number: int) -> Node:
+    def _leaf(self, number: int, fold: Callable[[int, int], Node]) -> Node:
         first = number << BITS
-        return self._fold(first, min(first + SIZE, self._count))
+        return fold(first, min(first + SIZE, self._count))
 
-    def refresh(self, positions: Iterable[int]) -> None:
+    def refresh(self, positions: Iterable[int], fold: Callable[[int, int], Node]) -> None:
         """Account for entries that changed."""
-        leaves = [(number, self._leaf(number)) for number in sorted({position >> BITS for position in positions})]
+        leaves = [(number, self._leaf(number, fold)) for number in sorted({position >> BITS for position in positions})]
         if leaves:
             self.root = self._replaced(self.root, self.half, leaves)
 

@@ -403,7 +403,7 @@ class MemoryLedger:
         before = MemoryBefore(self._tree.root, *self._replace(evaluated, producers))
         touched = {moment for start, end, _ in before.intervals for moment in (start, end)}
         touched.update(moment for moment, _ in before.moments)
-        self._tree.refresh([self._operator_at[moment] for moment in touched])
+        self._tree.refresh([self._operator_at[moment] for moment in touched], self._fold)
         return before
 
     def _replace(self, evaluated: Iterable[int], producers: Iterable[int]) -> Replaced:

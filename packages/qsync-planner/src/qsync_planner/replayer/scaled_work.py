@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import AFTER_BACKWARD, AFTER_FORWARD, BEFORE_BACKWARD, BEFORE_FORWARD, CostMapper
@@ -38,7 +39,7 @@ class ScaledWork:
         self._costs: Integers = np.asarray(
             [model.cost_number(operator, run) for operator, run in zip(operators, self._runs, strict=True)], dtype=np.int64
         )
-        self._products = np.asarray([is_product(operator) for operator in operators])
+        self._products = mapper.dag.once(_products)
         forward = range(len(operators))
         self._forward = _Kernels(mapper.charged, self._begins, [*forward], (BEFORE_FORWARD, AFTER_FORWARD))
         ends = [*self._begins, len(operators)]
@@ -72,6 +73,11 @@ class ScaledWork:
         return Condensed(
             self._forward.work(times[:, 0], times[:, 1]), self._backward.work(times[:, 2], times[:, 3]), self._synchronous, run_of
         )
+
+
+def _products(dag: PrecisionDag) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether each operator is a product."""
+    return np.asarray([is_product(operator) for operator in dag.operators])
 
 
 def measured_ns(profile: Profile) -> tuple[Integers, Integers]:

@@ -254,7 +254,7 @@ class StepTiming:
     def refresh(self, recosted: Sequence[int]) -> TimingBefore:
         """Account for changed operators; returns what was there before, for :meth:`restore`."""
         before = TimingBefore(self._tree.root, None if self._before_last is None else self._before_last.refresh(recosted))
-        self._tree.refresh(recosted)
+        self._tree.refresh(recosted, self._fold)
         return before
 
     def restore(self, before: TimingBefore) -> None:

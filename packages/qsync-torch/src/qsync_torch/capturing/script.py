@@ -21,6 +21,7 @@ from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.sources import may_have_line
+from qsync_torch.capturing.wrapper import said_of_wrapper
 from qsync_torch.distributed.meeting import store_of_environment
 from qsync_torch.distributed.process_group import in_process_group
 from qsync_torch.distributed.ranks import is_of_lost_rank
@@ -128,7 +129,7 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job,
     if how is not None or not handover.says_compiled:
         by_text = _compiles(path)
         how = by_text or how if handover.says_compiled else how or by_text
-    return attrs.evolve(job, compiles=how), handover.caller
+    return attrs.evolve(job, compiles=how, communication=job.communication or said_of_wrapper(path)), handover.caller
 
 
 def unsaid_autocast(path: str | Path, job: Job) -> str:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from qsync_core.artifacts import files as artifact
 from qsync_core.cli.output import emit, json_option, print_table, progress_bar
 from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
-from qsync_torch.cli.options import PATH, LadderChoice, batch_size_option, chosen_device, device_option, ladder_options
+from qsync_torch.cli.options import PATH, LadderChoice, batch_size_option, chosen_device, device_option, graph_named, ladder_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,8 +63,9 @@ def tune(
 ) -> None:
     """Find the fastest kernel configurations for every distinct operator of JOB, forward and backward.
 
-    JOB is a traced graph (qsync trace), a named model (resnet50, bert-base:seq=384) or file.py:function.  Every measurement is kept
-    at once, so an interrupted run continues when it is started again, and several may run at the same time.  qsync profile then
+    JOB is a traced graph (qsync trace), a named model (resnet50, bert-base:seq=384), file.py:function or a script with the line
+    qsync.hybrid(...).  Every measurement is kept at once, so an interrupted run continues when it is started again, and several may
+    run at the same time.  qsync profile then
     measures with the fastest.
 
     With --merge, tuning files (of other machines, say) are joined into the output:
@@ -77,7 +77,7 @@ def tune(
         _merge((*merged, Path(job)) if job else merged, output, json_flag)
         return
     if job is None:
-        raise QSyncError("qsync tune needs a JOB to tune (a graph, a named model or file.py:function), or files to --merge")
+        raise QSyncError("qsync tune needs a JOB to tune (a graph, a named model, a function or a script), or files to --merge")
     if arch is not None and not compile_only:
         raise QSyncError("--arch goes with --compile-only; without it the device's own architecture is compiled for")
     if arch is None and compile_only:
@@ -97,7 +97,7 @@ def tune(
         sixteen_bit = Precision.BFLOAT16 if int(capability.split(".")[0]) >= 8 else Precision.FLOAT16
     variants = ladder.variants(sixteen_bit, int8_rungs(sixteen_bit))
     backends = list(find_backends(split_chain(backend or "auto")))
-    dag = _graph(job, batch_size)
+    dag = graph_named(job, (), batch_size)
     requests = distinct_requests(dag, variants, kind, capability)
     note = "" if requests else _nothing_to_do(dag, variants)
     if arch is not None:
@@ -145,20 +145,6 @@ def _nothing_to_do(dag: PrecisionDag, ladder: Sequence[Variant]) -> str:
         return f"{dag.model} has no operator whose precision can be lowered, so there is nothing to tune or compile."
     formats = ", ".join(dict.fromkeys(str(variant.compute) for variant in ladder))
     return f"operators in float formats ({formats}) run PyTorch's own kernels, of which there is nothing to tune or compile."
-
-
-def _graph(job: str, batch_size: int | None) -> PrecisionDag:
-    """The graph in a file, or that of a job."""
-    path = Path(job)
-    if path.exists() and not path.is_dir() and path.suffix != ".py":
-        if batch_size is not None:
-            raise QSyncError(f"{job} is a graph, whose batch size is fixed; give --batch-size to 'qsync trace'")
-        return artifact.load(path, PrecisionDag)
-    from qsync_torch.load_job import job_code, load_job
-    from qsync_torch.tracing.trace import trace
-
-    with job_code(job):
-        return trace(load_job(job, batch_size))
 
 
 def _compile(requests: Sequence[OperatorRequest], backends: Sequence[KernelBackend], arch: str, note: str, json_flag: bool) -> None:

@@ -71,7 +71,7 @@ def _rewrite(graph: Graph, node: Node) -> bool:
         numbers = copy
         with graph.inserting_before(reader):
             for layout in layouts:
-                numbers = graph.node_copy(layout, functools.partial(_instead, numbers))
+                numbers = graph.node_copy(layout, functools.partial(_instead, layout.args[0], numbers))
                 numbers.meta = _described_as(again) | {"val": layout.meta["val"]}
         reader.args = (reader.args[0], numbers, *reader.args[2:])
     return True
@@ -85,8 +85,9 @@ def _forward_of(kept: Node) -> Node | None:
     return made if isinstance(made, Node) and made.target is _OUTPUT else None
 
 
-def _instead(source: Node, _: Node) -> Node:
-    return source
+def _instead(source: object, other: Node, node: Node) -> Node:
+    """Let a layout read another tensor; what it reads beside, such as sizes of a dynamic shape, stays."""
+    return other if node is source else node
 
 
 def _described_as(node: Node) -> dict[str, Any]:

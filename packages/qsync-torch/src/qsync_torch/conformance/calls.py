@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import torch
@@ -13,7 +13,9 @@ import torch
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.random_bits import Offset
 from qsync_torch.conformance.operands import Outputs
-from qsync_torch.conformance.subject import Kernel, Subject
+
+if TYPE_CHECKING:
+    from qsync_torch.conformance.subject import Kernel, Subject
 
 
 class Written(dict[str, torch.Tensor]):

@@ -26,7 +26,7 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         count = granularity.scale_count(shape)
         if not variant.compute.needs_scale:
             return torch.empty(0, device=device)
-        found = torch.rand(count, device=device) * 0.01 + 0.001
+        found = _scales(count, device)
         return found if symmetric else torch.cat([found, torch.full_like(found, -128.0)])
 
     if request.op.endswith(".output"):
@@ -41,7 +41,7 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         grad, w = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
         eight_bit = variant.grad_input.needs_scale
         count = first_shape[0] if variant.x_granularity is Granularity.PER_ROW else 1
-        scale = torch.rand(count, device=device) if eight_bit else scales(second_shape, variant.w_granularity)
+        scale = _scales(count, device) if eight_bit else scales(second_shape, variant.w_granularity)
         out = _empty(result, variant.output if eight_bit else variant.grad_input, device)
         return grad, w, scale, out, *_columns(request, result[1], device)
     out, columns = _empty(result, Precision.FLOAT32, device), _columns(request, result[1], device)
@@ -50,9 +50,14 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         grad, x = (_random(shape[::-1], variant.grad_weight, device).t() for shape in (first_shape, second_shape))
         per_channel = variant.w_granularity is Granularity.PER_CHANNEL
         count = result[0] if per_channel or columns else 1
-        return grad, x, torch.rand(count, device=device), out, *columns
+        return grad, x, _scales(count, device), out, *columns
     grad, x = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
     return grad, x, scales(second_shape, variant.x_granularity, variant.symmetric), out, *columns
+
+
+def _scales(count: int, device: torch.device) -> torch.Tensor:
+    """Scales with which results of long sums fit into float16."""
+    return torch.rand(count, device=device) * 0.01 + 0.001
 
 
 OUT = {"output": 5, "grad_input": 3, "grad_weight": 3}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -194,6 +195,7 @@ class _Flow:
     _text: str = ""
     _groups: Sequence[Group] = ()
     _caller: Caller | None = None
+    _communication: Mapping[str, Any] = attrs.field(factory=dict)
     _base: Precision = Precision.FLOAT32
 
     def run(self, load: Load) -> Cluster:
@@ -220,6 +222,13 @@ class _Flow:
 
             if note := unsaid_autocast(request.job, job):
                 self.board.note(note, of_job=True)
+        self._communication = job.communication
+        if folder.rank == 0 and job.communication:
+            self.board.note(
+                f"{request.job} gives its DistributedDataParallel nothing of the plan's, so plans are for the way in which it "
+                "communicates by itself; with **applied.ddp_options() there they choose the fastest",
+                of_job=True,
+            )
         if folder.rank == 0 and job.compiles:
             self.board.note(
                 f"{request.job} compiles its model, and whole steps are measured so ({job.compiles}, in its default mode); where "
@@ -463,7 +472,15 @@ class _Flow:
         if self.folder.rank == 0:
             from qsync_torch.prepare.planning import Planning
 
-            planning = Planning(self.folder, dag, cluster, self.board, self.request.asked, start=lambda: self._start_text(cluster))
+            planning = Planning(
+                self.folder,
+                dag,
+                cluster,
+                self.board,
+                self.request.asked,
+                start=lambda: self._start_text(cluster),
+                communication=self._communication,
+            )
             steps = planning.steps(_observed_rungs(cluster))
         for step in steps:
             with self.folder.together(slow=True):

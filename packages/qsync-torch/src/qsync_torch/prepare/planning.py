@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 
 from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
-from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts
+from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, buckets_under
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.plan import PrecisionPlan, Role
@@ -63,6 +64,7 @@ class Planning:
         cluster: the whole job's, as its file says.
         board: who is told how far it is.
         start: how training is started, of the finished plans; empty where that cannot be said.
+        communication: settings that the script decides by itself.
     """
 
     folder: Folder
@@ -71,6 +73,7 @@ class Planning:
     board: Board
     asked: Asked = attrs.field(factory=Asked)
     start: Callable[[], str] = str
+    communication: Mapping[str, Any] = attrs.field(factory=dict)
 
     def steps(self, variants: tuple[Variant, ...]) -> list[Callable[[], tuple[Mapping[str, Made], Sequence[str]]]]:
         """What is to be made, one after the other; ``variants`` are rated.  Each gives its parts, and those that are no more."""
@@ -149,6 +152,7 @@ class Planning:
                 _PLANNER: __version__,
                 **{f"profile of {name}": digest(profiles[name]) for name in names},
                 **({"asked": str(self.asked)} if self.asked.said else {}),
+                **({"decided by the script": str(fixed)} if (fixed := self._decided(costs)) else {}),
             }
             if self.folder.is_kept(f"plan {key}", inputs):
                 continue
@@ -173,7 +177,7 @@ class Planning:
     ) -> dict[str, Made]:
         """The plan of some groups; where one that was to train has no memory for it, each in its own role."""
         described = attrs.evolve(cluster, groups=tuple(group for group in self.cluster.groups if group.name in names))
-        request = Request(**self.asked.said)
+        request = Request(**self.asked.said, communication=self._decided(costs))
         matched = Inputs(self.dag, cluster, profiles, sensitivity, communication=costs)
         try:
             try:
@@ -192,6 +196,15 @@ class Planning:
         if set(found.local_batches.values()) <= {self.dag.batch_size}:  # of others no single operator's cost is known
             made[f"timeline {key}"] = Made(inputs, _timeline(found, matched))
         return made
+
+    def _decided(self, costs: CollectiveCosts | None) -> dict[str, Any]:
+        """What the script decides of communication, as far as plans can be for it: where it was measured, and of its buckets."""
+        decided = dict(self.communication) if costs else {}
+        try:
+            buckets_under(self.dag, decided.get("bucket_cap_mb"))
+        except ValueError:
+            del decided["bucket_cap_mb"]
+        return decided
 
     def tell_start(self) -> dict[str, Made]:
         """The part ``start``: what to type to train."""

@@ -114,7 +114,7 @@ def _commands(plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str])
     order = sorted(plan.groups, key=lambda entry: entry.role is not Role.TRAIN)
     members = {group.name: group.members for group in here}
     places = [(entry, host, count) for entry in order for host, count in Counter(m.host for m in members[entry.group]).items()]
-    machines = tuple(GroupMachines(entry, node, 1, count) for node, (entry, _, count) in enumerate(places))
+    machines = tuple(GroupMachines.of(entry, node, 1, count) for node, (entry, _, count) in enumerate(places))
     hosts = [host for _, host, _ in places]
     meeting = Meeting(hosts[0] if len(set(hosts)) > 1 else _HERE)
     found = []

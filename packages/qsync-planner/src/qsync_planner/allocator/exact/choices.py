@@ -140,9 +140,15 @@ class Choices:
         if unit is not None and len(numbers) > 1:
             sources.append((id(self.columns[unit]), [chosen for _, chosen in runs_of]))
 
+        first = [next(iter(entry)) for entry in read]
+        varied = [([*entry], [slot for slot, own in enumerate(read) if own is entry]) for entry in free]
+
         def formats(combination: tuple[int, ...]) -> tuple[Precision, ...]:
-            at = {id(entry): list(entry)[index] for entry, index in zip(free, combination, strict=False)}
-            return tuple(at.get(id(entry)) or next(iter(entry)) for entry in read)
+            found = [*first]
+            for (known, slots), index in zip(varied, combination, strict=False):
+                for slot in slots:
+                    found[slot] = known[index]
+            return tuple(found)
 
         indicators = self._combinations(position, sources)
         runs = [
@@ -167,10 +173,9 @@ class Choices:
         found = self._runs_of.get(unit)
         if found is None:
             found = self._runs_of[unit] = []
-            rungs = list(zip(self._variants[unit], self.columns[unit], strict=True))
+            rungs, others = list(zip(self._variants[unit], self.columns[unit], strict=True)), self._others(unit)
             for number, column in rungs:
                 output, rung = self._model.variant(number).output, {column: 1}
-                others = self._others(unit)
                 if not self._model.formats.decides or output is Precision.FLOAT32 or others == ():
                     found.append((number, rung))
                     continue
@@ -303,12 +308,11 @@ class Choices:
                 f"operator {operator.op_id} can run in {count:,} combinations of formats, more than {MAX_COMBINATIONS:,}"
             )
         free = [place for place, (_, outcomes) in enumerate(sources) if len(outcomes) > 1]
-        if len(free) <= 1:
-            places = range(len(sources[free[0]][1])) if free else range(1)
-            return {
-                tuple(i if place in free else 0 for place in range(len(sources))): sources[free[0]][1][i] if free else ALWAYS
-                for i in places
-            }
+        if not free:
+            return {(0,) * len(sources): ALWAYS}
+        if len(free) == 1:
+            before, after = (0,) * free[0], (0,) * (len(sources) - 1 - free[0])
+            return {(*before, i, *after): outcome for i, outcome in enumerate(sources[free[0]][1])}
         key = tuple(entry for entry, _ in sources)
         found = self._joint.get(key)
         if found is None:

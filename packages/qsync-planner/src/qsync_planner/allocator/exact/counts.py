@@ -85,7 +85,14 @@ def countings(amounts: Numbers, limits: Numbers, prices: Numbers, first: Indices
     begins, ends = _differences(amounts, first)
     prices = prices.copy()
     counts: list[tuple[int, ...]] = [tuple(range(rows))] if rows else []
+    eventful = {-1, 0, *np.unique(begins).tolist(), *np.unique(ends).tolist()}
+    same: Counting | None = None
     for stage in range(len(first) - 1):
+        if stage not in eventful:  # the counts stay what they are
+            same = same or _unchanged(counts, prices)
+            yield same
+            continue
+        same = None
         source, own = [], []
         for number, members in enumerate(counts):
             for alike in _alike(members, begins > stage):
@@ -118,6 +125,13 @@ def countings(amounts: Numbers, limits: Numbers, prices: Numbers, first: Indices
             prices.copy(),
             surplus,
         )
+
+
+def _unchanged(counts: list[tuple[int, ...]], prices: Numbers) -> Counting:
+    """What a stage does in which no two rows begin or cease to differ."""
+    every = np.arange(len(counts))
+    rows = np.asarray([members[0] for members in counts], dtype=np.int64)
+    return Counting(every, rows, every, (), tuple(counts), prices.copy(), 0.0)
 
 
 def _differences(amounts: Numbers, first: Indices) -> tuple[Indices, Indices]:

@@ -103,7 +103,7 @@ class GroupProgram:
         rows: TimeRows | JointRows
         if rest is None:
             optimizers = [replayer.shape(other.name).optimizer.compute_ns for other in replayer.cluster.groups]
-            self._shape = relaxed(shape, segments_of(steps, shape), max(optimizers))
+            self._shape = relaxed(shape, segments_of(steps, shape), max(optimizers)) if shape.is_joint else shape
             if self._shape is not shape:
                 self._slowest_ns += sum(self._shape.host_work_ns) + sum(self._shape.left_ns[:1]) + self._shape.optimizer.compute_ns
             rows = TimeRows(self.program, self._limit, self._shape, time_after(self._shape), self._unit_ns)

@@ -8,7 +8,9 @@ of less time and less cost remain, so that layers that repeat give few.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -21,6 +23,8 @@ from qsync_planner.allocator.exact.stages import Indices, Numbers
 _FEW, _STRONG, _AT_ONCE, _NEARLY_ALL = 100, 256, 32, 0.99
 """Labels up to which all are compared with all; of more the best ones are compared with all others: how many of these, how many at
 once, and the part that is left of all from which on no more are."""
+_AT_A_LOOK = 4096
+"""Pairs of labels and arcs up to which all are looked at."""
 _BEAM = 2000
 """Labels that are kept for a good plan where there are too many for the best."""
 
@@ -51,21 +55,30 @@ class _Labels:
         return _Labels(self.state[chosen], self.taken[chosen], self.cost[chosen], self.excess[chosen])
 
 
-def best_path(network: Network, rows: list[Row], priced: Priced, distance: float, most_cost: float, cap: int) -> Labelled:
+def best_path(
+    network: Network,
+    rows: list[Row],
+    priced: Priced,
+    distance: float,
+    most_cost: float,
+    cap: int,
+    nearest: float = math.inf,
+) -> Labelled:
     """The cheapest path of those that cost at most the bound plus a distance, and less than ``most_cost``.
 
     Args:
         priced: bound and excess of arcs at any prices.
         cap: labels that are kept at once; where there are more, a few of the least excess from there on.
+        nearest: excess of arcs up to which they are taken, for a good path soon; below ``distance`` nothing is complete.
     """
     distance += 2 * priced.error
-    near = np.flatnonzero(priced.excess <= distance)
+    near = np.flatnonzero(priced.excess <= min(distance, nearest + 2 * priced.error))
     if not len(near):
-        return Labelled(None, True, 0)
+        return Labelled(None, nearest >= distance, 0)
     ways = _Ways.of(network, rows, priced, near)
     labels = _Labels(np.zeros(1, dtype=np.int64), np.zeros((1, min(1, len(ways.limits)))), np.zeros(1), np.zeros(1))
     back: list[tuple[Indices | None, Indices]] = []
-    complete, largest = True, 1
+    complete, largest = nearest >= distance, 1
     for number, counting in enumerate(countings(ways.amounts, ways.limits, ways.prices, ways.first)):
         own = slice(int(ways.first[number]), int(ways.first[number + 1]))
         arcs, amounts = near[own], ways.amounts[own]
@@ -149,25 +162,44 @@ class _Ways:
         What can no longer exceed a limit counts as just keeping it, from here on; what that leaves unused is excess.
         """
         fits, least_excess, excess = np.ones(len(labels.cost), dtype=bool), labels.excess, labels.excess
-        low = int(labels.state.min(initial=0))
-        high = int(labels.state.max(initial=0)) + 1
+        state = labels.state
         for number, rows in enumerate(counting.cut):
-            own = [*rows]
+            most, enough = self._of_count(rows)
             taken = labels.taken[:, number]
-            fits &= taken <= self.least_before[low:high, own].min(axis=1)[labels.state - low]
-            enough = self.most_before[low:high, own]
-            raised = np.maximum(taken, enough.min(axis=1)[labels.state - low])
-            for place, row in enumerate(own):
+            fits &= taken <= most[state]
+            raised = np.maximum(taken, enough[state])
+            for row in rows:
                 if price := counting.prices[row]:
-                    least_excess = least_excess + price * np.maximum(0.0, enough[labels.state - low, place] - taken)
+                    own = self._most_of[row][state]
+                    least_excess = least_excess + price * np.maximum(0.0, own - taken)
                     excess = excess + price * (raised - taken)
             labels.taken[:, number] = raised
         labels.excess = excess
         return fits, least_excess
 
+    @cached_property
+    def _most_of(self) -> list[Numbers]:
+        """``most_before`` by row."""
+        return [np.ascontiguousarray(own) for own in self.most_before.T]
+
+    @cached_property
+    def _counts(self) -> dict[tuple[int, ...], tuple[Numbers, Numbers]]:
+        return {}
+
+    def _of_count(self, rows: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+        """Return by state what one number for some rows may be at most, and up to what none of them is exceeded."""
+        if rows not in self._counts:
+            own = list(rows)
+            self._counts[rows] = self.least_before[:, own].min(axis=1), self.most_before[:, own].min(axis=1)
+        return self._counts[rows]
+
 
 def _pairs(labels: _Labels, source: Indices, reduced: Numbers, distance: float) -> tuple[Indices, Indices]:
     """Every label with every arc (by its place) that begins in its state and leaves it near enough."""
+    if len(labels.state) * len(source) <= _AT_A_LOOK:
+        near = (source[:, None] == labels.state) & (labels.excess <= (distance - reduced)[:, None])
+        own, label = np.nonzero(near)
+        return label, own
     order = np.lexsort((labels.excess, labels.state))
     states, excess = labels.state[order], labels.excess[order]
     before, chosen = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]

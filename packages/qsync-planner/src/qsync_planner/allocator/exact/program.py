@@ -36,8 +36,9 @@ ALWAYS: Indicator = {CONSTANT: 1}
 def add(target: Expression, term: Indicator, factor: int = 1) -> None:
     """``target += factor * term``."""
     if factor:
+        present = target.get
         for column, coefficient in term.items():
-            target[column] = target.get(column, 0) + factor * coefficient
+            target[column] = present(column, 0) + factor * coefficient
 
 
 def total(terms: list[Indicator]) -> Indicator:

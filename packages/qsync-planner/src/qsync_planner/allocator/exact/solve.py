@@ -248,7 +248,7 @@ def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further
     """
     history, objective = new_history(state), state.problem.objective(state.all_rungs())
     if raise_further and relative_gap(objective, bound) > _SURELY_BEST:
-        sweep_until_stable(state, limit_ns, history)
+        sweep_until_stable(state, limit_ns, history, bound)
     solution = Solution.of(state)
     if explain:
         solution = solution.with_reasons(

@@ -230,7 +230,10 @@ class StagedSearch:
             return labelled
 
         if self._enough:  # a plan that is near enough may be found by few labels
-            look(self._enough * abs(bound), min(_QUICK, self._labels))
+            distance = self._enough * abs(bound)
+            if look(distance, min(_QUICK, self._labels)).complete and most > bound + distance:
+                proven = bound + distance - _ROUNDING * abs(bound)
+                arcs = max(arcs, int(np.searchsorted(spread, distance, side="right")) + _ARCS)
         while not self._is_late() and (most == math.inf or most - proven > self._enough * most):
             # How many arcs are within a distance says how much there is to look through, whatever Ω and time are counted in.
             before, whole = most, min(most - priced.bound, float(spread.sum()))

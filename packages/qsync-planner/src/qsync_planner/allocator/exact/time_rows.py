@@ -113,7 +113,17 @@ class Step:
     def __init__(self, works: Sequence[Work]) -> None:
         """``works``: what the step may amount to."""
         self.pieces: list[tuple[Indicator, Work]] = []
-        self.least_ns, self.most_ns = min(work.compute_ns for work in works), max(work.compute_ns for work in works)
+        self._works = works
+
+    @property
+    def least_ns(self) -> int:
+        """The least that the device does."""
+        return min(work.compute_ns for work in self._works)
+
+    @property
+    def most_ns(self) -> int:
+        """The most that the device does."""
+        return max(work.compute_ns for work in self._works)
 
     def add(self, chosen: Indicator, work: Work) -> None:
         """A piece of work that is done where ``chosen`` is 1; before any of the expressions is asked for."""

@@ -1,20 +1,23 @@
 """What the device reaches here and now: the rate of a large copy, and of large products in every format.
 
-Shares are of these, measured in the same run, not of a datasheet.
+Shares are of these, measured in the same run, not of a datasheet: of the shortest sample, because whatever else runs can only lower
+them, and of a product of the run itself where one was faster.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import attrs
 import torch
 
-from .timing import Thunk, race
+from qsync_torch.aten.int8 import int8_product
+from qsync_torch.benchmarking.race import Thunk, race
 
 _CUDA_SIDE = 8192
 _CPU_SIDE = 512
+_EIGHT_BIT = ("int8", "float8_e4m3fn")
 
 
 @attrs.frozen
@@ -28,6 +31,17 @@ class Peaks:
 
     copy_bytes_per_s: float
     flops: Mapping[str, float]
+
+    def raised(self, reached: Iterable[tuple[str, float]]) -> Peaks:
+        """The same where products of a run, given as format and operations per second, were faster than the large one."""
+        flops = dict(self.flops)
+        for name, rate in reached:
+            flops[name] = max(flops.get(name, 0.0), rate)
+        return Peaks(self.copy_bytes_per_s, _alike_in_8_bit(flops))
+
+    def as_rates(self) -> dict[str, float]:
+        """All of them by name, the copy's as ``copy``."""
+        return {"copy": self.copy_bytes_per_s, **self.flops}
 
     def share(self, flops: int, floor_bytes: int, arithmetic: str, time_ns: float) -> tuple[float, str]:
         """Share of what the limits allow, and which of them binds: ``compute`` or ``bandwidth``."""
@@ -44,8 +58,12 @@ def copy_calls(device: torch.device, nbytes: int = 0) -> tuple[Thunk, ...]:
     return functools.partial(target.copy_, source), functools.partial(source.copy_, target)
 
 
-def measure_peaks(device: torch.device) -> Peaks:
-    """Measure them; a format that the device does not multiply is left out."""
+def measure_peaks(device: torch.device, formats: Collection[str] | None = None) -> Peaks:
+    """Measure them; a format that the device does not multiply is left out.
+
+    Args:
+        formats: names of those that are wanted; None for all.
+    """
     side = _CUDA_SIDE if device.type == "cuda" else _CPU_SIDE
     nbytes = 1 << 30 if device.type == "cuda" else 1 << 25
     contenders: dict[str, tuple[Thunk, ...]] = {"copy": copy_calls(device, nbytes)}
@@ -57,16 +75,20 @@ def measure_peaks(device: torch.device) -> Peaks:
         "float8_e4m3fn": _float8_product,
     }
     for name, make in makers.items():
+        if formats is not None and name not in formats:
+            continue
         try:
             contenders[name] = (make(side, device), make(side, device))
         except (RuntimeError, AttributeError):
             continue
     measured, _ = race(contenders, device, rounds=7, budget_s=3.0)
-    flops = {name: 2 * side**3 / (found.median_ns * 1e-9) for name, found in measured.items() if name != "copy"}
-    eight_bit = max((flops.get(name, 0.0) for name in ("int8", "float8_e4m3fn")), default=0.0)
-    if eight_bit:
-        flops |= {"int8": eight_bit, "float8_e4m3fn": eight_bit}
-    return Peaks(2 * nbytes / (measured["copy"].median_ns * 1e-9), flops)
+    flops = {name: 2 * side**3 / (found.fastest_ns * 1e-9) for name, found in measured.items() if name != "copy"}
+    return Peaks(2 * nbytes / (measured["copy"].fastest_ns * 1e-9), _alike_in_8_bit(flops))
+
+
+def _alike_in_8_bit(flops: dict[str, float]) -> dict[str, float]:
+    best = max((flops.get(name, 0.0) for name in _EIGHT_BIT), default=0.0)
+    return flops | (dict.fromkeys(_EIGHT_BIT, best) if best else {})
 
 
 def _float_product(dtype: torch.dtype, side: int, device: torch.device) -> Thunk:
@@ -76,12 +98,12 @@ def _float_product(dtype: torch.dtype, side: int, device: torch.device) -> Thunk
 
 def _int8_product(side: int, device: torch.device) -> Thunk:
     a, b = (torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device) for _ in range(2))
-    return functools.partial(torch._int_mm, a, b.t(), out=torch.empty(side, side, dtype=torch.int32, device=device))
+    return functools.partial(int8_product, a, b)
 
 
 def _float8_product(side: int, device: torch.device) -> Thunk:
     if device.type != "cuda":
         raise RuntimeError("float8 products are measured on CUDA devices")
     a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
-    return functools.partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16)
+    one, by_tensor = torch.ones((), device=device), torch.nn.functional.ScalingType.TensorWise
+    return functools.partial(torch.nn.functional.scaled_mm, a, b.t(), one, by_tensor, one, by_tensor)

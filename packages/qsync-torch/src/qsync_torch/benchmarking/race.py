@@ -18,10 +18,6 @@ from qsync_torch.timing import Stopwatch, make_stopwatch, relative_spread
 
 Thunk = Callable[[], Any]
 
-_ROTATIONS_OF_CACHE = 2.5
-"""Operands together are at least this many times the L2 cache."""
-_MOST_BYTES = 24 << 30
-_MOST_SETS = 48
 _SERIES_NS = 300_000
 """A CUDA sample lasts at least this long (events resolve about half a microsecond)."""
 _MOST_CALLS = 256
@@ -44,23 +40,24 @@ class Measured:
         return statistics.median(self.samples_ns)
 
     @property
+    def fastest_ns(self) -> float:
+        """The shortest of the samples: what limits are measured by, which nothing that runs beside them can lower."""
+        return min(self.samples_ns)
+
+    @property
     def spread(self) -> float:
         """Interquartile range over the median."""
         return relative_spread(self.samples_ns)
 
 
-def rotation_count(set_bytes: int, device: torch.device) -> int:
-    """How many sets of operands of that size make a rotation that the L2 cache cannot hold."""
-    if device.type != "cuda":
-        return 2
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    wanted = int(_ROTATIONS_OF_CACHE * cache) // max(set_bytes, 1) + 2
-    return max(1, min(wanted, _MOST_SETS, _MOST_BYTES // max(set_bytes, 1)))
+def why_failed(error: Exception) -> str:
+    """The class and the text of an error, in one line that is not too long."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def tensor_bytes(operands: Sequence[Any]) -> int:
-    """Bytes of all tensors among the operands."""
-    return sum(operand.nbytes for operand in operands if isinstance(operand, torch.Tensor))
+def is_lost(why: str) -> bool:
+    """Whether a failure leaves a device that answers nothing any more."""
+    return "CUDA error" in why and "out of memory" not in why
 
 
 class Timer:
@@ -116,7 +113,7 @@ def race(
         try:
             calls[name] = timer.warm_up(thunks)
         except Exception as error:  # a contender that cannot run must not stop the others
-            failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            failures[name] = why_failed(error)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.monotonic()
     for done in range(rounds):

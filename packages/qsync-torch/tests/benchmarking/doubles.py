@@ -1,0 +1,35 @@
+"""A backend that runs ATen's kernels under another name, and spoils what they write."""
+
+from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig
+from qsync_torch.aten.backend import AtenBackend
+
+
+class SpoiltBackend:
+    """``spoil`` is called with a kernel and its arguments, in its place; ``refuses``: reasons against every request."""
+
+    api_version = BACKEND_API_VERSION
+
+    def __init__(self, name, spoil=lambda kernel, *arguments: kernel(*arguments), refuses=(), configs=("",)):
+        self.name, self.spoil, self.refuses, self.configs = name, spoil, list(refuses), configs
+        self._aten = AtenBackend()
+        self.kernel_specs = self._aten.kernel_specs
+
+    def unsupported_reasons(self, request):
+        return self.refuses or self._aten.unsupported_reasons(request)
+
+    def candidate_configs(self, request):
+        return [KernelConfig(text) for text in self.configs]
+
+    def build(self, request, config):
+        kernel = self._aten.build(request, KernelConfig())
+        return lambda *arguments: self.spoil(kernel, *arguments)
+
+
+def writes_nothing(kernel, *arguments):
+    pass
+
+
+def forgets_the_last_row(kernel, *arguments):
+    kernel(*arguments)
+    out = next(a for a in reversed(arguments) if getattr(a, "dim", lambda: 0)() > 1)
+    out[-1] = 0
