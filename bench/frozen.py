@@ -1,14 +1,16 @@
 """Frozen weights in other formats: rows of ``docs/results/frozen.json`` (docs/frozen-weights.md).
 
-    python bench/frozen.py [--only F8,F6]
+    python bench/frozen.py [--only F8,F6,F4]
 
 F8 compares what is stored with bitsandbytes' own and needs that library; F6 counts the bytes of all tensors that live while a model
-is loaded, and in a training step of it.  Both run on a CPU.
+is loaded, and in a training step of it; F4 holds Ω of stored weights against gradients in float64.  These run on a CPU; what
+needs a GPU is in ``frozen_gpu.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import weakref
@@ -148,7 +150,30 @@ def loading() -> Iterator[dict[str, Any]]:
             yield row("F6-cpu" if name == "nf4" else "F6b-cpu", what, loads.most / steps.most, "≤ 1.05")
 
 
-PARTS = {"F8": libraries, "F6": loading}
+def predicted() -> Iterator[dict[str, Any]]:
+    """F4: Ω of single layers and of whole plans against the truth."""
+    from fitting.stored_omega import MODELS, measure
+
+    found = [measure(*sizes, progress=lambda text: print(text, file=sys.stderr)) for sizes in MODELS]
+    taus = [tau for one in found for tau in one.taus.values()]
+    quotients = [quotient for one in found for quotient in one.quotients]
+    wholes = [quotient for one in found for quotient in one.wholes.values()]
+    what = (
+        f"{len(MODELS)} small Llamas trained on text, bfloat16 with LoRA r = 8 on all linears, three storages; Ω of 12 updates "
+        "against gradients in float64 of the same updates"
+    )
+    yield row("F4-cpu", f"{what}: Kendall's τ over layers, median of models and storages", statistics.median(taus), "≥ .9")
+    yield row("F4b-cpu", "the same, the worst of them", min(taus), "reported")
+    yield row("F4c-cpu", "the same: single layers within 2", sum(0.5 <= q <= 2 for q in quotients) / len(quotients), "≥ .9")
+    yield row("F4d-cpu", "the same: whole plans, predicted over true, the lowest", min(wholes), "≥ .85")
+    yield row("F4e-cpu", "the same: whole plans, predicted over true, the highest", max(wholes), "≤ 1.15")
+    yield row("F4f-cpu", "the same: whole plans, predicted over true, the median", statistics.median(wholes), "reported")
+    plain = [quotient for one in found for quotient in one.sums.values()]
+    yield row("F4g-cpu", "whole plans by Σ Ω, which the allocator minimises, over true: the lowest", min(plain), "reported")
+    yield row("F4h-cpu", "whole plans by Σ Ω, which the allocator minimises, over true: the highest", max(plain), "reported")
+
+
+PARTS = {"F8": libraries, "F6": loading, "F4": predicted}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from qsync_core.cluster_file import check_profiles, parse_cluster, read_cluster
 from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.plan import Role
-from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 
@@ -259,3 +259,22 @@ def test_profiles_of_something_else() -> None:
 def test_a_mark_of_the_order_of_bytes_at_the_beginning_is_left_out() -> None:
     """Editors on Windows write one."""
     assert parse_cluster("\ufeff" + GOOD) == parse_cluster(GOOD)
+
+
+def test_a_ladder_lists_storages_of_frozen_weights_by_name():
+    def ladder(*rungs):
+        listed = ", ".join(f'"{rung}"' for rung in rungs)
+        group = f'[[group]]\nname = "a"\ndevice = "cpu"\ncount = 1\nrole = "infer"\nbase = "bfloat16"\nladder = [{listed}]\n'
+        return parse_cluster(group).groups[0].ladder
+
+    names = ("int8@int8-row", "bfloat16@nf4", "bfloat16@int8-block", "bfloat16")
+    assert [rung.label for rung in ladder(*names)] == list(names)
+    assert ladder(*names)[1].storage is Storage.NF4
+    with pytest.raises(
+        ClusterError, match="storage of a ladder's entry must be one of as-is, int8-row, int8-block, nf4, got 'nf5'"
+    ):
+        ladder("bfloat16@nf5", "bfloat16")
+    with pytest.raises(ClusterError, match="a product in int8 does not read a weight stored as nf4"):
+        ladder("int8@nf4", "bfloat16")
+    with pytest.raises(ClusterError, match="bfloat16 does not come above bfloat16"):
+        ladder("bfloat16@as-is", "bfloat16")

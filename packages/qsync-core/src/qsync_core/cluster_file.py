@@ -14,9 +14,9 @@ from qsync_core.devices import find_chip, precision_problem, same_device
 from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.plan import Role
-from qsync_core.ir.precision import Granularity, Precision, Rounding, join
+from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage, join
 from qsync_core.ir.profile import Profile
-from qsync_core.ir.variant import AFFINE, Variant
+from qsync_core.ir.variant import AFFINE, STORED, Variant
 from qsync_core.units import parse_bytes
 
 MAX_FILE_BYTES = 1 << 20
@@ -188,11 +188,14 @@ def _parse_rung(text: Any, entry: dict[str, Any], device: str, where: str) -> Va
         if ";" in text:
             variant = Variant.parse(text)
         else:
-            name, _, output = text.partition(">")
+            name, stored, storage = text.partition(STORED)
+            name, _, output = name.partition(">")
             precision = _enum(Precision, name.removesuffix(AFFINE), "ladder", where)
+            if stored:
+                _enum(Storage, storage, "the storage of a ladder's entry", where)
             output = output or (_get(entry, "output", str, where, "") if precision.needs_scale else "")
             variant = Variant.named(
-                name,
+                f"{name}{stored}{storage}",
                 sixteen_bit=chip.sixteen_bit if chip else Precision.BFLOAT16,
                 output=_enum(Precision, output, "output", where) if output else None,
                 rounding=_enum(Rounding, _get(entry, "rounding", str, where, "stochastic"), "rounding", where),

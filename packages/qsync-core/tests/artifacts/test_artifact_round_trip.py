@@ -121,7 +121,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monke
 def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version 1 file, in which a field had another name, is read by a version 3 qsync-core in two steps."""
     monkeypatch.delitem(schema._MIGRATIONS, ("Sensitivity", 1))
-    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={}, copies={}, errors={}, masks={})
+    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={}, copies={}, errors={}, masks={}, shifts={})
     data = artifact.to_bytes(sensitivity)
     plain = msgpack.unpackb(data[artifact.HEADER_BYTES :])
     old_plain = {
@@ -133,7 +133,7 @@ def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ArtifactError, match="schema version 1 can no longer be read; make the file again"):
         artifact.from_bytes(old)
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 1), lambda fields: {"model": fields.pop("model_name"), **fields})
-    added = {"notes": ["geometric mean"], "flips": {}, "copies": {}, "errors": {}, "masks": {}}
+    added = {"notes": ["geometric mean"], "flips": {}, "copies": {}, "errors": {}, "masks": {}, "shifts": {}}
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, **added})
     assert artifact.from_bytes(old, Sensitivity) == sensitivity
     with pytest.raises(ArtifactError, match="the content does not fit schema version 1"):
@@ -361,7 +361,14 @@ def test_a_sensitivity_without_noise_of_copies_keeps_its_bytes() -> None:
     with_masks = examples(layers=1)[Sensitivity]
     with_errors = attrs.evolve(with_masks, masks={})
     assert (version_of(with_errors), version_of(with_masks)) == (4, 5)
-    for written in (with_errors, with_masks):
+    [(op_id, by_variant)] = newer.copies.items()
+    with_shifts = attrs.evolve(with_masks, shifts={op_id: dict.fromkeys(by_variant, (0.5, -0.25))})
+    assert version_of(with_shifts) == 6
+    with pytest.raises(ValueError, match="must be finite numbers"):
+        attrs.evolve(with_masks, shifts={op_id: dict.fromkeys(by_variant, (0.5, float("nan")))})
+    with pytest.raises(ValueError, match=r"along the same directions, but they are \[1, 2\] in number"):
+        attrs.evolve(with_shifts, shifts={**with_shifts.shifts, OpId("other"): dict.fromkeys(by_variant, (0.5,))})
+    for written in (with_errors, with_masks, with_shifts):
         assert artifact.from_bytes(artifact.to_bytes(written)) == written
     older = attrs.evolve(newer, copies={})
     data = artifact.to_bytes(older)

@@ -15,7 +15,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_planner.indicators import Indicator, get_indicator
-from qsync_planner.indicators.interface import Omega, RatesCopies, RatesErrors, RatesFlips, RatesKeptInputs
+from qsync_planner.indicators.interface import Omega, RatesCopies, RatesErrors, RatesFlips, RatesKeptInputs, RatesStored
 from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
@@ -65,6 +65,11 @@ def indicate(
             "name a cluster whose ladders say which are wanted"
         )
     rated.sort(key=str)
+    if (stored := [v.label for v in rated if v.storage.is_quantized]) and not isinstance(chosen, RatesStored):
+        raise ObservationError(
+            f"indicator {chosen.name!r} does not rate weights that are stored in another format, and {', '.join(stored)} are asked "
+            "for; choose hutchinson or lossvar, or leave them off the ladder"
+        )
     with guarded(chosen, observations):
         omega = _of_those_that_run(chosen.omega(dag, rated, observations), dag)
         _check_omega(chosen.name, omega, dag, rated)
@@ -75,6 +80,7 @@ def indicate(
         _check_kept(chosen.name, kept, dag)
         copies = chosen.copies(dag, rated, observations) if isinstance(chosen, RatesCopies) and observations is not None else {}
         copies = {op_id: {v: gain for v, gain in by_variant.items() if gain != 0} for op_id, by_variant in copies.items()}
+        shifts = chosen.shifts(dag, rated, observations) if isinstance(chosen, RatesStored) and observations is not None else {}
         errors = chosen.errors(dag, rated, observations) if isinstance(chosen, RatesErrors) else {}
         errors = {op_id: {v: error for v, error in by_variant.items() if error > 0} for op_id, by_variant in errors.items()}
         notes = tuple(chosen.notes(dag, observations))
@@ -90,6 +96,7 @@ def indicate(
         copies=copies,
         errors={op_id: by_variant for op_id, by_variant in errors.items() if by_variant and op_id not in blind},
         masks={op_id: weight for op_id, weight in masks.items() if weight > 0},
+        shifts={op_id: by_variant for op_id, by_variant in shifts.items() if op_id not in blind},
     )
 
 

@@ -9,11 +9,15 @@ from types import MappingProxyType
 import attrs
 import pytest
 
+from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
+from qsync_torch.prepare.cluster_text import cluster_text
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Participant, Wish
 from qsync_torch.prepare.roles import (
@@ -25,6 +29,7 @@ from qsync_torch.prepare.roles import (
     renamed,
     roles_said,
     to_repeat,
+    with_storages,
 )
 
 FLOAT32, BFLOAT16 = Variant.of(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
@@ -252,3 +257,28 @@ def test_groups_are_alike_where_all_were_compared_and_none_differs():
     assert not all_alike(CPUS, probed(unlike, spreads, unlike))
     assert not all_alike(CPUS, probed({"a": 2_000_000}, spreads))
     assert not all_alike(CPUS[:1], probed(steps, spreads))
+
+
+def test_frozen_weights_that_fill_a_budget_may_be_stored_otherwise():
+    operator = Operator(
+        OpId("a"), "linear", OpClass.ADJUSTABLE, (OpId("$input.x"),), ((4, 64),), (4, 32), weight_shape=(32, 64),
+        weight_format=Precision.BFLOAT16, frozen=True,
+    )  # fmt: skip
+    source = Operator(OpId("$input.x"), "input", OpClass.FIXED, (), (), (4, 64))
+    dag = PrecisionDag("m", (source, operator), (), base=Precision.BFLOAT16)
+    ladder = tuple(Variant.named(name) for name in ("int8", "bfloat16", "float32"))
+    base = Variant.plain(Precision.FLOAT32)
+
+    def labels(dag, role=Role.INFER, memory_bytes=8 * 4096):
+        rungs = ladder if role is Role.INFER else (base,)
+        group = DeviceGroup("g", "cpu", 1, role, Precision.FLOAT32, rungs, memory_bytes=memory_bytes)
+        return [rung.label for rung in with_storages([group], dag)[0].ladder]
+
+    assert labels(dag) == ["int8", "bfloat16@nf4", "bfloat16@int8-block", "bfloat16", "float32"]
+    plain = ["int8", "bfloat16", "float32"]
+    assert labels(dag, memory_bytes=11 * 4096) == labels(dag, memory_bytes=0) == plain
+    assert labels(dag, Role.TRAIN) == ["float32"]
+    trained = attrs.evolve(dag, operators=(source, attrs.evolve(operator, frozen=False)))
+    assert labels(trained) == plain
+    (group,) = with_storages([DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, ladder, memory_bytes=9)], dag)
+    assert parse_cluster(cluster_text("m", [group], [])).groups[0].ladder == group.ladder

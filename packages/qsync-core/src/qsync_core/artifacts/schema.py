@@ -36,7 +36,7 @@ KINDS: dict[str, type] = {
 
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "CollectiveCosts": 2,
-    "Sensitivity": 5,
+    "Sensitivity": 6,
     "PrecisionDag": 6,
     "PrecisionPlan": 7,
     "Profile": 9,
@@ -76,6 +76,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Sensitivity", 3): {"copies": {}},
     ("Sensitivity", 4): {"errors": {}},
     ("Sensitivity", 5): {"masks": {}},
+    ("Sensitivity", 6): {"shifts": {}},
     ("Timeline", 2): {"software": {}},
 }
 """Fields that a version of a kind adds at its end, with what they hold in plain content of the version before.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage
 from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 
@@ -72,22 +72,36 @@ class GradientCasts:
     grad_weight: CastTarget | None
 
 
+@attrs.frozen(cache_hash=True)
+class StoredError:
+    """What storing a weight changes in it, the same in every step: what a product reads of it, less what it would read of the
+    weight itself.
+
+    Attributes:
+        storage: of the weight.
+        read_in: the float format in which the product reads either; float32 where it reads what is stored.
+    """
+
+    storage: Storage
+    read_in: Precision
+
+
 @attrs.frozen
 class VariantNoise:
     """All that a variant rounds around one operator of a float32 model, beyond what the base rounds too; else None.
-
-    The error of a stored weight is none of it: it is the same in every step, and no noise.
 
     Attributes:
         operands: of the forward product; ``weight``: that of the weight alone.
         output: its result, in the format that the next operator receives.
         gradients: what backward rounds.
+        stored: the error of a stored weight, which is fixed and no noise.
     """
 
     operands: OperandCasts | None
     weight: CastTarget | None
     output: CastTarget | None
     gradients: GradientCasts | None
+    stored: StoredError | None = None
 
     @classmethod
     def of(cls, variant: Variant, base: Precision = Precision.FLOAT32) -> VariantNoise:
@@ -115,6 +129,7 @@ class VariantNoise:
             None if weight == EXACT else weight,
             _rounded(steps.output),
             _or_none(gradients),
+            _stored(variant),
         )
 
     def _beyond(self, base: VariantNoise) -> VariantNoise:
@@ -129,7 +144,14 @@ class VariantNoise:
             None if self.weight == base.weight else self.weight,
             None if self.output == base.output else self.output,
             gradients,
+            self.stored,
         )
+
+
+def _stored(variant: Variant) -> StoredError | None:
+    if not variant.storage.is_quantized:
+        return None
+    return StoredError(variant.storage, Precision.FLOAT32 if variant.reads_stored else variant.compute)
 
 
 def _or_none(gradients: GradientCasts) -> GradientCasts | None:

@@ -21,6 +21,7 @@ Collector ``lossvar``, one series per (adjustable operator, variant that is not 
 ``x_var_grad``   Σ_j σ²_j · (∂L/∂x_j)² over the elements of the activation copy in ``variant.compute``
 ``w_var_grad``   the same over the weight copy, with the variant's weight granularity
 ``y_var_grad``   the same over the output where ``variant.output`` is a 16-bit format; optional, absent means 0
+``stored_grad``  Σ_j d²_j · (∂L/∂w_j)² over the fixed error d of a stored weight; of variants that store it
 ===============  ====================================================================================================
 
 σ²_j is the variance of the rounding of element j: s²·f·(1−f) for stochastic rounding, f being the residual in units of the
@@ -46,6 +47,16 @@ Calls of one module read one rounded weight; each is written an equal part of wh
                       behind the operator, by what their flips do to the gradient: flips / √noise over √noise is Σ of these
                       weights, which does not depend on the variant
 ``output_noise``      the same for rounding the output
+====================  ================================================================================================
+
+Of operators whose weight is frozen, and variants that store it, where u_k are the directions of an update:
+
+====================  ================================================================================================
+``shift_0`` …         Σ_j d_j·∂⟨∂L/∂θ, u_k⟩/∂w_j, with a sign, over the fixed error d of the stored weight
+                      (docs/design/indicator.md#stored-weights): the mean of their squares is ‖Δ∂L/∂θ‖² by it; of calls of one
+                      module the first has what all do, and the others have 0
+``stored_flips``      as ``operands_flips``, of that error with a random sign for each element
+``stored_noise``      likewise ``operands_noise``
 ====================  ================================================================================================
 
 Of operators that read the result of a batch norm with a residual, and variants that read its int8 copy, rounded stochastically:
@@ -101,6 +112,7 @@ LOSSVAR = "lossvar"
 X_VAR_GRAD = "x_var_grad"
 W_VAR_GRAD = "w_var_grad"
 Y_VAR_GRAD = "y_var_grad"
+STORED_GRAD = "stored_grad"
 
 HUTCHINSON = "hutchinson"
 OPERANDS = "operands"
@@ -110,6 +122,9 @@ OPERANDS_FLIPS = "operands_flips"
 OUTPUT_FLIPS = "output_flips"
 OPERANDS_NOISE = "operands_noise"
 OUTPUT_NOISE = "output_noise"
+SHIFTS = tuple(f"shift_{number}" for number in range(8))
+STORED_FLIPS = "stored_flips"
+STORED_NOISE = "stored_noise"
 COPY = "copy"
 COPY_FLIPS = "copy_flips"
 COPY_NOISE = "copy_noise"

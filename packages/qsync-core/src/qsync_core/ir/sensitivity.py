@@ -30,6 +30,9 @@ class Sensitivity:
         errors: the standard error of Ω, likewise, of how updates differ; absent where it is not known.
         masks: what flips of all masks behind an operator would do to the gradients under noise as large as what they read; absent
             where it shares no masks.  An operator with more reaches all masks that one with less does.
+        shifts: how the fixed error of a stored weight moves the gradients, along sampled directions and with signs; the sum of the
+            squares is its part of Ω, and those of operators add up before they are squared
+            (docs/design/indicator.md#stored-weights).
     """
 
     model: str
@@ -42,6 +45,7 @@ class Sensitivity:
     copies: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
     errors: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
     masks: Mapping[OpId, float] = attrs.field(factory=dict)
+    shifts: Mapping[OpId, Mapping[Variant, tuple[float, ...]]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in itertools.chain(self.omega.items(), self.copies.items(), self.errors.items()):
@@ -51,6 +55,12 @@ class Sensitivity:
                         f"Ω of {op_id} at {variant.label} must be a finite number ≥ 0, got {value!r}; "
                         "the statistics behind it contain NaN, infinite or negative values"
                     )
+        if len(counts := {len(shift) for by_variant in self.shifts.values() for shift in by_variant.values()}) > 1:
+            raise ValueError(f"shifts of all operators are along the same directions, but they are {sorted(counts)} in number")
+        for op_id, shifts in self.shifts.items():
+            for variant, shift in shifts.items():
+                if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in shift):
+                    raise ValueError(f"shifts of {op_id} at {variant.label} must be finite numbers, got {shift[:3]!r}")
         for op_id, weight in self.masks.items():
             if not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight <= 0:
                 raise ValueError(f"the weight of the masks behind {op_id} must be a finite number above 0, got {weight!r}")

@@ -43,6 +43,7 @@ from qsync_planner.allocator.notes import (
     chain_notes,
     contention_notes,
     slow_base_notes,
+    storage_notes,
     uniform_notes,
     waiting_notes,
 )
@@ -287,6 +288,8 @@ class _Allocation:
         yield from solution.notes
         yield from baseline_notes(problem, self._request.name, self._full, self._balanced.does_not_fit)
         yield from uniform_notes(problem, self._start.starts)
+        if inputs.sensitivity is not None:
+            yield from storage_notes(problem, self._start.programs.at_rungs, solution)
         yield from inputs.notes
         yield from waiting_notes(inputs)
         yield from memory_notes(problem, {name: one.peak_bytes for name, one in solution.prediction.groups.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qsync_core.chains.unchained import unchained_line
 from qsync_core.devices import find_chip
@@ -11,12 +11,14 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import EXPECTED, UniformStart
-from qsync_planner.allocator.problem import Problem
+from qsync_planner.allocator.problem import GroupProblem, Problem
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.chains import Chains
+from qsync_planner.replayer.prediction import GroupPrediction
 
 _TF32_SINCE = (8, 0)
 """Compute capability."""
@@ -81,6 +83,33 @@ def uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[
             because = "" if why == EXPECTED or len(group.group.ladder) == 1 else f", {why}"
             notes.append(f"uniform precision of group {group.name} is {wanted.label}{because}{but}")
     return notes
+
+
+def storage_notes(
+    problem: Problem, at_rungs: Callable[[GroupProblem], Sequence[GroupPrediction]], solution: Solution
+) -> Iterator[str]:
+    """What each group stores of its frozen weights, beside what each rung for all operators would take and do."""
+    for group in problem.groups:
+        ladder = group.group.ladder
+        if not any(rung.storage.is_quantized for rung in ladder):
+            continue
+
+        def told(peak: int, omega: float, name: str = group.name) -> str:
+            return f"{format_bytes(problem.process_bytes(name, peak))} at Ω {omega:.3g}"
+
+        uniform = ", ".join(
+            f"{rung.label} {told(predicted.peak_bytes, group.omega(group.uniform(index)))}"
+            for index, (rung, predicted) in enumerate(zip(ladder, at_rungs(group), strict=True))
+        )
+        rungs = solution.rungs[group.name]
+        chosen = [unit.rungs[rung] for unit, rung in zip(group.units, rungs, strict=True)]
+        stored = Counter(str(one.storage) for one in chosen if isinstance(one, Variant) and one.storage.is_quantized)
+        what = ", ".join(f"{count} as {storage}" for storage, count in stored.most_common()) or "none"
+        peak = solution.prediction.groups[group.name].peak_bytes
+        yield (
+            f"group {group.name} stores {what} of its frozen weights in another format, and takes "
+            f"{told(peak, group.omega(rungs))}; one rung for all takes: {uniform}"
+        )
 
 
 def contention_notes(inputs: Inputs) -> list[str]:

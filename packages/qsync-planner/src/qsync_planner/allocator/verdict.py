@@ -210,23 +210,29 @@ def _sentence(best: Way, told: str, groups: tuple[str, ...], hybrid: JobOfGroups
 
 
 def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> float:
-    """E‖Δ∂L/∂θ‖² of one device on which operators run in these variants together: Σ (Ω − B), and the parts B of flips by the masks
-    that operators share (docs/design/indicator.md#whole-plans).
+    """E‖Δ∂L/∂θ‖² of one device on which operators run in these variants together: Σ (Ω − B), the parts B of flips by the masks
+    that operators share, and the fixed errors of stored weights, which add up before they are squared
+    (docs/design/indicator.md#whole-plans).
 
     Args:
-        sensitivity: Ω, B, and the masks behind operators.
+        sensitivity: Ω, B, the masks behind operators, and shifts.
         variants: by operator; what the sensitivity does not rate counts 0, as the base precision does.
     """
     error, shared = 0.0, []
+    shifts: list[tuple[float, ...]] = []
     for op_id, variant in _as_rated(sensitivity, variants).items():
         whole = sensitivity.omega.get(op_id, {}).get(variant, 0.0)
         part = sensitivity.flips.get(op_id, {}).get(variant, 0.0)
         masks = sensitivity.masks.get(op_id)
+        if shift := sensitivity.shifts.get(op_id, {}).get(variant):
+            shifts.append(shift)
+            whole -= math.fsum(value**2 for value in shift)
         if masks is None:
             error += whole
         else:
             error += whole - part
             shared.append((masks, part / masks))
+    error += math.fsum(math.fsum(column) ** 2 for column in zip(*shifts, strict=True))
     return error + sum(width * math.sqrt(noise) for width, noise in noise_at_masks(shared))
 
 

@@ -296,6 +296,9 @@ def _render(console: Console, found: Tradeoff, output: Path | None) -> None:
     print_table(console, header, rows)
     for name, duration_ns in sorted(found.baselines.items()):
         console.print(f"{name} precision: {format_ns(duration_ns)}")
+    for point in found.uniform:
+        peaks = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in point.peak_bytes.items() if name in groups)
+        console.print(f"all in {point.label}: Ω {point.omega:.4g}, {format_ns(point.iteration_ns)}, peak {peaks}")
     for note in estimate_notes(found.estimated):
         console.print(f"note: {note}")
     if output is None:

@@ -5,7 +5,9 @@ See docs/design/indicator.md#hutchinson.
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
@@ -19,13 +21,14 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import readable_copy
 from qsync_core.ir.variant import Variant
-from qsync_planner.indicators.interface import Omega
+from qsync_planner.indicators.interface import Omega, Shifts
 from qsync_planner.indicators.series import Noise, UpdateMean, non_negative, observed_sources, require
 
 _NOISE_OF_TERM = {
     terms.OPERANDS: attrgetter("operands"),
     terms.OUTPUT: attrgetter("output"),
     terms.GRADIENT: attrgetter("gradients"),
+    terms.SHIFTS[0]: attrgetter("stored"),
 }
 _Sources = dict[tuple[OpId, Noise], Variant]
 
@@ -102,10 +105,24 @@ class Hutchinson:
         mean = UpdateMean.of(observations).mean
         return {
             op_id: {
-                variant: max(0.0, mean(copied[op_id][variant].whole) - mean(plain[op_id][variant].whole)) for variant in readable
+                variant: max(0.0, mean(parts.whole) - mean(plain[op_id][variant].whole)) for variant, parts in copied[op_id].items()
             }
             for op_id in readers
         }
+
+    def shifts(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Shifts:
+        """What fixed errors of stored weights do, along each direction of each update; see :class:`RatesStored`."""
+        sources = observed_sources(observations, terms.HUTCHINSON, _NOISE_OF_TERM, dag.base)
+        averaged = UpdateMean.of(observations)
+        found: dict[OpId, dict[Variant, tuple[float, ...]]] = {}
+        for operator, variant in itertools.product(dag.adjustable, variants):
+            stored = VariantNoise.of(variant, dag.base).stored
+            if stored is None or operator.not_stored_as(variant.storage):
+                continue
+            observed = sources.get((operator.op_id, stored), variant)
+            along = [require(observations, terms.HUTCHINSON, name, operator.op_id, observed) for name in terms.SHIFTS]
+            found.setdefault(operator.op_id, {})[variant] = averaged.parts(along)
+        return found
 
     def kept_inputs(self, observations: Observations) -> Omega:
         """Ω of what chains keep in 8 bit; see :class:`RatesKeptInputs`."""
@@ -160,6 +177,7 @@ def _parts(
                 operator.op_id, VariantNoise.of(variant, dag.base), variant, observations, sources, copies or {}, flips
             )
             for variant in variants
+            if not operator.not_stored_as(variant.storage)
         }
         for operator in dag.adjustable
     }
@@ -183,6 +201,7 @@ def _per_update(
         (made.operands, *of_operands),
         (made.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
         (made.gradients, terms.GRADIENT, "", ""),
+        (made.stored, terms.SHIFTS[0], terms.STORED_FLIPS, terms.STORED_NOISE),
     )
     for part, term, flip_term, noise_term in parts:
         if part is None:
@@ -193,7 +212,12 @@ def _per_update(
             return require(observations, terms.HUTCHINSON, name, op_id, observed)
 
         what = f"{terms.HUTCHINSON}.{term} of {op_id} at {variant.label}"
-        smooth = [a + b for a, b in zip(smooth, non_negative(read(term), observations.iterations, what), strict=True)]
+        if part is made.stored:
+            along = [read(name) for name in terms.SHIFTS]
+            found: Sequence[float] = [statistics.fmean(shift**2 for shift in shifts) for shifts in zip(*along, strict=True)]
+        else:
+            found = non_negative(read(term), observations.iterations, what)
+        smooth = [a + b for a, b in zip(smooth, found, strict=True)]
         if flips and flip_term:
             flipping = [a + b for a, b in zip(flipping, read(flip_term), strict=True)]
             noise = [a + b for a, b in zip(noise, read(noise_term), strict=True)]

@@ -14,6 +14,10 @@ Omega = Mapping[OpId, Mapping[Variant, float]]
 """Ω per adjustable operator and variant: finite, not negative, 0 for the base precision."""
 
 
+Shifts = Mapping[OpId, Mapping[Variant, tuple[float, ...]]]
+"""Numbers with a sign per operator and variant, along the same directions for all."""
+
+
 @runtime_checkable
 class Indicator(Protocol):
     """Arithmetic from Observations to Ω.  Constructing one must be cheap and must not import torch.
@@ -83,6 +87,16 @@ class RatesCopies(Protocol):
 
     def copies(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Omega:
         """What Ω of an operator gains where it reads the copy that a fused chain with a residual writes; absent is 0."""
+        ...
+
+
+@runtime_checkable
+class RatesStored(Protocol):
+    """What an indicator may offer beside :class:`Indicator`; one without it rates no variant that stores a weight."""
+
+    def shifts(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Shifts:
+        """How the fixed error of a stored weight moves the gradients, along sampled directions: the sum of squares is its part of
+        Ω, and those of operators add up before they are squared.  Empty where that is not known."""
         ...
 
 

@@ -16,10 +16,14 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_planner.indicators.interface import Omega
+from qsync_planner.indicators.interface import Omega, Shifts
 from qsync_planner.indicators.series import Noise, UpdateMean, non_negative, observed_sources, require
 
-_NOISE_OF_TERM = {terms.X_VAR_GRAD: attrgetter("operands"), terms.Y_VAR_GRAD: attrgetter("output")}
+_NOISE_OF_TERM = {
+    terms.X_VAR_GRAD: attrgetter("operands"),
+    terms.Y_VAR_GRAD: attrgetter("output"),
+    terms.STORED_GRAD: attrgetter("stored"),
+}
 
 
 class LossVar:
@@ -47,6 +51,10 @@ class LossVar:
             for op_id, by_variant in _by_update(dag, variants, observations).items()
         }
 
+    def shifts(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Shifts:
+        """Not known: errors count as if their signs were random."""
+        return {}
+
     def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
         """How it was averaged."""
         assert observations is not None
@@ -59,7 +67,11 @@ def _by_update(
 ) -> dict[OpId, dict[Variant, Sequence[float]]]:
     sources = observed_sources(observations, terms.LOSSVAR, _NOISE_OF_TERM, dag.base)
     return {
-        operator.op_id: {variant: _one(operator, variant, observations, sources, dag.base) for variant in variants}
+        operator.op_id: {
+            variant: _one(operator, variant, observations, sources, dag.base)
+            for variant in variants
+            if not operator.not_stored_as(variant.storage)
+        }
         for operator in dag.adjustable
     }
 
@@ -74,6 +86,8 @@ def _one(
         columns += [_read(observations, term, op_id, source) for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD)]
     if made.output is not None:
         columns.append(_read(observations, terms.Y_VAR_GRAD, op_id, sources.get((op_id, made.output), variant)))
+    if made.stored is not None:
+        columns.append(_read(observations, terms.STORED_GRAD, op_id, sources.get((op_id, made.stored), variant)))
     return [sum(row) for row in zip(*columns, strict=True)]
 
 

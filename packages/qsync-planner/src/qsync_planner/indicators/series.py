@@ -132,6 +132,21 @@ class UpdateMean:
             return None
         return statistics.stdev(self._relative(values)) / math.sqrt(len(values)) * self._scale
 
+    def parts(self, along: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """Numbers with a sign, several an update, so scaled that the sum of their squares is the mean of their mean squares.
+
+        Args:
+            along: for each direction, one value an update.
+        """
+        norms = self.sq_norms or (1.0,) * len(along[0])
+        scale = math.sqrt(self._scale) if self.sq_norms else 1.0
+        scale /= math.sqrt(len(along) * len(norms))
+        return tuple(
+            value / math.sqrt(norm) * scale if norm > 0 else 0.0
+            for values in along
+            for value, norm in zip(values, norms, strict=True)
+        )
+
     @property
     def summary(self) -> str:
         """The name of the mean for people, as in "mean over 3 updates"."""

@@ -22,7 +22,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 import attrs
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile, StepMeasurement
@@ -237,7 +237,7 @@ def _fit_rung(
     dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement, base: Variant
 ) -> dict[tuple[int, Variant], Correction]:
     """What operators take beyond their parts where all run in a rung; where some of them alone were measured in it, those first."""
-    every = {operator.op_id: step.variant for operator in dag.adjustable}
+    every = {operator.op_id: _in_rung(operator, step.variant, base) for operator in dag.adjustable}
     alone = [mixed for mixed in profile.mixed if mixed.step.variant == step.variant and every.keys() >= set(mixed.lowered)]
     found: dict[tuple[int, Variant], Correction] = {}
     for mixed in alone:
@@ -248,6 +248,11 @@ def _fit_rung(
     for key, more in _fit(dag, profile, known, step, every, others or every, settled=calibration.corrections).items():
         found[key] = found[key].plus(more) if key in found else more
     return found
+
+
+def _in_rung(operator: Operator, rung: Variant, base: Variant) -> Variant:
+    """What an operator ran in where a whole step was measured in a rung: weights that cannot be stored so stayed at the base."""
+    return base if operator.not_stored_as(rung.storage) else rung
 
 
 def _fit(

@@ -17,7 +17,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.functions import function_of
-from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
 from qsync_core.ir.variant import Variant
@@ -88,9 +88,16 @@ class Evaluation(NamedTuple):
     """The output's gradient; the output itself may take nothing (a fused chain without a float result)."""
     delay: int = 0
     """How many operators later it runs: an operator of a fused chain runs with the last of them."""
+    held_bytes: int = 0
+    """What storing its weight in another format adds to the parameters' bytes: negative where that saves memory."""
     written: int = -1
     """The share number of the copy of its output that it writes by itself; -1: none."""
     written_bytes: int = 0
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What it adds to memory at every moment."""
+        return self.held_bytes + self.memory_correction_bytes
 
     @property
     def forward(self) -> Work:
@@ -260,6 +267,14 @@ def _cast_before(dag: PrecisionDag, autocast: Autocast | None) -> frozenset[int]
     return frozenset(found)
 
 
+def _first_calls(dag: PrecisionDag) -> frozenset[int]:
+    """The first calls of modules, by position: all calls of one hold the same weight."""
+    first: dict[str, int] = {}
+    for position, operator in enumerate(dag.operators):
+        first.setdefault(operator.op_id.fqn, position)
+    return frozenset(first.values())
+
+
 class CostModel:
     """Costs of a model's operators on one device type.
 
@@ -299,6 +314,7 @@ class CostModel:
         # A compiled graph makes equal casts once, with a plan and without.
         self._autocast = Autocast.of(dag.autocast_base, profile.device.kind, beside_plan=lowers or self._compiled)
         self._cast_before = _cast_before(dag, self._autocast)
+        self._first_calls = dag.once(_first_calls)
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
         self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
@@ -427,8 +443,11 @@ class CostModel:
         memory_correction = correction.memory_bytes if correction else 0
         saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspaces)
         is_cast = position in self._cast_before
+        held = 0
+        if run.storage.is_quantized and position in self._first_calls:
+            held = operator.stored_bytes(run.storage) - operator.stored_bytes(Storage.AS_IS)
         # Layers repeat: operators alike in everything that counts share one object, which is worked out once.
-        key = (self._shape(position), run, written, inputs, times, saved, memory_correction, is_cast)
+        key = (self._shape(position), run, written, inputs, times, saved, memory_correction, is_cast, held)
         found = self._equal.get(key)
         if found is not None:
             return found
@@ -466,6 +485,7 @@ class CostModel:
             gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
             memory_correction_bytes=memory_correction,
             gradient_bytes=operator.output_numel * output.nbytes,
+            held_bytes=held,
         )
         return found
 

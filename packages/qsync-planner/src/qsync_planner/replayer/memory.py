@@ -3,6 +3,8 @@
 A step has 2V moments: operator i runs forward at moment i and backward at moment 2V-1-i.  Every piece of memory is an interval of
 moments:
 
+* a frozen weight is there at every moment in the format in which it is stored, once however often its module is called; its
+  dequantized copy is workspace of forward, and again of backward;
 * an operator's output lives until its last consumer has run, or, where operators save it for backward, until the last of those
   has run backward; two consumers of one tensor share it, also where an operator between hands it on as it is;
 * a cast copy likewise, shared by the consumers that share the cast; the original is kept only where an operator saves it uncast;
@@ -43,8 +45,8 @@ from qsync_planner.replayer.process_memory import ProcessMemory
 _DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 Intervals = list[tuple[int, int, int]]
 """(first moment, moment after the last, bytes)."""
-OwnBytes = tuple[int, int, int, int]
-"""Own saved bytes, workspace forward, workspace and gradient copies backward, calibration."""
+OwnBytes = tuple[int, int, int, int, int]
+"""Own saved bytes, workspace forward, workspace and gradient copies backward, calibration, what storing the weight adds."""
 Replaced = tuple[list[tuple[int, Intervals]], list[tuple[int, OwnBytes]], Intervals, list[tuple[int, int]]]
 _EMPTY = (0, 0, 0)
 _MOST_INT64 = 2**62
@@ -301,14 +303,13 @@ class MemoryLedger:
             known[key] = _KnownIntervals(MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, *key))
         layout = self._layout = known[key].layout
         count = layout.count
-        self.static_bytes = layout.static_bytes
         self._backward_of, self._operator_at = known[key].backward_of, known[key].operator_at
         self._delta = [*layout.parameter_gradients]
         self._moment = [0] * (2 * count + 1)
-        self._correction = 0
+        self._correction = self._held = 0
         self._known, self._concerned = known[key].intervals, known[key].concerned
         self._tensors: list[Intervals] = [[] for _ in range(count)]
-        self._own: list[OwnBytes] = [(0, 0, 0, 0)] * count
+        self._own: list[OwnBytes] = [(0, 0, 0, 0, 0)] * count
         self._replace(range(count), range(count))
         self._tree = SequenceTree(count, self._fold, _join)
 
@@ -433,6 +434,7 @@ class MemoryLedger:
                 moments.append((position, now[1] - was[1]))
                 moments.append((backward, now[2] - was[2]))
                 self._correction += now[3] - was[3]
+                self._held += now[4] - was[4]
         for start, end, nbytes in intervals:
             self._delta[start] += nbytes
             self._delta[end] -= nbytes
@@ -447,6 +449,7 @@ class MemoryLedger:
             self._tensors[position] = old
         for position, was in owned:
             self._correction += was[3] - self._own[position][3]
+            self._held += was[4] - self._own[position][4]
             self._own[position] = was
         for start, end, nbytes in intervals:
             self._delta[start] -= nbytes
@@ -464,6 +467,11 @@ class MemoryLedger:
     def moments_bytes(self) -> list[int]:
         """Memory at each of the 2V moments, without what is static and without calibration."""
         return [running + more for running, more in zip(accumulate(self._delta), self._moment, strict=True)][:-1]
+
+    @property
+    def static_bytes(self) -> int:
+        """There during the whole step: weights as they are stored, optimizer state, the batch, buckets."""
+        return self._layout.static_bytes + self._held
 
     @property
     def constant_bytes(self) -> int:
@@ -514,7 +522,7 @@ class MemoryLedger:
 
 def _own_bytes(entry: Evaluation) -> OwnBytes:
     backward = entry.backward_workspace_bytes + entry.gradient_copy_bytes
-    return entry.saved_own_bytes, entry.workspace_bytes, backward, entry.memory_correction_bytes
+    return entry.saved_own_bytes, entry.workspace_bytes, backward, entry.memory_correction_bytes, entry.held_bytes
 
 
 def _join(left: Node, right: Node) -> Node:

@@ -9,7 +9,7 @@ from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.search import PROVEN_GAP
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint
 from qsync_planner.estimating.marks import estimate_notes
-from qsync_planner.reporting.marks import Spec, chart, colour, time_unit, tooltips
+from qsync_planner.reporting.marks import Spec, chart, colour, size_unit, time_unit, tooltips
 from qsync_planner.reporting.page import Figure, Key, Page, Section, Table, render
 
 _DECADES = 6
@@ -51,7 +51,8 @@ def tradeoff_section(tradeoff: Tradeoff, title: str, chosen_ns: int | None = Non
         code=frozenset((len(header) + 1,)),
         summary=f"All {len(rows)} plans, and how to get them" if folded else "",
     )
-    return Section(title, (_INTRODUCTION,), (tradeoff_figure(tradeoff, chosen_ns), table))
+    fronts = memory_figures(tradeoff) if tradeoff.uniform else []
+    return Section(title, (_INTRODUCTION,), (tradeoff_figure(tradeoff, chosen_ns), *fronts, table))
 
 
 def tradeoff_figure(tradeoff: Tradeoff, chosen_ns: int | None = None) -> Figure:
@@ -100,6 +101,56 @@ def tradeoff_figure(tradeoff: Tradeoff, chosen_ns: int | None = None) -> Figure:
     layers += _limits(_within(tradeoff, lines), along, unit.of, (min(times) + max(times)) / 2)
     legend = [Key(colour(level), tradeoff.budget_text(level), "dot") for level in range(len(tradeoff.budgets))]
     return Figure(chart(layers, _HEIGHT), f"Ω against step time of {len(dots)} plans, by memory budget.", legend)
+
+
+def memory_figures(tradeoff: Tradeoff) -> list[Figure]:
+    """Ω against the memory of each inference group, with each rung for all operators as a point of its own."""
+    zero, ticks = _zero(tradeoff)
+    up: Spec = {"field": "y", "type": "quantitative", "title": "Ω, gradient error"}
+    up["scale"] = {"type": "log", "nice": False, "padding": 14}
+    up["axis"] = {"values": ticks, "labelExpr": f"datum.value <= {zero} ? '0' : format(datum.value, '.0e')"}
+    found = []
+    for group in next(iter(tradeoff.points)).variants:
+        unit = size_unit(max(point.peak_bytes[group] for point in tradeoff.uniform))
+        along: Spec = {"field": "x", "type": "quantitative", "title": f"predicted peak of {group} ({unit.name})"}
+        along["scale"] = {"zero": False, "nice": False, "padding": 24}
+        front = [
+            {
+                "x": unit.of(point.peak_bytes[group]),
+                "y": max(zero, point.omega),
+                "row": f"#plan-{tradeoff.points.index(point) + 1}",
+                "Plan": str(tradeoff.points.index(point) + 1),
+                "Peak": format_bytes(point.peak_bytes[group]),
+                "Ω": f"{point.omega:.4g}",
+                "Operators": "; ".join(operators_lines(point)),
+            }
+            for point in tradeoff.front(group)
+        ]
+        uniform = [
+            {"x": unit.of(point.peak_bytes[group]), "y": max(zero, point.omega), "text": point.label} for point in tradeoff.uniform
+        ]
+        step: Spec = {"type": "line", "interpolate": "step-after", "strokeWidth": 1.6, "stroke": colour(0)}
+        dot: Spec = {"type": "point", "filled": True, "size": 90, "opacity": 1, "fill": colour(0), "cursor": "pointer"}
+        cross: Spec = {"type": "point", "shape": "cross", "filled": True, "size": 110, "opacity": 1, "fill": colour(1)}
+        place = {"x": along, "y": up}
+        href = {"field": "row", "type": "nominal"}
+        layers: list[Spec] = [
+            {"data": {"values": front}, "mark": step, "encoding": place},
+            {"data": {"values": front}, "mark": dot, "encoding": {**place, "tooltip": tooltips(front), "href": href}},
+            {"data": {"values": uniform}, "mark": cross, "encoding": place},
+            {
+                "data": {"values": uniform},
+                "mark": {"type": "text", "dy": -11, "fontSize": 11, "color": "var(--soft)"},
+                "encoding": {**place, "text": {"field": "text"}},
+            },
+        ]
+        legend = [
+            Key(colour(0), "plans of which none takes less memory and less Ω", "dot"),
+            Key(colour(1), "one rung for all", "dot"),
+        ]
+        says = f"Ω against the peak of {group}: {len(front)} plans, and {len(uniform)} rungs for all operators."
+        found.append(Figure(chart(layers, _HEIGHT), says, legend))
+    return found
 
 
 def _within(tradeoff: Tradeoff, lines: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -62,6 +62,11 @@ class HeldWeight:
         """On which it lies."""
         return self.tensors.values.device
 
+    @property
+    def lying(self) -> Iterable[torch.Tensor | None]:
+        """The tensors in which it lies there."""
+        return self.tensors
+
     def dequantized(self) -> torch.Tensor:
         """What is stored, in the script's format."""
         return dequantize(self.tensors, self.storage, self.shape, self.dtype)
@@ -141,6 +146,11 @@ class KeptWeight(HeldWeight):
     def device(self) -> torch.device:
         """On which it lies."""
         return self.parameter.device
+
+    @property
+    def lying(self) -> Iterable[torch.Tensor | None]:
+        """The parameter itself."""
+        return (self.parameter,)
 
     def dequantized(self) -> torch.Tensor:
         """The weight itself."""
@@ -332,6 +342,12 @@ def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         if weight.device.type != "meta":
             sums.setdefault(str(weight.dtype).removeprefix("torch."), []).append(checksum(weight.contiguous()))
     return {dtype: hashlib.sha256(str(torch.stack(found).tolist()).encode()).hexdigest()[:16] for dtype, found in sums.items()}
+
+
+def stored_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """All that a model's stored weights consist of."""
+    held = (module.__dict__[STORED] for module in model.modules() if STORED in module.__dict__)
+    return [tensor for weight in held for tensor in weight.lying if tensor is not None]
 
 
 def whole(weight: torch.Tensor | HeldWeight) -> torch.Tensor:

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qsync_core.ir import observations as terms
+from qsync_core.ir.noise import EXACT, VariantNoise
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import OperatorCall, Term, low_precision
+from qsync_torch.observing.rounding_noise import stored_error
 
 
 class LossVarCollector:
@@ -31,9 +33,14 @@ class LossVarCollector:
             return torch.sum(variance * squares[operand], dtype=torch.float64)
 
         for variant in low_precision(variants):
+            if call.operator.not_stored_as(variant.storage):
+                continue
             steps = steps_of(variant)
+            if (stored := VariantNoise.of(variant).stored) is not None:
+                error = stored_error(call.weight, stored)
+                found[variant, terms.STORED_GRAD] = torch.sum(error.square() * squares["weight"], dtype=torch.float64)
             found[variant, terms.X_VAR_GRAD] = weighted("x", steps.x)
-            found[variant, terms.W_VAR_GRAD] = weighted("weight", steps.weight)
+            found[variant, terms.W_VAR_GRAD] = weighted("weight", EXACT if variant.reads_stored else steps.weight)
             if steps.output is not Precision.FLOAT32:
                 found[variant, terms.Y_VAR_GRAD] = weighted("output", CastTarget(steps.output))
         return found

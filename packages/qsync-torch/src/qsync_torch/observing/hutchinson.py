@@ -17,11 +17,12 @@ from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.chain import ChainVariant, Producer
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.noise import EXACT, GradientCopies, OperandCasts, VariantNoise, kept_formats, kept_input
+from qsync_core.ir.noise import EXACT, GradientCopies, OperandCasts, StoredError, VariantNoise, kept_formats, kept_input
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.precision import Precision, Rounding, Storage
 from qsync_core.ir.semantics import CastTarget, readable_copy
 from qsync_core.ir.variant import Variant
+from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
@@ -37,14 +38,17 @@ from qsync_torch.observing.rounding_noise import (
     add_response,
     add_response_by_magnitude,
     mean_error,
+    stored_error,
 )
 from qsync_torch.observing.second_derivatives import second_derivatives
 from qsync_torch.torch_internals import pytree
 
-_DIRECTION_SEED, _FLIP_SEED = 0x5EED, 0xF11B
+_DIRECTION_SEED, _FLIP_SEED, _NEXT_DIRECTION = 0x5EED, 0xF11B, 0x9E3779B1
 """Keep the signs apart from what the model itself draws."""
 _PASSES, _PASSES_WITH_MASKS = 7.0, 21.0
 """BERT-base with 12 and ResNet50 with 128 samples."""
+_PASS_AGAIN = 2.0
+"""A further direction: a backward pass through that of the gradient, by its arithmetic."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -61,8 +65,9 @@ class ChainCopy:
         return cls(noise.operands) if wanted and noise.operands else None
 
 
-Source = OperandCasts | ChainCopy | GradientCopies | CastTarget
-"""What makes noise: the casts of the operands, those of the incoming gradient's copies, or that of a result."""
+Source = OperandCasts | ChainCopy | GradientCopies | CastTarget | StoredError
+"""What makes noise: the casts of the operands, those of the incoming gradient's copies, or that of a result; or a stored weight's
+fixed error."""
 Key = tuple[OpId, Place, Source]
 """An operator, where the noise is (``X`` stands for both operands) and what makes it."""
 
@@ -88,7 +93,8 @@ class HutchinsonCollector:
         """The time of a step in that of forward and backward passes over its batch, as measured on an H200: arithmetic is less than
         half of it, small kernels the rest (rows I6 of docs/results/indicator.json)."""
         masks = any(operator.kind in ("relu", "max_pool1d", "max_pool2d") for operator in dag.operators)
-        return _PASSES_WITH_MASKS if masks else _PASSES
+        stored = any(v.storage.is_quantized and operator.runs_in(v) for v in variants for operator in dag.adjustable)
+        return (_PASSES_WITH_MASKS if masks else _PASSES) + (_PASS_AGAIN * (len(terms.SHIFTS) - 1) if stored else 0.0)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """All terms of one step.
@@ -151,6 +157,10 @@ class _Pass:
         self._grad_inputs = {casts.grad_input for casts in gradients if casts.grad_input}
         self._grad_weights = {casts.grad_weight for casts in gradients if casts.grad_weight}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
+        self._stored = {noise.stored for noise in self._noise.values() if noise.stored}
+        self._shifts: defaultdict[tuple[OpId, StoredError, int], DeferredSum] = defaultdict(DeferredSum)
+        self._quantized: dict[tuple[str, Storage], StoredWeight] = {}
+        self._turn = 0
         self._kept = kept_formats(self._noise)
         self._kept_sums: defaultdict[tuple[OpId, Precision], DeferredSum] = defaultdict(DeferredSum)
         by_group: defaultdict[str, list[OpId]] = defaultdict(list)
@@ -215,7 +225,7 @@ class _Pass:
                 del loss
                 if not self._scale:
                     self._set_scale(norm)
-                response.respond(self._direction, again=bool(masks.seen))
+                response.respond(self._turned, len(terms.SHIFTS) if self._stores else 1, again=bool(masks.seen))
                 kept.finish()
                 _forget_gradients(parameters)
                 self._carry_flips_back(response, masks.seen)
@@ -247,10 +257,47 @@ class _Pass:
         for direction in self._direction.values():
             direction.mul_(self._scale)
 
+    @property
+    def _stores(self) -> bool:
+        """Whether some weight may be stored otherwise: a fixed error has one derivative, which few directions do not tell."""
+        return any(not op.not_stored_as(stored.storage) for op in self._step.dag.adjustable for stored in self._stored)
+
+    def _turned(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
+        """The direction of a pass: the same in all parts of a batch."""
+        self._turn = number
+        if not number:
+            return self._direction
+        parameters = list(self._direction)
+        signs = random_signs(parameters, self._step.seed + _DIRECTION_SEED + _NEXT_DIRECTION * number)
+        return {parameter: u.mul_(self._scale) for parameter, u in zip(parameters, signs, strict=True)}
+
+    def _add_stored(self, phase: Phase, site: Site, h: torch.Tensor) -> None:
+        """Add what the fixed errors of a call's weight do: calls of a module, and parts of a batch, share them."""
+        op_id = site.operator.op_id
+        for stored in self._stored:
+            if site.operator.not_stored_as(stored.storage):
+                continue
+            error = self._stored_error(site, stored)
+            if phase is Phase.FLIPS:
+                norm = torch.linalg.vector_norm(error * h)
+                self._sums[phase][op_id, Place.X, stored].squares.add(norm, norm)
+            else:
+                self._shifts[self._calls[op_id][0], stored, self._turn].add(_dot(error, h))
+
+    def _stored_error(self, site: Site, stored: StoredError) -> torch.Tensor:
+        key = (site.operator.op_id.fqn, stored.storage)
+        if key not in self._quantized:
+            self._quantized[key] = quantize_weight(site.weight, stored.storage)
+        return stored_error(site.weight, stored, self._quantized[key])
+
     def _respond(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
         if phase is Phase.RESPONSE:
             self._reached.add(site.operator.op_id)
         with torch.no_grad():
+            if place is Place.WEIGHT and phase is not Phase.GRADIENT:
+                self._add_stored(phase, site, h)
+            if phase is Phase.AGAIN:
+                return
             if phase is Phase.GRADIENT:
                 self._keep_parameter_gradient(site, place, h)
             elif place in (Place.WEIGHT, Place.BIAS) and (not self._whole or len(self._calls[site.operator.op_id]) > 1):
@@ -342,7 +389,8 @@ class _Pass:
     def _terms(self) -> dict[StepTerm, float]:
         found: dict[StepTerm, float] = {}
         sums_of_operators = (sums for by_key in self._sums.values() for sums in by_key.values())
-        fetched = Fetched([*(one for sums in sums_of_operators for one in (sums.squares, sums.bias)), *self._kept_sums.values()])
+        of_operators = (one for sums in sums_of_operators for one in (sums.squares, sums.bias))
+        fetched = Fetched([*of_operators, *self._shifts.values(), *self._kept_sums.values()])
 
         def total(phase: Phase, op_id: OpId, place: Place, source: Source | None) -> float:
             """Σ σ²·h² + (Σ μ·h)²; calls of one module are shifted alike, so that each counts a part of what all do together."""
@@ -360,6 +408,16 @@ class _Pass:
                 continue  # nothing is known of it, and zeros would say that it is harmless
             weight = self._mask_weights[op_id] / self._scale**2
             for v, rounded in self._noise.items():
+                if operator.not_stored_as(v.storage):
+                    continue
+                if (stored := rounded.stored) is not None:
+                    for number, term in enumerate(terms.SHIFTS):
+                        shift = self._shifts.get((op_id, stored, number))  # the first call's, which is that of all
+                        found[op_id, v, term] = 0.0 if shift is None else fetched.value(shift) / self._scale
+                    if self._has_masks:
+                        response = total(Phase.FLIPS, op_id, Place.X, stored)
+                        found[op_id, v, terms.STORED_FLIPS] = FLIP_FACTOR * response
+                        found[op_id, v, terms.STORED_NOISE] = response / weight if weight > 0 else 0.0
                 sources: tuple[tuple[Place, Source | None, str, str, str], ...] = (
                     (Place.X, rounded.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
                     (Place.OUTPUT, rounded.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),

@@ -109,6 +109,8 @@ class Phase(enum.Enum):
     """The gradient of the loss, with its graph."""
     RESPONSE = enum.auto()
     """The gradient of ⟨g, u⟩: Σ σ²·h² is the smooth part."""
+    AGAIN = enum.auto()
+    """The same along a further direction."""
     FLIPS = enum.auto()
     """What masks' windows add to it, with a random sign for every element of a mask."""
 
@@ -180,21 +182,24 @@ class NoiseResponse:
         self._gradients = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
         return torch.nn.utils.get_total_norm([g.detach() for _, g in self._gradients])
 
-    def respond(self, direction: Mapping[torch.Tensor, torch.Tensor], *, again: bool) -> None:
-        """Second backward pass, of ⟨g, direction⟩; hands on every response and releases the graph of g.
+    def respond(self, direction: Callable[[int], Mapping[torch.Tensor, torch.Tensor]], count: int, *, again: bool) -> None:
+        """Second backward passes, of ⟨g, direction⟩; hand on every response and release the graph of g.
 
         Every node is visited, not only those that lead somewhere: one without a second derivative says so only then.
 
         Args:
-            direction: u, a tensor per parameter.
+            direction: the u of each pass by its number, a tensor per parameter.
+            count: how many passes; those after the first are :attr:`Phase.AGAIN`.
             again: whether the graph of the forward pass is needed once more.
         """
-        self.phase = Phase.RESPONSE
-        pairs = [(g, direction[p]) for p, g in self._gradients if g.requires_grad]
+        differentiable = [(p, g) for p, g in self._gradients if g.requires_grad]
         self._gradients.clear()
-        if pairs:
-            gradients, directions = zip(*pairs, strict=True)
-            torch.autograd.backward(gradients, directions, retain_graph=again)
+        for number in range(count):
+            self.phase = Phase.AGAIN if number else Phase.RESPONSE
+            u = direction(number)
+            if differentiable:
+                parameters, gradients = zip(*differentiable, strict=True)
+                torch.autograd.backward(gradients, [u[p] for p in parameters], retain_graph=again or number < count - 1)
 
     def release(self) -> None:
         """Release the graph.  Its hooks hold this object, and the garbage collector does not see references through a graph."""

@@ -13,9 +13,11 @@ from collections.abc import Iterable
 import attrs
 import torch
 
+from qsync_core.ir.noise import StoredError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import CastTarget
 from qsync_torch.aten.quantize import affine_scale, scale_view
+from qsync_torch.aten.stored_weights import StoredWeight, dequantize_weight, quantize_weight
 from qsync_torch.dtypes import TORCH_DTYPE
 
 _INT8_LEVELS = 127
@@ -124,6 +126,20 @@ def element_variance(
     position = x / spacing
     residual = position - position.floor()
     return squared * residual * (1 - residual)
+
+
+def stored_error(weight: torch.Tensor, stored: StoredError, quantized: StoredWeight | None = None) -> torch.Tensor:
+    """What storing a weight changes in what its product reads, element by element.
+
+    Args:
+        weight: output channels first, float32 or float64.
+        stored: how it is stored, and read.
+        quantized: the weight, stored so, where it is at hand.
+    """
+    dtype = TORCH_DTYPE[stored.read_in]
+    quantized = quantize_weight(weight, stored.storage) if quantized is None else quantized
+    read = dequantize_weight(quantized, stored.storage, weight.shape, dtype)
+    return read.to(weight.dtype) - weight.to(dtype).to(weight.dtype)
 
 
 @attrs.define

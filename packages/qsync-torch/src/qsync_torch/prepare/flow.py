@@ -58,6 +58,7 @@ from qsync_torch.prepare.roles import (
     renamed,
     roles_said,
     to_repeat,
+    with_storages,
 )
 from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import ProcessGroups, measure_communication
@@ -390,6 +391,7 @@ class _Flow:
             text = ""
             if self.folder.rank == 0:
                 formed = described_groups(groups, probes, self.request.wishes, self._profiled(bench.dag, groups))
+                formed = with_storages(formed, bench.dag)
                 links = with_links(formed, *self._hop(bench.dag, groups)) if len(groups) > 1 else ()
                 text = cluster_text(bench.dag.model, formed, links)
             self._text = self.folder.told({"cluster": text})[0]["cluster"]

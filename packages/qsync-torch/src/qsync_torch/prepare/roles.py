@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+import attrs
+
 from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
@@ -19,6 +22,8 @@ ALIKE = 0.05
 """Steps that differ by less than this part do not say which group is the faster one."""
 SAME_DEVICE = 0.25
 """Nor do steps of equal devices that differ by less than this part: what else ran on one of them explains that better."""
+_STORAGES, _MUCH = (Storage.NF4, Storage.INT8_BLOCK), 0.1
+"""How frozen weights may be stored where they are at least this part of a group's memory."""
 _NAMED = re.compile(r"(train|infer)(?![a-z])", re.IGNORECASE)
 
 StepsNs = Mapping[str, int]
@@ -59,6 +64,23 @@ def described_groups(
             )
         )
     return found
+
+
+def with_storages(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> list[DeviceGroup]:
+    """The groups, with frozen weights in int8 and NF4 on the ladders of those whose memory they are much of."""
+    base = Variant.plain(dag.base)
+    stored = tuple(attrs.evolve(base, storage=storage) for storage in _STORAGES)
+    modules = {operator.op_id.fqn: operator for operator in dag.adjustable if operator.runs_in(stored[0])}
+    frozen_bytes = sum(operator.stored_bytes(Storage.AS_IS) for operator in modules.values())
+
+    def of(group: DeviceGroup) -> DeviceGroup:
+        much = group.memory_bytes and frozen_bytes >= _MUCH * group.memory_bytes
+        if group.role is not Role.INFER or base not in group.ladder or not much:
+            return group
+        at = group.ladder.index(base)
+        return attrs.evolve(group, ladder=(*group.ladder[:at], *stored, *group.ladder[at:]))
+
+    return [of(group) for group in groups]
 
 
 def roles_said(groups: Sequence[Group], wishes: Mapping[str, Wish]) -> dict[str, Role]:

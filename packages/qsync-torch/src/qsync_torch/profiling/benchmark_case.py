@@ -16,6 +16,7 @@ from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.aten.stored_weights import quantize_weight
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.job import Batch, Job
@@ -25,6 +26,7 @@ from qsync_torch.kinds.products import operand_of
 from qsync_torch.operators.autograd import Saved
 from qsync_torch.operators.casts import GRAD, Gradient, Grads, Seeds, W, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.products import QuantizedProduct, backward_products, forward_product
+from qsync_torch.operators.stored import run_stored
 from qsync_torch.torch_internals import pytree
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.running_loss import map_tensors, outputs_of
@@ -62,6 +64,7 @@ class BenchmarkCase:
         activations, parameters: tensors, for telling what autograd keeps.
         gradient_dtype: format in which the output's gradient arrives; None for the output's own.
         gradient_layout: how it lies in memory.
+        with_casts: the same call with casts that it makes and forgets, for what memory it takes; None where there are none.
     """
 
     make_ready: Callable[[], ReadyCall]
@@ -69,6 +72,7 @@ class BenchmarkCase:
     parameters: tuple[torch.Tensor, ...]
     gradient_dtype: torch.dtype | None = None
     gradient_layout: torch.memory_format = torch.preserve_format
+    with_casts: BenchmarkCase | None = None
 
 
 def differentiable_outputs(result: Any) -> list[torch.Tensor]:
@@ -146,7 +150,22 @@ def _float_case(
         cast = _weight_of(operator, parameter).to(dtype)
         return ReadyCall(partial(forward_product, x, None, cast, None, bias, binding), wanted)
 
-    return BenchmarkCase(make_ready, (x,), tuple(own))
+    with_casts = _stored_case(operator, binding, x, parameter, bias) if binding.variant.storage.is_quantized else None
+    return BenchmarkCase(make_ready, (x,), tuple(own), with_casts=with_casts)
+
+
+def _stored_case(
+    operator: Operator, binding: OperatorBinding, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> BenchmarkCase:
+    """A product that dequantizes its weight in each pass."""
+    storage, shape = binding.variant.storage, operator.weight_shape
+    stored = quantize_weight(weight, storage)
+    ready = ReadyCall(
+        partial(run_stored, x, stored, storage, shape, bias, binding, Seeds()),
+        tuple(tensor for tensor in (x, bias) if tensor is not None and tensor.requires_grad),
+    )
+    own = [tensor for tensor in (*stored, bias) if tensor is not None]
+    return BenchmarkCase(lambda: ready, (x,), tuple(own))
 
 
 def _weight_of(operator: Operator, parameter: torch.Tensor) -> torch.Tensor:

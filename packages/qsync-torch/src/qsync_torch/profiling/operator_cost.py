@@ -63,11 +63,12 @@ def measure_case(
     """
     device, forwarding = stopwatch.device, nullcontext() if forwarding is None else forwarding
     first = make()
-    call = first.make_ready()
+    whole = first.with_casts or first
+    call = whole.make_ready()
     with forwarding:
-        saved = watch_saved(call.run, first.activations, first.parameters)
-    gradients = [_gradient(output, first) for output in differentiable_outputs(saved.result)]
-    workspaces = _workspaces(first, gradients, device, forwarding)
+        saved = watch_saved(call.run, whole.activations, whole.parameters)
+    gradients = [_gradient(output, whole) for output in differentiable_outputs(saved.result)]
+    workspaces = _workspaces(whole, gradients, device, forwarding)
 
     nbytes = sum(t.nbytes for t in (*first.activations, *first.parameters))
     sets = rotation_count(nbytes, device, most=_MOST_SETS_CUDA if device.type == "cuda" else _MOST_SETS_CPU)

@@ -414,12 +414,18 @@ def _alternating(
 
 
 def _complete(dag: PrecisionDag, items: Iterable[Item], variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants in which every adjustable operator has right kernels: whole steps are measured in these."""
+    """The variants in which every adjustable operator has right kernels: whole steps are measured in these.
+
+    Weights that cannot be stored as a variant says are at the base there.
+    """
     held: dict[Variant, set[OpId]] = {}
     for item in items:
         held.setdefault(item.variant, set()).update(item.holders)
-    adjustable = {operator.op_id for operator in dag.adjustable}
-    return tuple(variant for variant in variants if adjustable <= held.get(variant, set()) or not adjustable)
+
+    def lowered(variant: Variant) -> set[OpId]:
+        return {operator.op_id for operator in dag.adjustable if not operator.not_stored_as(variant.storage)}
+
+    return tuple(variant for variant in variants if lowered(variant) <= held.get(variant, set()))
 
 
 def left_out_sentence(wrong: WrongKernels, device: str) -> str:

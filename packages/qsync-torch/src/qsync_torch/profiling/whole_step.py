@@ -24,6 +24,7 @@ from qsync_core.ir.plan import Assignment
 from qsync_core.ir.profile import AlternatingDispatch, Compiled, Compiler, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.apply.stored_modules import stored_tensors
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.dtypes import LOW_FLOATS
@@ -200,7 +201,7 @@ class StepRunner:
     @property
     def static_bytes(self) -> int:
         """Weights, buffers, optimizer state and one batch."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *stored_tensors(self.model)]
         return storage_bytes(tensors) + self.optimizer_state_bytes + self.batches[0].nbytes
 
 
@@ -301,6 +302,7 @@ def _lowered(
     runner: StepRunner, lowered: Collection[OpId], variant: Variant, dag: PrecisionDag, chosen: Mapping[OpId, KernelChoice]
 ) -> Iterator[AppliedPlan | None]:
     """A plan with some operators in a variant and the others at the base precision; none at all where it lowers none."""
+    lowered = {op_id for op_id in lowered if not dag[op_id].not_stored_as(variant.storage)}
     if not lowered or variant == Variant.plain(dag.base):
         yield None
         return

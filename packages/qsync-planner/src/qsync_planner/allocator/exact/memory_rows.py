@@ -112,7 +112,7 @@ class MemoryRows:
         while len(self._settled_until) <= operators:
             position, own = self._by_last[len(self._settled_until) - 1], Expression()
             for choice in self._choices.of[position]:
-                add(own, choice.chosen, choice.evaluation.memory_correction_bytes + choice.evaluation.saved_own_bytes)
+                add(own, choice.chosen, choice.evaluation.lasting_bytes + choice.evaluation.saved_own_bytes)
             for precision, present, size, _, _ in self._outputs_of(position) if self._is_tensor(position) else ():
                 add(own, self._kept_output(position, precision, present, self._layout.count - 1), size)
             for share, _, holding, size in self._copies_of(position):
@@ -135,7 +135,7 @@ class MemoryRows:
         backward = self._layout.backward_of(position)
         for choice in self._choices.of[position]:
             entry = choice.evaluation
-            nbytes = entry.memory_correction_bytes
+            nbytes = entry.lasting_bytes
             if position <= moment <= backward:
                 nbytes += entry.saved_own_bytes
             if moment == position:

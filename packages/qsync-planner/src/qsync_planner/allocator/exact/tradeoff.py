@@ -101,6 +101,16 @@ class TradeoffPoint:
 
 
 @attrs.frozen
+class UniformPoint:
+    """All inference groups at one rung: operators that were not measured so, and groups that lack it, at the next higher one."""
+
+    label: str
+    omega: float
+    iteration_ns: int
+    peak_bytes: Mapping[str, int]
+
+
+@attrs.frozen
 class Tradeoff:
     """The curve.
 
@@ -112,6 +122,7 @@ class Tradeoff:
         baselines: step time in ns of ``full`` and ``uniform`` precision within the cluster file's budgets.
         given: the budgets as a cluster file has them, where they are for more than tensors.
         estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
+        uniform: each rung for all operators, where some rung stores frozen weights in another format.
     """
 
     model: str
@@ -121,6 +132,15 @@ class Tradeoff:
     baselines: Mapping[str, int]
     estimated: Mapping[str, str] = attrs.field(factory=dict)
     given: tuple[Mapping[str, int], ...] = ()
+    uniform: tuple[UniformPoint, ...] = ()
+
+    def front(self, group: str) -> tuple[TradeoffPoint, ...]:
+        """The points of which none takes both more of a group's memory and more Σ Ω than another; least memory first."""
+        found: list[TradeoffPoint] = []
+        for point in sorted(self.points, key=lambda p: (p.peak_bytes[group], p.omega)):
+            if not found or point.omega < found[-1].omega:
+                found.append(point)
+        return tuple(found)
 
     def curve(self, level: int) -> tuple[TradeoffPoint, ...]:
         """The points within one of the budgets of which none is both slower and of higher Σ Ω than another; fastest first."""
@@ -147,6 +167,7 @@ class Tradeoff:
             "baselines_ns": dict(self.baselines),
             "estimated": dict(self.estimated),
             "points": [point.as_dict() for point in self.points],
+            "uniform": [attrs.asdict(point) for point in self.uniform],
             "curves": [
                 {"budget_bytes": dict(budget), "points": [positions[id(point)] for point in self.curve(level)]}
                 for level, budget in enumerate(self.given or self.budgets)
@@ -196,6 +217,7 @@ def tradeoff(
         {"full": curve.full.prediction.iteration_ns, "uniform": levels[-1].uniform_ns},
         estimated_groups(inputs.profiles),
         tuple(level.given for level in levels),
+        curve.uniform(),
     )
 
 
@@ -258,6 +280,21 @@ class _Curve:
         self._training_ns = max((predictions[g.name].period_ns for g in problem.cluster.groups if g.role is Role.TRAIN), default=0)
         self._levels: tuple[MemoryLevel, ...] = ()
         self._solved: list[tuple[MemoryLevel, int]] = []
+
+    def uniform(self) -> tuple[UniformPoint, ...]:
+        """Each rung for all operators, the base last; none where no rung stores a weight in another format."""
+        groups = self._problem.groups
+        ladder = dict.fromkeys(rung for group in groups for rung in group.group.ladder)
+        if not any(rung.storage.is_quantized for rung in ladder):
+            return ()
+        found = []
+        for wanted in ladder:
+            own = {g.name: g.group.ladder.index(wanted) if wanted in g.group.ladder else len(g.group.ladder) - 1 for g in groups}
+            rungs = {group.name: group.uniform(own[group.name]) for group in groups}
+            predicted = self._replayer.replay(self._problem.variants(rungs))
+            peaks = {name: one.peak_bytes for name, one in predicted.groups.items()}
+            found.append(UniformPoint(wanted.label, self._problem.objective(rungs), predicted.iteration_ns, peaks))
+        return tuple(found)
 
     def levels(self, count: int) -> tuple[MemoryLevel, ...]:
         """The budgets, least first; fewer than ``count`` where they are all the same."""

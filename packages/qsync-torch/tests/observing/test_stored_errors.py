@@ -1,0 +1,182 @@
+"""What storing a frozen weight does to the gradients of what is trained: the collector against Jacobians taken in float64."""
+
+import copy
+import math
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.errors import ObservationError
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision, Storage
+from qsync_core.ir.variant import Variant
+from qsync_planner.allocator.verdict import plan_error
+from qsync_planner.indicate import indicate
+from qsync_torch.aten.stored_weights import dequantize_weight, quantize_weight
+from qsync_torch.job import Batch, Job
+from qsync_torch.observing.closed_form import LossVarCollector
+from qsync_torch.observing.collector import ObservedStep
+from qsync_torch.observing.hutchinson import _DIRECTION_SEED, _NEXT_DIRECTION, HutchinsonCollector, random_signs
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.tracing.trace import trace
+
+STORED = [Variant.named(name) for name in ("float32@nf4", "float32@int8-row", "bfloat16@nf4", "int8@int8-row")]
+SEED = 7
+
+
+class Adapted(nn.Module):
+    """A frozen layer called twice and another, with something trained before, between and after them."""
+
+    def __init__(self, activation=torch.tanh):
+        super().__init__()
+        self.before = nn.Linear(6, 5)
+        self.twice = nn.Linear(5, 5).requires_grad_(False)
+        self.frozen = nn.Linear(5, 4, bias=False).requires_grad_(False)
+        self.after = nn.Linear(4, 2)
+        self.activation = activation
+
+    def forward(self, x):
+        y = self.activation(self.twice(self.activation(self.before(x))))
+        y = self.activation(self.twice(y))
+        return self.after(self.activation(self.frozen(y)))
+
+
+def job_of(activation=torch.tanh, samples=4):
+    torch.manual_seed(0)
+    x, target = torch.randn(samples, 6), torch.randn(samples, 2)
+    return Job(
+        "adapted",
+        Adapted(activation),
+        lambda step, size: Batch((x[:size],), target=target[:size]),
+        lambda output, batch: F.mse_loss(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=samples,
+    )
+
+
+def collected(job, parts=1, variants=STORED):
+    model = job.copy_model().train()
+    step = ObservedStep(job, model, trace(job), job.batch(0, job.batch_size), 0, SEED)
+    return model, HutchinsonCollector(parts).collect_step(step, variants)
+
+
+def error_of(weight, variant):
+    """What the product reads less what it would read of the weight itself."""
+    dtype = torch.float32 if variant.compute in (Precision.INT8, Precision.FLOAT32) else torch.bfloat16
+    read = dequantize_weight(quantize_weight(weight, variant.storage), variant.storage, weight.shape, dtype)
+    return read.double() - weight.to(dtype).double()
+
+
+def moved(job, model, name, error):
+    """The directional derivative of each trained parameter's gradient along the error of one weight."""
+    model = copy.deepcopy(model).double()
+    batch = job.batch(0, 4)
+    weight = model.get_parameter(name).requires_grad_(True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter is not weight]
+    loss = F.mse_loss(model(batch.args[0].double()), batch.target.double())
+    gradients = torch.autograd.grad(loss, trained, create_graph=True)
+
+    def along(entry):
+        (row,) = torch.autograd.grad(entry, weight, retain_graph=True, allow_unused=True)
+        return 0.0 if row is None else float((row * error).sum())
+
+    return [torch.tensor([along(entry) for entry in gradient.flatten()]).view(gradient.shape) for gradient in gradients]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", ["twice", "frozen"])
+def test_shifts_are_the_derivative_along_the_error_seen_from_each_direction(name, parts):
+    job = job_of()
+    model, found = collected(job, parts)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for variant in STORED:
+        derivative = moved(job, model, f"{name}.weight", error_of(model.get_parameter(f"{name}.weight").detach(), variant))
+        for number, term in enumerate(terms.SHIFTS):
+            signs = random_signs(trained, SEED + _DIRECTION_SEED + number * _NEXT_DIRECTION)
+            expected = sum(float((u * part).sum()) for u, part in zip(signs, derivative, strict=True))
+            assert found[OpId(name), variant, term] == pytest.approx(expected, rel=2e-4, abs=1e-7)
+            if name == "twice":
+                assert found[OpId("twice", 1), variant, term] == 0.0
+
+
+def test_only_variants_that_store_a_weight_and_weights_that_can_be_have_shifts():
+    _, found = collected(job_of(), variants=[*STORED, Variant.of(Precision.BFLOAT16)])
+    having = {(op_id.fqn, variant) for op_id, variant, term in found if term in terms.SHIFTS}
+    assert having == {(name, variant) for name in ("twice", "frozen") for variant in STORED}
+    assert {variant for op_id, variant, _ in found if op_id.fqn == "after"} == {Variant.of(Precision.BFLOAT16)}
+    _, plain = collected(job_of(), variants=[Variant.of(Precision.BFLOAT16)])
+    kept = {key: value for key, value in found.items() if key[1] == Variant.of(Precision.BFLOAT16)}
+    assert kept == pytest.approx(plain)
+
+
+def test_flips_behind_a_relu_count_the_error_as_noise():
+    _, found = collected(job_of(torch.relu, samples=512))
+    for variant in STORED:
+        assert found[OpId("frozen"), variant, terms.STORED_FLIPS] >= 0
+        assert math.isfinite(found[OpId("frozen"), variant, terms.STORED_NOISE])
+    assert any(found[OpId("twice"), variant, terms.STORED_FLIPS] > 0 for variant in STORED)
+
+
+def observed(job, collectors, variants=STORED, steps=40):
+    asked = ObserveRequest(variants, warmup=0, steps=steps, batch_size=4, collectors=collectors, settled=None)
+    return observe(job, trace(job), asked)
+
+
+def test_omega_is_the_squared_change_and_errors_add_up_before_they_are_squared():
+    """At weights that do not move, along 320 directions: a standard error of 8%."""
+    job = attrs.evolve(job_of(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    variant = STORED[0]
+    sensitivity = indicate(observed(job, [HutchinsonCollector()]), trace(job), [variant])
+    model = job.copy_model()
+    apart = [
+        moved(job, model, f"{name}.weight", error_of(model.get_parameter(f"{name}.weight").detach(), variant))
+        for name in ("twice", "frozen")
+    ]
+    for name, derivative in zip(("twice", "frozen"), apart, strict=True):
+        truth = sum(float(part.square().sum()) for part in derivative)
+        rated = sum(by_variant.get(variant, 0.0) for op_id, by_variant in sensitivity.omega.items() if op_id.fqn == name)
+        assert rated == pytest.approx(truth, rel=0.3)
+        shifts = sensitivity.shifts[OpId(name)][variant]
+        assert sum(shift**2 for shift in shifts) == pytest.approx(sensitivity.omega[OpId(name)][variant])
+    together = sum(float((a + b).square().sum()) for a, b in zip(*apart, strict=True))
+    plan = dict.fromkeys(sensitivity.omega, variant)
+    assert plan_error(sensitivity, plan) == pytest.approx(together, rel=0.3)
+
+
+def test_the_loss_is_moved_by_the_same_errors():
+    job = job_of()
+    observations = observed(job, [LossVarCollector()], steps=1)
+    model, batch = job.copy_model().double(), job.batch(0, 4)
+    weight = model.frozen.weight.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(F.mse_loss(model(batch.args[0].double()), batch.target.double()), weight)
+    for variant in STORED:
+        expected = float((error_of(weight.detach().float(), variant) * gradient).square().sum())
+        (found,) = observations.values("lossvar", terms.STORED_GRAD, OpId("frozen"), variant)
+        assert found == pytest.approx(expected, rel=1e-4)
+    rated = indicate(observations, trace(job), STORED, "lossvar").omega[OpId("frozen")]
+    (weight_noise,) = observations.values("lossvar", terms.W_VAR_GRAD, OpId("frozen"), STORED[3])
+    assert weight_noise == 0.0
+    assert rated[STORED[0]] > rated[STORED[1]]
+
+
+def test_an_indicator_that_knows_nothing_of_storage_rates_none():
+    class Other:
+        name, collectors, summary = "other", ("hutchinson",), "rates anything alike"
+
+        def omega(self, dag, variants, observations):
+            return {operator.op_id: dict.fromkeys(variants, 1.0) for operator in dag.adjustable}
+
+        def notes(self, dag, observations):
+            return ()
+
+    job = job_of()
+    observations = observed(job, [HutchinsonCollector()], steps=1)
+    with pytest.raises(
+        ObservationError, match=r"'other' does not rate weights that are stored .* float32@nf4 are asked for; choose"
+    ):
+        indicate(observations, trace(job), STORED[:1], Other())
+    assert STORED[0].storage is Storage.NF4
