@@ -199,10 +199,11 @@ def test_a_groups_name_becomes_one_for_kubernetes_and_stays_itself_in_the_enviro
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("8gpus", "group '8gpus' cannot name a replicated job"),
-        ("train-", "group 'train-' cannot name a replicated job"),
-        ("a; rm -rf", "cannot name a replicated job"),
-        ("Infer", "groups 'Infer' and 'infer' would both be the replicated job 'infer'"),
+        ("8gpus", "group '8gpus' cannot name its pods"),
+        ("train-", "group 'train-' cannot name its pods"),
+        ("t" * 64, "have no others but '-' between, and 63 at most"),
+        ("a; rm -rf", "cannot name its pods"),
+        ("Infer", "groups 'Infer' and 'infer' would both be 'infer' in Kubernetes"),
         ("t" * 50, "would have names of 66 letters"),
     ],
 )

@@ -87,6 +87,27 @@ def test_a_rayjobs_script_prepares_by_itself(cluster):
     assert [(group["groupName"], group["replicas"]) for group in groups] == [("train", 1), ("infer", 2)]
 
 
+@pytest.mark.parametrize("options", [[], ["--jobset", "--image", "a"]])
+@pytest.mark.parametrize(
+    ("script", "got", "file"),
+    [
+        (["-m", "pkg.train", "--epochs", "3"], "-m pkg.train", "pkg/train.py"),
+        (["-m"], "-m", "train.py"),
+        (["--no-python", "./start.sh"], "--no-python ./start.sh", "train.py"),
+    ],
+)
+def test_a_module_is_refused_with_what_to_write(cluster, options, script, got, file):
+    done = CliRunner().invoke(cli, ["launch", "run", "--prepare", str(cluster), *options, "--", *script])
+    assert done.exit_code == 1
+    said = " ".join(done.output.split())
+    assert f"neither modules nor options before it, got {got}: write the file, as in -- {file}, or -- {file}:make_job" in said
+
+
+def test_a_rayjob_prepares_in_a_module(cluster):
+    made = launched("run", "--prepare", cluster, "--rayjob", "--image", "r/train:1", "--", "-m", "pkg.train", "run")
+    assert yaml.safe_load(made)["spec"]["entrypoint"] == "exec python -m pkg.train run"
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

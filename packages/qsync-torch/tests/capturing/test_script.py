@@ -184,6 +184,7 @@ def test_a_script_that_compiles_its_model_is_known(tmp_path, loop, said):
 
 OWN = {"gradient_as_bucket_view": False}
 DEFAULTS = OWN | {"bucket_cap_mb": None, "broadcast_buffers": True, "static_graph": False}
+WITHOUT_BROADCAST = {name: value for name, value in DEFAULTS.items() if name != "broadcast_buffers"}
 
 
 @pytest.mark.parametrize(
@@ -201,11 +202,29 @@ DEFAULTS = OWN | {"bucket_cap_mb": None, "broadcast_buffers": True, "static_grap
             {k: v for k, v in DEFAULTS.items() if k != "gradient_as_bucket_view"},
         ),
         ("ddp = DDP(model); other = DDP(model)", DEFAULTS),
+        (
+            "ddp = DDP(model, bucket_cap_mb=None, bucket_cap_mb_list=None, forward_sync_buffers=None, broadcast_buffers=None)",
+            DEFAULTS,
+        ),
+        ("ddp = DDP(model, forward_sync_buffers=None, broadcast_buffers=False)", DEFAULTS | {"broadcast_buffers": False}),
+        ("ddp = DDP(model, forward_sync_buffers=True, broadcast_buffers=False)", DEFAULTS),
+        ("ddp = DDP(model, broadcast_buffers=False, forward_sync_buffers=True)", DEFAULTS),
+        ("ddp = DDP(model, broadcast_buffers=a, forward_sync_buffers=True)", DEFAULTS),
+        ("ddp = DDP(model, broadcast_buffers=a, forward_sync_buffers=b)", WITHOUT_BROADCAST),
+        ("ddp = DDP(model, broadcast_buffers=False, forward_sync_buffers=b)", WITHOUT_BROADCAST),
+        ("ddp = DDP(model, bucket_cap_mb_list=[1, 50])", {}),
+        ("ddp = DDP(model, bucket_cap_mb_list=caps)", {}),
         ("ddp = DDP(model) if quick else DDP(model, static_graph=True)", {}),
         ("ddp = DDP(model, **applied.ddp_options())", {}),
         ("ddp = DDP(model, None, 0)", {}),
         ("ddp = DDP(*wrapped)", {}),
         ("ddp = DDP(model, bucket_cap_mb='large')", {}),
+        ("ddp = DDP(model, bucket_cap_mb='25')", {}),
+        ("ddp = DDP(model, bucket_cap_mb=True)", {}),
+        ("ddp = DDP(model, bucket_cap_mb=-1)", {}),
+        (f"ddp = DDP(model, bucket_cap_mb=1{'0' * 400})", {}),
+        ("ddp = DDP(model, static_graph='yes')", {}),
+        ("ddp = DDP(model, broadcast_buffers=[])", {}),
         ("ddp = wrapped_elsewhere(model)  # DDP(model)", {}),
     ],
 )

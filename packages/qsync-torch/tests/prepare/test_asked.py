@@ -116,12 +116,15 @@ def test_plans_are_for_what_the_script_gives_its_wrapper_and_made_anew_where_tha
     )
     folder.publish({"communication infer+train": Made({"graph": digest(dag)}, to_bytes(costs))})
 
+    reasons: list[str] = []
+
     def settings(**decided: Any) -> tuple[CommunicationSettings, list[str]]:
         folder.made.clear()
         asked = planning.Planning(folder, dag, cluster, Board(None), Asked(solver="uniform"), communication=decided)
         folder.publish(*asked.plan())
         communication = from_bytes(folder.read(TOGETHER), PrecisionPlan).communication
         assert communication is not None
+        reasons.append(communication.reason)
         return communication.settings, list(folder.made)
 
     free, made = settings()
@@ -133,6 +136,9 @@ def test_plans_are_for_what_the_script_gives_its_wrapper_and_made_anew_where_tha
     assert own == PYTORCH_DEFAULTS
     assert TOGETHER in made
     assert settings(**defaults) == (own, [])
+    assert "DistributedDataParallel has them" not in reasons[0]
+    words = "with bucket, broadcast, view and static as the script's DistributedDataParallel has them, PyTorch's defaults: "
+    assert reasons[1].startswith(words)
     # Where a parameter is in no bucket of the graph's, others cannot be made: the first step then says what differs.
     part = attrs.evolve(dag, buckets=dag.buckets[1:])
     wanted = defaults | {"bucket_cap_mb": 50.0}

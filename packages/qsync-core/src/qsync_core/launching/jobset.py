@@ -10,10 +10,13 @@ from collections.abc import Sequence
 
 import attrs
 
+from qsync_core.errors import ClusterError
 from qsync_core.ir.plan import Role
 from qsync_core.launching.machines import GroupMachines, PlannedJob
 from qsync_core.launching.pods import PodSettings, check_settings, names_of_groups, pod_of, render
 from qsync_core.launching.torchrun import Meeting, environment_of, torchrun_options
+
+_LONGEST_NAME = 63
 
 
 def jobset(job: PlannedJob, name: str, settings: PodSettings, script: Sequence[str], meeting: Meeting) -> str:
@@ -27,7 +30,14 @@ def jobset(job: PlannedJob, name: str, settings: PodSettings, script: Sequence[s
         ClusterError: for what Kubernetes would refuse or misunderstand, and a GPU whose node label cannot be known.
     """
     check_settings(job, "JobSet", name, settings)
-    names = names_of_groups(job, name)
+    names = names_of_groups(job)
+    for group in job.groups:
+        pod = f"{name}-{names[group.name]}-0-{group.nodes - 1}-12345"
+        if len(pod) > _LONGEST_NAME:
+            raise ClusterError(
+                f"pods of group {group.name!r} would have names of {len(pod)} letters ({pod}), and Kubernetes allows "
+                f"{_LONGEST_NAME}: give a shorter --name"
+            )
     meeting = attrs.evolve(meeting, host=f"{name}-{names[job.groups[0].name]}-0-0.{name}", name=name)
     pods = [
         attrs.evolve(

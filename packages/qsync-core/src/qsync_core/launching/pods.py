@@ -22,7 +22,6 @@ _CPU, _WHOLE, _SHARED = "cpu", "nvidia.com/gpu", "nvidia.com/gpu.shared"
 """Processors, and resources of NVIDIA's device plugin; the last is one of several parts of a GPU (``renameByDefault: true``)."""
 _FULL_NAME = re.compile(r"(NVIDIA|Tesla|Quadro|GeForce|TITAN) (?!.*\bMIG\b)[A-Za-z0-9 ._-]+", re.ASCII)
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_LONGEST_NAME = 63
 _KEY = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", re.ASCII)
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}", re.ASCII)
@@ -179,31 +178,23 @@ def _selector(group: GroupMachines, settings: PodSettings) -> dict[str, str]:
     return {PRODUCT: device.name.replace(" ", "-")}
 
 
-def names_of_groups(job: PlannedJob, name: str) -> dict[str, str]:
-    """Names of groups as Kubernetes writes them, for a manifest of that name: in lower-case, with dashes for ``_`` and ``.``.
+def names_of_groups(job: PlannedJob) -> dict[str, str]:
+    """Names of groups as Kubernetes writes them: in lower-case, with dashes for ``_`` and ``.``.
 
     Raises:
-        ClusterError: for one that is no DNS label then, or that two groups have, or that makes pods' names too long.
+        ClusterError: for one that is no DNS label then, or that two groups have.
     """
     names: dict[str, str] = {}
     for group in job.groups:
         label = group.name.lower().replace("_", "-").replace(".", "-")
         if not _LABEL.fullmatch(label):
             raise ClusterError(
-                f"group {group.name!r} cannot name a replicated job: Kubernetes' names begin with a letter, end with a letter or "
-                "digit, and have no others but '-' between"
+                f"group {group.name!r} cannot name its pods: Kubernetes' names begin with a letter, end with a letter or digit, "
+                "have no others but '-' between, and 63 at most"
             )
         if label in names.values():
             other = next(known for known, taken in names.items() if taken == label)
-            raise ClusterError(
-                f"groups {other!r} and {group.name!r} would both be the replicated job {label!r}; rename one of them"
-            )
-        pod = f"{name}-{label}-0-{group.nodes - 1}-12345"
-        if len(pod) > _LONGEST_NAME:
-            raise ClusterError(
-                f"pods of group {group.name!r} would have names of {len(pod)} letters ({pod}), and Kubernetes allows "
-                f"{_LONGEST_NAME}: give a shorter --name"
-            )
+            raise ClusterError(f"groups {other!r} and {group.name!r} would both be {label!r} in Kubernetes; rename one of them")
         names[group.name] = label
     return names
 

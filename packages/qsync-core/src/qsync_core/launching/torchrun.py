@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from qsync_core.errors import ClusterError
 from qsync_core.launching.machines import GroupMachines, PlannedJob
 
 
@@ -85,8 +86,17 @@ def preparing(script: Sequence[str], run: str, cluster: str) -> list[str]:
     Args:
         run: the run folder, on each machine.
         cluster: the cluster file there.
+
+    Raises:
+        ClusterError: for an option in the place of the script, such as torchrun's ``-m``.
     """
     job, *arguments = script
+    if job.startswith("-"):
+        file = f"{arguments[0].replace('.', '/')}.py" if job == "-m" and arguments else "train.py"
+        raise ClusterError(
+            f"'qsync prepare' takes a script or a function of a file, and neither modules nor options before it, got "
+            f"{shlex.join(script[:2])[:120]}: write the file, as in -- {file}, or -- {file}:make_job"
+        )
     return ["-m", "qsync", "prepare", job, "-o", run, "--cluster", cluster, *(["--", *arguments] if arguments else [])]
 
 

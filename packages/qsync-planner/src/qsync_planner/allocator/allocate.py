@@ -129,7 +129,7 @@ class _Allocation:
         self._effort = EXACT if request.solver == "exact" else AUTO
         keep = kept_operators(inputs.dag, request.keep)
         problem = self._problem = build_problem(inputs, with_chains=request.chooses_chains, keep=keep)
-        ways = self._ways = Ways(inputs, request.communication)
+        ways = self._ways = Ways(inputs, request.communication, request.communication_said)
         state = SearchState(problem, ways.first)
         self._full = _under_the_best(Solution.of(state), ways, {})
         if request.solver != "dynamic-batch":

@@ -44,7 +44,8 @@ _SHORT = {"max_ctas": "ctas", "bucket_cap_mb": "bucket"}
 _SWITCHES = {"broadcast": "broadcast_buffers", "view": "gradient_as_bucket_view", "static": "static_graph"}
 Fixed = Mapping[str, Any]
 """Attributes of :class:`CommunicationSettings` that are decided already."""
-
+AS_ASKED = "as asked for"
+"""By whom, where a person names them."""
 
 Periods = Mapping[CommunicationSettings, int]
 """A plan's period in nanoseconds under every way that is considered."""
@@ -164,14 +165,15 @@ class Ways:
 
     Args:
         inputs: of the job.
-        fixed: what a person decided.
+        fixed: what is decided already.
+        as_said: by whom, as the plan's reason says it.
 
     Attributes:
         settings: the ways; PyTorch's defaults alone where nothing was measured.
     """
 
-    def __init__(self, inputs: Inputs, fixed: Fixed) -> None:
-        self.inputs, self.costs, self.fixed = inputs, inputs.communication, fixed
+    def __init__(self, inputs: Inputs, fixed: Fixed, as_said: str = AS_ASKED) -> None:
+        self.inputs, self.costs, self.fixed, self._as_said = inputs, inputs.communication, fixed, as_said
         costs = inputs.communication
         self.settings = (PYTORCH_DEFAULTS,) if costs is None else ways_to_communicate(inputs.dag, costs, fixed)
         self._replayers = {self.settings[0]: Replayer(inputs, settings=self.settings[0])}
@@ -195,7 +197,7 @@ class Ways:
 
     def with_profiles(self, profiles: Mapping[str, Profile]) -> Ways:
         """The same ways with other profiles of the groups."""
-        return Ways(self.inputs.with_profiles(profiles), self.fixed)
+        return Ways(self.inputs.with_profiles(profiles), self.fixed, self._as_said)
 
     def condensed(self, variants: Mapping[str, Variants]) -> dict[str, Condensed]:
         """What a plan's operators take by group, as far as its period under any of the ways depends on it."""
@@ -215,23 +217,22 @@ class Ways:
         if self.costs is None:
             return None
         order = sorted(periods_ns, key=lambda way: (way != chosen, periods_ns[way]))
-        reason = _reason(self.inputs.dag, self.costs, self.fixed, periods_ns, chosen)
+        names = _SHORT | {attribute: name for name, attribute in _SWITCHES.items()}
+        decided = f"with {_listed([names[attribute] for attribute in self.fixed])} {self._as_said}, " if self.fixed else ""
+        reason = decided + _reason(self.inputs.dag, self.costs, periods_ns, chosen)
         return PlannedCommunication(chosen, reason, tuple(CommunicationChoice(way, periods_ns[way]) for way in order))
 
 
 def _reason(
     dag: PrecisionDag,
     costs: CollectiveCosts,
-    fixed: Fixed,
     times_ns: Periods,
     chosen: CommunicationSettings,
 ) -> str:
     label = chosen.label
     if chosen.bucket_cap_mb is not None and len(buckets_under(dag, chosen.bucket_cap_mb)) == 1:
         label = label.replace(f"buckets of {chosen.bucket_cap_mb:g} MiB", f"one bucket ({chosen.bucket_cap_mb:g} MiB)")
-    names = _SHORT | {attribute: name for name, attribute in _SWITCHES.items()}
-    asked = f"with {_listed([names[attribute] for attribute in fixed])} as asked for, " if fixed else ""
-    parts = [f"{asked}{label}: {format_ns(times_ns[chosen])}"]
+    parts = [f"{label}: {format_ns(times_ns[chosen])}"]
     if chosen == PYTORCH_DEFAULTS:
         parts[0] += f", and no faster in the {_others(times_ns)}" if len(times_ns) > 1 else ""
     elif times_ns.get(PYTORCH_DEFAULTS) == times_ns[chosen]:

@@ -9,7 +9,7 @@ import attrs
 
 from qsync_core.errors import PlanError
 from qsync_planner.allocator.baselines import MAX_TOLERANCE, UniformStart
-from qsync_planner.allocator.communication import Fixed
+from qsync_planner.allocator.communication import AS_ASKED, Fixed
 from qsync_planner.allocator.problem import SearchState
 from qsync_planner.allocator.solution import Solution
 
@@ -65,6 +65,7 @@ class Request:
         seconds: wall-clock time after which ``exact`` and ``auto`` return the best plan found; None lets ``exact`` end with a proof
             and ``auto`` with an amount of work that does not depend on the machine.
         communication: attributes of :class:`~qsync_core.ir.communication.CommunicationSettings` that are decided already.
+        communication_said: by whom, as the plan's reason has it behind their names.
 
     Raises:
         PlanError: naming what does not go together, before anything is measured for it.
@@ -78,6 +79,7 @@ class Request:
     keep: tuple[str, ...] = ()
     seconds: float | None = None
     communication: Fixed = attrs.field(factory=dict)
+    communication_said: str = AS_ASKED
 
     def __attrs_post_init__(self) -> None:
         """Refuse what does not go together."""

@@ -10,14 +10,8 @@ from typing import Any
 from qsync_core.ir.communication import PYTORCH_DEFAULTS, CommunicationSettings
 
 _WRAPPER = "DistributedDataParallel"
-_ARGUMENTS = {
-    "bucket_cap_mb": "bucket_cap_mb",
-    "broadcast_buffers": "broadcast_buffers",
-    "forward_sync_buffers": "broadcast_buffers",  # PyTorch 2.13's name for it
-    "gradient_as_bucket_view": "gradient_as_bucket_view",
-    "static_graph": "static_graph",
-}
-"""Arguments of DistributedDataParallel that a plan chooses, and the settings that they are."""
+_SETTINGS = ("bucket_cap_mb", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")
+"""Arguments of DistributedDataParallel that a plan chooses, named as in the settings."""
 
 
 def said_of_wrapper(path: str | Path) -> Mapping[str, Any]:
@@ -26,7 +20,8 @@ def said_of_wrapper(path: str | Path) -> Mapping[str, Any]:
     Returns:
         Attributes of :class:`~qsync_core.ir.communication.CommunicationSettings`.  None of them where the text has no call of
         DistributedDataParallel, or has one with arguments that only a run knows (``**applied.ddp_options()``, further arguments by
-        their places), or calls that differ.  An argument that is no literal is left out, for the plan to choose.
+        their places, caps of single buckets), with a literal that is none for its argument, or calls that differ.  An argument that
+        is no literal is left out, for the plan to choose; None is PyTorch's default.
     """
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8", errors="replace"))
@@ -52,18 +47,29 @@ def _settings(call: ast.Call) -> dict[str, Any] | None:
     """What one call decides; None where only a run knows."""
     if len(call.args) > 1 or any(isinstance(one, ast.Starred) for one in call.args) or any(not one.arg for one in call.keywords):
         return None
-    found: dict[str, Any] = {setting: getattr(PYTORCH_DEFAULTS, setting) for setting in _ARGUMENTS.values()}
-    for keyword in call.keywords:
-        setting = _ARGUMENTS.get(keyword.arg or "")
-        if setting is None:
+    given = {keyword.arg: keyword.value for keyword in call.keywords if not _is_none(keyword.value)}
+    if "bucket_cap_mb_list" in given:  # PyTorch 2.13's, of buckets that no plan has
+        return None
+    if "forward_sync_buffers" in given:  # PyTorch 2.13's name, which wins where both are given
+        given["broadcast_buffers"] = given["forward_sync_buffers"]
+    found: dict[str, Any] = {}
+    for setting in _SETTINGS:
+        default = getattr(PYTORCH_DEFAULTS, setting)
+        if setting not in given:
+            found[setting] = default
             continue
-        value: Any = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         try:
-            CommunicationSettings(**{setting: value})
-        except (TypeError, ValueError):
+            value = ast.literal_eval(given[setting])
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if type(value) not in ((bool,) if isinstance(default, bool) else (int, float)):
+            return None
+        try:
+            found[setting] = getattr(CommunicationSettings(**{setting: value}), setting)
+        except (ValueError, OverflowError):
             return None  # DistributedDataParallel says what is wrong with it
-        if value is None:
-            del found[setting]
-        else:
-            found[setting] = value
     return found
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None

@@ -30,6 +30,7 @@ from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 
 _PLANNER = "qsync-planner"
+_AS_SCRIPT = "as the script's DistributedDataParallel has them"
 
 
 def survivors(cluster: Cluster) -> Iterator[tuple[str, ...]]:
@@ -177,7 +178,7 @@ class Planning:
     ) -> dict[str, Made]:
         """The plan of some groups; where one that was to train has no memory for it, each in its own role."""
         described = attrs.evolve(cluster, groups=tuple(group for group in self.cluster.groups if group.name in names))
-        request = Request(**self.asked.said, communication=self._decided(costs))
+        request = Request(**self.asked.said, communication=self._decided(costs), communication_said=_AS_SCRIPT)
         matched = Inputs(self.dag, cluster, profiles, sensitivity, communication=costs)
         try:
             try:
