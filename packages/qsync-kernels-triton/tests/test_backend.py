@@ -247,6 +247,22 @@ def test_every_candidate_configuration_can_be_read_back(request_):
     assert not set("".join(c.text for c in candidates)) & set("&|/ ")
 
 
+@pytest.mark.parametrize("by", Granularity)
+def test_a_transposed_copy_is_tried_in_ways_that_differ(by):
+    request = attrs.evolve(QUANTIZE, variant=attrs.evolve(INT8, x_granularity=by))
+    plain, copied = (
+        [QuantizeConfig.parse(c.text) for c in TritonBackend().candidate_configs(attrs.evolve(request, transposed=transposed))]
+        for transposed in (False, True)
+    )
+    if by is Granularity.PER_CHANNEL:  # quantized as without a copy, which is made afterwards
+        assert copied == plain
+        return
+    read = [(config.programs, config.sweep) for config in copied]
+    assert len(set(read)) == len(read) == 5
+    assert read == list(dict.fromkeys((config.programs, config.sweep) for config in plain))
+    assert copied[0] == plain[0]
+
+
 @pytest.mark.parametrize("op", [Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT, Op.CONV2D_GRAD_INPUT])
 def test_a_float_gradient_dequantizes_a_copy_first_unless_tuning_finds_better(op):
     (request_,) = (request_ for request_ in SUPPORTED if request_.op == op)

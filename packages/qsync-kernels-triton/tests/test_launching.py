@@ -17,9 +17,9 @@ pytest.importorskip("triton")
 from qsync_kernels_triton.launching import signed_words
 
 WITH_PARTIALS = {
-    "partial_absmax", "quantize_from_partials", "quantize_twice_from_partials", "channel_statistics", "channel_coefficients",
-    "normalize_positions", "reduce_gradient", "apply_gradient", "finish_sums", "normalize_rows", "round_normalized",
-    "activate_rows", "round_activated", "layer_norm_gradient", "maxima_of_rows_and_columns",
+    "partial_absmax", "partial_absmax_of_matrix", "quantize_from_partials", "quantize_twice_from_partials", "channel_statistics",
+    "channel_coefficients", "normalize_positions", "reduce_gradient", "apply_gradient", "finish_sums", "normalize_rows",
+    "round_normalized", "activate_rows", "round_activated", "layer_norm_gradient", "maxima_of_rows_and_columns",
     "quantize_by_row_and_column",
 }  # fmt: skip
 """Kernels with scratch memory, whose address changes from call to call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity
@@ -138,7 +138,7 @@ class TritonBackend:
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
         """Configurations worth trying, best guess first."""
         if request.op == Op.QUANTIZE:
-            return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
+            return tuple(KernelConfig(str(config)) for config in _quantize_candidates(request))
         if request.op in Op.PRODUCERS:
             return tuple(KernelConfig(str(config)) for config in _producer_candidates(request))
         if request.op == Op.CONV2D_GRAD_WEIGHT:
@@ -220,6 +220,13 @@ def _layouts(op: str) -> tuple[str, ...]:
         return ("channels_last",)
     matrices = op in LINEAR or op in Op.PRODUCERS
     return ("contiguous",) if matrices else ("contiguous", "channels_last")
+
+
+def _quantize_candidates(request: KernelRequest) -> Iterable[QuantizeConfig]:
+    if not request.transposed or request.variant.x_granularity is Granularity.PER_CHANNEL:
+        return QUANTIZE_CANDIDATES
+    # The plans that write both copies have tiles of their own, and read no other knobs.
+    return dict.fromkeys(QuantizeConfig(programs=one.programs, sweep=one.sweep) for one in QUANTIZE_CANDIDATES)
 
 
 def _producer_candidates(request: KernelRequest) -> Sequence[ProducerConfig]:

@@ -29,6 +29,8 @@ MULTIPROCESSORS = 132
 class QuantizeConfig:
     """How the quantization kernels are launched.
 
+    Those that write a transposed copy beside the other one have tiles of their own: ``programs`` and ``sweep`` alone matter there.
+
     Attributes:
         block: elements that a program loads at a time; a power of two, at least 64.
         warps: warps of a program.

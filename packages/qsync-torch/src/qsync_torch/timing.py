@@ -240,14 +240,14 @@ def make_stopwatch(device: torch.device) -> Stopwatch:
 
 
 def rotation_count(set_bytes: int, device: torch.device, *, most: int, cache_bytes: int = _CPU_CACHE_BYTES) -> int:
-    """How many sets of operands to use in turn: together twice the last-level cache, so that no operand is found there.
+    """How many sets of operands to use in turn: together twice a GPU's last-level cache, so that no operand is found there.
 
     At least two, and at most ``most``: an operand of a few kilobytes is in a cache in training too.
 
     Args:
         set_bytes: size of one set.
         most: bound on the number of sets.
-        cache_bytes: what to take for a CPU's cache.
+        cache_bytes: what to take for a CPU's cache, which is not asked.
     """
     if device.type == "cuda":
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size

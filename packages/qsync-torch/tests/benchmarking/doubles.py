@@ -29,6 +29,21 @@ def writes_nothing(kernel, *arguments):
     pass
 
 
+def forgets_the_transposed_copy(kernel, *arguments):
+    kernel(*arguments[:7], arguments[7].clone())
+
+
+def draws_the_transposed_copy_anew(kernel, *arguments):
+    x, q, scale, stream, seed, offset, multiplier, _ = arguments
+    kernel(x, q.clone(), scale, stream, seed + 1, offset, multiplier, arguments[7])
+    kernel(*arguments[:7], arguments[7].clone())
+
+
+def spoils_a_scale_of_the_last_column(kernel, *arguments):
+    kernel(*arguments)
+    arguments[2][-1] *= 2
+
+
 def forgets_the_last_row(kernel, *arguments):
     kernel(*arguments)
     out = next(a for a in reversed(arguments) if getattr(a, "dim", lambda: 0)() > 1)

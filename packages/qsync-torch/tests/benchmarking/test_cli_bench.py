@@ -108,6 +108,10 @@ def test_a_wrong_kernel_is_told_and_the_page_is_there_all_the_same(qsync, instal
     assert "pytest --pyargs qsync_torch.conformance --backend short" in said
     assert done.exit_code == 1
     assert " WRONG" in done.stdout
+    standings = [line.split() for line in done.stdout.splitlines()[-4:-1]]
+    assert standings[0][:5] == ["contender", "ran", "fastest", "(*)", "wrong"]
+    assert standings[1][:5] == ["short", "1", "0", "1", "–"]
+    assert standings[2][:4] == ["bfloat16", "1", "1", "0"]
     assert "wrong on 1" in (tmp_path / "page.html").read_text()
 
 

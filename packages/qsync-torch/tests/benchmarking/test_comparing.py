@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
 from qsync_torch.benchmarking import bench, contenders
@@ -20,7 +20,14 @@ from qsync_torch.benchmarking.race import Measured, is_lost, race
 from qsync_torch.benchmarking.results import NOT_FINITE, Row, Suite, fastest_of, speedup, standings
 from qsync_torch.benchmarking.shapes import ShapeSet, product_of_rows
 
-from .doubles import SpoiltBackend, forgets_the_last_row, writes_nothing
+from .doubles import (
+    SpoiltBackend,
+    draws_the_transposed_copy_anew,
+    forgets_the_last_row,
+    forgets_the_transposed_copy,
+    spoils_a_scale_of_the_last_column,
+    writes_nothing,
+)
 
 CPU = torch.device("cpu")
 INT8 = Variant.of(Precision.INT8)
@@ -85,6 +92,22 @@ def test_who_is_wrong_is_never_the_fastest():
     assert speedup(FAST, [FAST, BROKEN]) is None
 
 
+def test_who_was_not_checked_is_not_called_the_fastest():
+    unknown = attrs.evolve(FAST, error=None)
+    assert fastest_of([unknown, ROW, OWN]) is ROW
+    assert fastest_of([attrs.evolve(FAST, allowed=None), OWN]) is OWN
+    assert not unknown.is_wrong
+    assert not unknown.is_right
+
+
+def test_the_mean_leaves_out_what_is_wrong():
+    other = [attrs.evolve(row, shape="8×8×8") for row in (attrs.evolve(ROW, contender="broken"), OWN)]
+    (found,) = (one for one in standings(attrs.evolve(SUITE, rows=(*SUITE.rows, *other))) if one.contender == "broken")
+    assert (found.ran, found.wrong, found.speedup) == (2, 1, pytest.approx(1.5))
+    (found,) = (one for one in standings(SUITE) if one.contender == "broken")
+    assert found.speedup is None
+
+
 def test_standings_of_several_problems():
     other = [attrs.evolve(row, shape="8×8×8", median_ns=row.median_ns * factor) for row, factor in ((ROW, 0.1), (OWN, 0.4))]
     alone = attrs.evolve(ROW, op="quantize", error=0.05, allowed=0.1)
@@ -135,6 +158,19 @@ def test_a_kernel_that_writes_too_little_is_found_out(install):
     assert len(found.left_out) == len(chosen)
 
 
+@pytest.mark.parametrize("by", Granularity)
+def test_a_transposed_copy_is_looked_at_too(install, by):
+    install(
+        SpoiltBackend("forgets", forgets_the_transposed_copy),
+        SpoiltBackend("anew", draws_the_transposed_copy_anew),
+        SpoiltBackend("scale", spoils_a_scale_of_the_last_column),
+    )
+    found = compare([quantization((8, 16), by, flags=("transposed",))], Backends(), CPU, rounds=5)
+    right = {"aten", "anew"} if by is Granularity.PER_ROW else {"aten"}  # other scales, so other numbers to round
+    assert {row.contender for row in found.rows if row.is_right} == right
+    assert {row.contender for row in found.rows if row.is_wrong} == {"forgets", "anew", "scale"} - right
+
+
 def test_one_who_fails_leaves_the_others_their_race(install):
     def fails(kernel, *arguments):
         raise ValueError("not today")
@@ -154,7 +190,8 @@ def test_without_memory_for_float64_times_are_there_and_no_error(install, monkey
     install()
     monkeypatch.setattr(bench.Reference, "of", of)
     found = compare([Problem(Op.LINEAR_OUTPUT, product_of_rows(16, 8, 24), INT8)], Backends(), CPU, rounds=5)
-    assert [(row.contender, row.error, row.is_wrong) for row in found.rows] == [("aten", None, False), ("bfloat16", None, False)]
+    assert [(row.contender, row.error, row.allowed) for row in found.rows] == [("aten", None, None), ("bfloat16", None, None)]
+    assert fastest_of(found.rows) is None
     assert "aten, error: float64 takes more memory than there is, so its error is not known" in found.left_out.values()
     assert "–</td>" in render(found)
 

@@ -13,13 +13,15 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.errors import QSyncError
 from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.benchmarking.contenders import Backends, RefusedError, in_16_bit
 from qsync_torch.benchmarking.errors import Reference
 from qsync_torch.benchmarking.problems import Problem, problems, quantization
 from qsync_torch.benchmarking.shapes import ShapeSet, convolution, product_of_rows, read_shapes, shapes_of, usual_shapes
+from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.trace import trace
 
 CPU = torch.device("cpu")
 INT8 = Variant.of(Precision.INT8)
@@ -99,6 +101,50 @@ def test_work_and_bytes_of_a_product_worked_by_hand():
     assert grouped.flops == 2 * (2 * 6 * 3 * 5) * (2 * 3 * 2)
 
 
+class Beside(torch.nn.Module):
+    """Convolutions of the same images, as segmentation models have with several dilations."""
+
+    def __init__(self):
+        super().__init__()
+        plain = itertools.product((3, (1, 4)), (1, 2, (1, 2)), (0, 1, (1, 0)), (1, 2, (2, 1)), (1, 2))
+        spread = itertools.product((3,), (2, (2, 3)), (0, 1), (0, 1, (0, 1)), (1, 2))
+        self.all = torch.nn.ModuleList(
+            [torch.nn.Conv2d(4, 4, *one) for one in plain] + [torch.nn.ConvTranspose2d(4, 4, *one) for one in spread]
+        )
+
+    def forward(self, x):
+        return sum(one(x).mean() for one in self.all)
+
+
+def test_labels_tell_convolutions_of_the_same_images_apart():
+    job = Job(
+        "beside",
+        Beside(),
+        lambda step, size: Batch((torch.randn(size, 4, 9, 9),), target=None),
+        lambda output, batch: output,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=2,
+    )
+    found = shapes_of(trace(job))
+    assert sum(shape.count for shape in found.products) == len(found.products) == 108 + 24
+    assert len({shape.label for shape in found.products}) == len(found.products)
+
+
+@pytest.mark.parametrize(
+    ("filters", "geometry", "text"),
+    [
+        ((64, 3, 7, 7), Geometry((2, 2), (3, 3)), "7×7/2"),
+        ((64, 3, 1, 1), Geometry(), "1×1/1"),
+        ((64, 3, 3, 3), Geometry(), "3×3/1, padding 0"),
+        ((64, 3, 3, 3), Geometry((1, 1), (12, 12), (12, 12)), "3×3/1, dilation 12"),
+        ((64, 3, 3, 1), Geometry((2, 1), (0, 1), (1, 2)), "3×1/2×1, padding 0×1, dilation 1×2"),
+        ((64, 1, 3, 3), Geometry(padding=(1, 1), groups=3), "3×3/1, 3 groups"),
+    ],
+)
+def test_labels_say_what_is_unusual_of_a_convolution(filters, geometry, text):
+    assert convolution((8, 3, 32, 32), filters, geometry).label == f"8×3×32×32 → 64, {text}"
+
+
 def test_labels_of_a_set_are_distinct():
     for shapes in (SMALL, usual_shapes("cpu"), usual_shapes("cuda")):
         labels = [problem.label for problem in problems(shapes)]
@@ -157,7 +203,10 @@ def test_the_reference_of_a_convolution_is_a_sum_over_filters(shape):
         assert found[b, o, i, j].item() == pytest.approx(total * x_scale.item() * w_scale[o].item(), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=label)
+COPIES = [quantization((5, 6), by, flags=("transposed",)) for by in Granularity]
+
+
+@pytest.mark.parametrize("problem", [*PROBLEMS, *COPIES], ids=label)
 def test_right_kernels_are_within_what_their_formats_explain(problem):
     operands = problem.operands(CPU)
     found, left_out = Backends(chain=("aten",)).accepting(problem, operands, CPU)

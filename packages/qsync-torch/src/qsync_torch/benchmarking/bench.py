@@ -59,7 +59,11 @@ def _compare(
                     f"the device does not answer since {name} ran {problem.label} ({why}); start again without it: --backend names "
                     "those that are compared"
                 )
-    right = ((one.contender.problem, one.measured) for one in timed if one.error is not None and one.error <= one.allowed)
+    right = (
+        (one.contender.problem, one.measured)
+        for one in timed
+        if one.error is not None and one.allowed is not None and one.error <= one.allowed
+    )
     peaks = peaks.raised((str(own.arithmetic), own.flops / measured.median_ns * 1e9) for own, measured in right if own.flops)
     rows = [row_of(one.problem, one.contender, one.measured, peaks, one.error, one.allowed) for one in timed]
     return Suite(name_of(device), software_versions(device), peaks.as_rates(), tuple(rows), left_out)
@@ -73,7 +77,7 @@ class Timed:
     contender: Contender
     measured: Measured
     error: float | None
-    allowed: float
+    allowed: float | None
 
 
 def _race_on(
@@ -95,7 +99,7 @@ def _race_on(
         pass
     except Exception as error:
         missing[str(problem.variant.output)] = f"failed: {why_failed(error)}"
-    errors: dict[str, tuple[float | None, float]] = {}
+    errors: dict[str, tuple[float | None, float | None]] = {}
     references: dict[Problem, Reference] = {}
     for one in contenders:
         try:
@@ -104,7 +108,7 @@ def _race_on(
             reference = references[one.problem]
             errors[one.name] = reference.error_of(one), reference.allowed
         except torch.OutOfMemoryError:
-            errors[one.name] = None, 0.0
+            errors[one.name] = None, None
             missing[f"{one.name}, error"] = "float64 takes more memory than there is, so its error is not known"
         except Exception as error:  # what one contender cannot do another may
             missing[one.name] = f"failed: {why_failed(error)}"

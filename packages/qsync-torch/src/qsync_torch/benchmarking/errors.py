@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from qsync_core.ir.precision import Granularity
 from qsync_torch.benchmarking.contenders import Contender
 from qsync_torch.benchmarking.problems import Problem
 from qsync_torch.benchmarking.results import NOT_FINITE
@@ -41,8 +42,9 @@ class Reference:
         if not isinstance(problem.shape, ProductShape):
             values = Quantization(x=operands[0], variant=problem.variant, multiplier=_multiplier(problem, operands)).values.double()
             groups = groups_of(values, problem.variant.x_granularity)
-            steps = (groups.abs().amax(1) / 127) * groups.shape[1] ** 0.5  # each value is off by a step at most
-            return cls(problem, values, float(steps.norm() / values.norm()))
+            by_group = [groups, values.t()] if _has_columns(problem) else [groups]
+            steps = [(one.abs().amax(1) / 127) * one.shape[1] ** 0.5 for one in by_group]  # each value is off by a step at most
+            return cls(problem, values, max(float(step.norm() / values.norm()) for step in steps))
         call = problem.shape.call
         given: dict[str, Any] = dict(zip(_PLACES[problem.part], operands, strict=False))
         out = given.pop("out")
@@ -63,16 +65,42 @@ class Reference:
         Raises:
             Exception: whatever the kernel raises.
         """
-        is_quantized = not isinstance(self.problem.shape, ProductShape)
-        out = contender.operands[1 if is_quantized else _PLACES[self.problem.part].index("out")]
-        out.fill_(0 if is_quantized else float("nan"))
+        if not isinstance(self.problem.shape, ProductShape):
+            return self._error_of_quantized(contender)
+        out = contender.operands[_PLACES[self.problem.part].index("out")]
+        out.fill_(float("nan"))
         found = contender.thunks[0]()
-        found = (out if found is None else found).double()
-        if is_quantized:
-            scale = contender.operands[2][: out.numel() // groups_of(out, self.problem.variant.x_granularity).shape[1]].double()
-            found = (groups_of(found, self.problem.variant.x_granularity) * scale[:, None]).reshape(found.shape)
-        error = float((found - self.expected).norm() / self.expected.norm())
-        return min(error, NOT_FINITE) if error == error else NOT_FINITE
+        return _relative(out if found is None else found, self.expected)
+
+    def _error_of_quantized(self, contender: Contender) -> float:
+        """The larger one of both copies, where it writes a transposed one too."""
+        q, scale = contender.operands[1:3]
+        copies = [q, contender.operands[7]] if "transposed" in self.problem.flags else [q]
+        for copy in copies:
+            copy.fill_(0)
+        contender.thunks[0]()
+        by = self.problem.variant.x_granularity
+        error = _relative(_dequantized(q, scale, by), self.expected)
+        if _has_columns(self.problem):  # their scales lie behind those of rows
+            return max(error, _relative(_dequantized(copies[1], scale[len(q) :], by), self.expected.t()))
+        other = [copy for copy in copies[1:] if not torch.equal(copy.view(torch.uint8), q.view(torch.uint8).t())]
+        # With the same scales it is the same numbers: rounding explains no difference between them.
+        return max([error, *(self.allowed + _relative(copy, q.t().double()) for copy in other)])
+
+
+def _has_columns(problem: Problem) -> bool:
+    """Whether a transposed copy has scales of its own."""
+    return "transposed" in problem.flags and problem.variant.x_granularity is Granularity.PER_ROW
+
+
+def _dequantized(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    groups = groups_of(q.double(), granularity)
+    return (groups * scale[: len(groups), None].double()).reshape(q.shape)
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    error = float((found.double() - expected).norm() / expected.norm())
+    return min(error, NOT_FINITE) if error == error else NOT_FINITE
 
 
 def _multiplier(problem: Problem, operands: Arguments) -> torch.Tensor | None:

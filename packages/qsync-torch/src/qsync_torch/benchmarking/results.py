@@ -59,6 +59,11 @@ class Row:
         """Whether its error is more than its formats explain."""
         return self.error is not None and self.allowed is not None and not self.error <= self.allowed
 
+    @property
+    def is_right(self) -> bool:
+        """Whether its error is known, and within what its formats explain."""
+        return self.error is not None and self.allowed is not None and self.error <= self.allowed
+
 
 @attrs.frozen
 class Suite:
@@ -102,8 +107,8 @@ def baseline_of(rows: Sequence[Row]) -> Row | None:
 
 
 def fastest_of(rows: Sequence[Row]) -> Row | None:
-    """The fastest that is right."""
-    return min((row for row in rows if not row.is_wrong), key=lambda row: row.median_ns, default=None)
+    """The fastest that is right, as far as was looked: whose error is not known is not among them."""
+    return min((row for row in rows if row.is_right), key=lambda row: row.median_ns, default=None)
 
 
 def speedup(row: Row, rows: Sequence[Row]) -> float | None:
@@ -118,7 +123,8 @@ class Standing:
 
     Attributes:
         ran, fastest, wrong: how many problems it ran, was the fastest right one of, and was not right on.
-        speedup: geometric mean over PyTorch's own 16-bit product, of the problems that have one; None where none has.
+        speedup: geometric mean over PyTorch's own 16-bit product, of the problems that have one and that it is not wrong on; None
+            where there are none.
         largest_error: relative, against float64; None where none was looked at.
     """
 
@@ -136,7 +142,7 @@ def standings(suite: Suite) -> list[Standing]:
     found = []
     for name in dict.fromkeys(row.contender for row in suite.rows):
         own = [(row, rows) for rows in groups for row in rows if row.contender == name]
-        ratios = [ratio for row, rows in own if (ratio := speedup(row, rows)) is not None]
+        ratios = [ratio for row, rows in own if not row.is_wrong and (ratio := speedup(row, rows)) is not None]
         found.append(
             Standing(
                 contender=name,

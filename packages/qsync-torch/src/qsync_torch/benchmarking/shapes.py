@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from qsync_core.errors import QSyncError
-from qsync_core.geometry import Geometry
+from qsync_core.geometry import Geometry, Sizes
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.kinds import KINDS, kind_of
@@ -25,14 +25,26 @@ class ProductShape:
 
     @property
     def label(self) -> str:
-        """``4608×768×3072`` is rows × contracted × columns, ``8×64×56×56 → 256, 1×1/1`` images, output channels, filter/stride."""
+        """``4608×768×3072`` is rows × contracted × columns, ``8×64×56×56 → 256, 1×1/1`` images, output channels, filter/stride.
+
+        Padding other than half of the filter's reach, which keeps the size of images, stands there too, and dilations other than 1:
+        calls that differ have different labels.
+        """
         x, w = self.call.x, self.call.w
         if self.call.of_rows:
             return times((*x, w[0]))
         geometry = self.call.geometry
-        text = f"{times(x)} → {self.call.y[1]}, {times(w[2:])}/{geometry.stride[0]}"
-        text += ", transposed" if geometry.transposed else ""
-        return text if geometry.groups == 1 else f"{text}, {geometry.groups} groups"
+        usual = tuple(reach // 2 for reach in geometry.reach(w[2:]))
+        parts = (
+            f"{times(x)} → {self.call.y[1]}",
+            f"{times(w[2:])}/{_one_or_each(geometry.stride)}",
+            geometry.padding != usual and f"padding {_one_or_each(geometry.padding)}",
+            set(geometry.dilation) != {1} and f"dilation {_one_or_each(geometry.dilation)}",
+            geometry.transposed and "transposed",
+            geometry.output_padding and f"output padding {_one_or_each(geometry.output_padding)}",
+            geometry.groups > 1 and f"{geometry.groups} groups",
+        )
+        return ", ".join(part for part in parts if part)
 
 
 @attrs.frozen
@@ -64,6 +76,11 @@ def shapes_of(dag: PrecisionDag) -> ShapeSet:
 def times(sizes: Iterable[int]) -> str:
     """Sizes as people read them: ``64×96``."""
     return "×".join(map(str, sizes))
+
+
+def _one_or_each(sizes: Sizes) -> str:
+    """One number where all dimensions have it."""
+    return times(sizes[:1] if len(set(sizes)) == 1 else sizes)
 
 
 def product_of_rows(m: int, k: int, n: int, count: int = 1) -> ProductShape:

@@ -143,8 +143,11 @@ def _render(found: Suite, html: Path | None, console: Console) -> None:
             )
     print_table(console, ("kernel", "shape", "by", "time", "× 16 bit", "rate", "share of", "error"), lines)
     console.print("")
-    every = [(one.contender, one.ran, one.fastest, _ratio(one.speedup), relative(one.largest_error)) for one in standings(found)]
-    print_table(console, ("contender", "ran", "fastest (*)", "× 16 bit, mean", "largest error"), every)
+    every = [
+        (one.contender, one.ran, one.fastest, one.wrong, _ratio(one.speedup), relative(one.largest_error))
+        for one in standings(found)
+    ]
+    print_table(console, ("contender", "ran", "fastest (*)", "wrong", "× 16 bit, mean", "largest error"), every)
     for why, what in reasons(found).items():
         console.print(f"left out: {why} ({len(what)}: {what[0]}{', …' if len(what) > 1 else ''})", soft_wrap=True)
     if html is not None:
