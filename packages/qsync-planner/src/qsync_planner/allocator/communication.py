@@ -45,7 +45,7 @@ _SWITCHES = {"broadcast": "broadcast_buffers", "view": "gradient_as_bucket_view"
 Fixed = Mapping[str, Any]
 """Attributes of :class:`CommunicationSettings` that are decided already."""
 AS_ASKED = "as asked for"
-"""By whom, where a person names them."""
+"""Who decided them, as a plan's reason says it: a person, who named them."""
 
 Periods = Mapping[CommunicationSettings, int]
 """A plan's period in nanoseconds under every way that is considered."""
