@@ -1,6 +1,7 @@
 """Factors of input channels: products and gradients of the operands as they are, and how factors follow from the last step."""
 
 import copy
+import gc
 import json
 
 import attrs
@@ -250,6 +251,22 @@ def test_compiled_steps_take_the_factors_of_eager_ones():
     assert found[0] == pytest.approx(eager[0], rel=1e-5)
     assert all(torch.equal(found[1][name], values) for name, values in eager[1].items())
     assert any((values != 1).any() for values in found[1].values())
+
+
+def test_a_plan_may_be_collected_while_an_optimizer_is_compiled():
+    torch._dynamo.reset()
+    others = [planned(seed) for seed in range(1, 9)]
+    model, applied, optimizer = planned()
+
+    def collecting(graph, inputs):
+        del others[-2:]
+        gc.collect()
+        return graph.forward
+
+    optimizer.step = torch.compile(optimizer.step, backend=collecting)
+    train(model, optimizer, range(3))
+    assert applied.step == 3
+    assert len(others) < 8
 
 
 class Functional(nn.Module):

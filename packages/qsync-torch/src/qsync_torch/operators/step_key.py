@@ -32,6 +32,8 @@ _OFFSETS: list[torch.Tensor] = []
 """The offsets of all plans in force, on all devices: what a compiled optimizer advances, and one of which no model is known."""
 _FACTORS: list[ChannelFactors] = []
 """Likewise the factors of their operators' channels."""
+_GONE: list[tuple[list[torch.Tensor], ChannelFactors]] = []
+"""What plans that are collected leave in both.  They may be collected while a compiler reads these lists, which must not change then."""
 
 
 class StepKey:
@@ -55,11 +57,12 @@ class StepKey:
             self._on_cpu = torch.frombuffer(self._memory, dtype=torch.int64).view(())
         self._on_gpu: dict[torch.device, torch.Tensor] = {}
         self._own = [self._on_cpu]
+        _let_go()
         _OFFSETS.append(self._on_cpu)
         _FACTORS.append(self.factors)
         _IN_FORCE.add(self)
         _KNOWN.clear()
-        weakref.finalize(self, _forget, self._own, self.factors)
+        weakref.finalize(self, _GONE.append, (self._own, self.factors))
 
     def release(self) -> None:
         """Count no more: the plan is removed."""
@@ -152,6 +155,12 @@ _STEPS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How many steps of an optimizer have ended, and of those that it steps."""
 
 
+def _let_go() -> None:
+    """Forget what plans have left that are gone."""
+    while _GONE:
+        _forget(*_GONE.pop())
+
+
 def _forget(own: list[torch.Tensor], factors: ChannelFactors) -> None:
     _FACTORS[:] = [one for one in _FACTORS if one is not factors]
     _OFFSETS[:] = [offset for offset in _OFFSETS if not any(offset is one for one in own)]
@@ -183,6 +192,7 @@ def _ended(optimizer: Any, *_: Any) -> None:
         for factors in _FACTORS:
             factors.advance()
         return
+    _let_go()
     if not _IN_FORCE or _steps_inside(optimizer):
         return
     keys = _plans_of(optimizer)
