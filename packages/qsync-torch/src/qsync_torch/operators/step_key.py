@@ -33,7 +33,7 @@ _OFFSETS: list[torch.Tensor] = []
 _FACTORS: list[ChannelFactors] = []
 """Likewise the factors of their operators' channels."""
 _GONE: list[tuple[list[torch.Tensor], ChannelFactors]] = []
-"""What plans that are collected leave in both.  They may be collected while a compiler reads these lists, which must not change then."""
+"""What plans that are collected leave in both, which must not change while a compiler reads them: the collector may come then."""
 
 
 class StepKey:
