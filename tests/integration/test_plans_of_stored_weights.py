@@ -34,6 +34,8 @@ from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
+pytest.importorskip("highspy", reason="plans are exact ones: the environment `trainers` has HiGHS beside PyTorch")
+
 LADDER = ("bfloat16@nf4", "bfloat16@int8-row", "bfloat16")
 ONCE = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
 ANY_TIME = 50.0
