@@ -22,7 +22,7 @@ from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.elementwise import transpose_bytes
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, signed_words
-from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
+from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE
 from qsync_kernels_triton.quantize.rows import (
     maxima_of_rows_and_columns,
     partial_absmax_of_matrix,
@@ -36,8 +36,6 @@ FORMAT_CODE = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 ONE_READ = 16384
 """Rows up to this many elements stay in the registers of one program between the maximum and the rounding."""
-_COLUMNS = 3
-"""The kernels' way to multiply by channels where a row is all channels."""
 
 
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
@@ -236,7 +234,7 @@ class RowsPlan:
             "BLOCK": block,
             "ALIGNED": p.unit == 8,
             "FULL": p.length == block and p.rows % per_program == 0,
-            "MULTIPLIER": _COLUMNS if p.by_channel and p.inner == 1 and p.channels == p.length else p.by_channel,
+            "MULTIPLIER": COLUMNS.value if p.by_channel and p.inner == 1 and p.channels == p.length else p.by_channel,
             **p.live,
         }
         warps = max(1, min(16, per_program * block // 512))
@@ -301,29 +299,45 @@ class SplitPlan:
         self._round(self._second_grid, None, (x, as_bytes(q), scale, partial, *optional), (*self._second_numbers, *words))
 
 
+def _tiles(problem: Problem, shape: tuple[int, int], tall: int, wide: int) -> dict[str, Any]:
+    """What kernels that take a matrix by tiles of so many rows and columns are compiled for."""
+    rows, length = shape
+    return {
+        "UNIT": 8 if length % 8 == 0 else 1,
+        "ROW_UNIT": 16 if rows % 16 == 0 else 1,
+        "ROWS": tall,
+        "BLOCK": wide,
+        "FULL": rows % tall == 0 and length % wide == 0,
+        "MULTIPLIER": COLUMNS.value if problem.by_channel else 0,
+    }
+
+
+def _strips(shape: tuple[int, int], elements: int, widest: int, programs: int) -> tuple[int, int, int]:
+    """The columns of a tile of so many elements, how many strips of them a matrix has, and programs: as many for each strip."""
+    rows, length = shape
+    wide = min(widest, max(128, triton.next_power_of_2(length)))
+    strips, high = triton.cdiv(length, wide), triton.cdiv(rows, elements // wide)
+    return wide, strips, strips * min(high, max(1, programs // strips))
+
+
 class TwicePlan:
     """A matrix under one scale that is also written transposed."""
 
     def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int]) -> None:
         p, (rows, length) = problem, shape
-        unit, row_unit = 8 if length % 8 == 0 else 1, 16 if rows % 16 == 0 else 1
-        shared = {"UNIT": unit, "ROW_UNIT": row_unit, "MULTIPLIER": _COLUMNS if p.by_channel else 0, "OVERLAP": p.overlap}
-
-        def tiles_of(tall: int, wide: int) -> dict[str, Any]:
-            return shared | {"ROWS": tall, "BLOCK": wide, "FULL": rows % tall == 0 and length % wide == 0}
-
-        wide = min(512, max(128, triton.next_power_of_2(length)))
-        strips, high = triton.cdiv(length, wide), triton.cdiv(rows, 4096 // wide)
-        count = strips * min(high, max(1, config.programs // strips))
-        self._absmax, self._first_grid = Launch(partial_absmax_of_matrix, tiles_of(4096 // wide, wide), num_warps=8), (count, 1, 1)
-        constants = p.rounding | tiles_of(64, 128) | p.live | {"ALIGNED": unit == 8, "STREAM": p.stream}
+        wide, self._strips, count = _strips(shape, 4096, 512, config.programs)
+        overlap = {"OVERLAP": p.overlap}
+        first, second = _tiles(p, shape, 4096 // wide, wide) | overlap, _tiles(p, shape, 64, 128) | overlap
+        self._absmax, self._first_grid = Launch(partial_absmax_of_matrix, first, num_warps=8), (count, 1, 1)
+        constants = p.rounding | second | p.live | {"ALIGNED": second["UNIT"] == 8, "STREAM": p.stream}
         constants |= {"PARTIALS": max(32, triton.next_power_of_2(count))}
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(quantize_twice_from_partials, constants, num_warps=8, **options)
         tiles = triton.cdiv(rows, 64) * triton.cdiv(length, 128)
         # A quarter of the programs of a sweep over single rows: two of these fill a multiprocessor.
         self._second_grid = (tiles if config.sweep == 0 else min(tiles, max(1, config.sweep // 4)), 1, 1)
-        self._sizes, self._strips, self._count, self._device = (rows // row_unit, length // unit), strips, count, p.device
+        self._sizes = rows // second["ROW_UNIT"], length // second["UNIT"]
+        self._count, self._device = count, p.device
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
@@ -342,24 +356,18 @@ class RowsAndColumnsPlan:
 
     def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int]) -> None:
         p, (rows, length) = problem, shape
-        unit, row_unit = 8 if length % 8 == 0 else 1, 16 if rows % 16 == 0 else 1
-        shared = {"UNIT": unit, "ROW_UNIT": row_unit, "MULTIPLIER": _COLUMNS if p.by_channel else 0}
-
-        def tiles_of(tall: int, wide: int) -> dict[str, Any]:
-            return shared | {"ROWS": tall, "BLOCK": wide, "FULL": rows % tall == 0 and length % wide == 0}
-
         # Few rows of many columns: the maximum of each row of a tile is merged in memory.
-        wide = min(1024, max(128, triton.next_power_of_2(length)))
-        strips, high = triton.cdiv(length, wide), triton.cdiv(rows, 8192 // wide)
-        self._maxima = Launch(maxima_of_rows_and_columns, tiles_of(8192 // wide, wide), num_warps=4)
-        self._first_grid = (strips * min(high, max(1, config.programs // strips)), 1, 1)
+        wide, self._strips, programs = _strips(shape, 8192, 1024, config.programs)
+        self._maxima = Launch(maxima_of_rows_and_columns, _tiles(p, shape, 8192 // wide, wide), num_warps=4)
+        self._first_grid = (programs, 1, 1)
         # 128 rows are whole lines of the transposed copy; a multiple of 64 alone has no tile that overhangs with 64.
         tall, across, warps = (64, 128, 8) if rows % 128 and rows % 64 == 0 else (128, 32, 4)
-        stream = {"ALIGNED": unit == 8, "STREAM": int(p.streamed)}
-        self._round = Launch(quantize_by_row_and_column, p.rounding | tiles_of(tall, across) | stream | p.live, num_warps=warps)
+        cut = _tiles(p, shape, tall, across)
+        constants = p.rounding | cut | p.live | {"ALIGNED": cut["UNIT"] == 8, "STREAM": int(p.streamed)}
+        self._round = Launch(quantize_by_row_and_column, constants, num_warps=warps)
         tiles = triton.cdiv(length, across) * triton.cdiv(rows, tall)
         self._second_grid = (tiles if config.sweep == 0 else min(tiles, max(1, config.sweep // 2)), 1, 1)
-        self._numbers, self._strips, self._count = (rows // row_unit, length // unit), strips, rows + length + 1
+        self._numbers, self._count = (rows // cut["ROW_UNIT"], length // cut["UNIT"]), rows + length + 1
         self._device = p.device
 
     def __call__(
