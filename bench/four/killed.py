@@ -113,7 +113,8 @@ class Kills:
         segments = tuple(job.segments(last["step"]))
         expected: dict[tuple[int, str], float] = {}
         for groups, begin, end in segments:
-            with self.job(run, folder / "undisturbed", end, groups, len(groups)) as reference:
+            numbered = sorted(groups, key=self.groups.index)  # by rank, as theirs: sums of gradients are in that order
+            with self.job(run, folder / "undisturbed", end, numbered, len(groups)) as reference:
                 found = reference.finish()
             for line in _lines(reference):
                 if begin < line["step"] <= end and line["ranks"] == len(groups):

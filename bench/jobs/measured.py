@@ -68,6 +68,7 @@ class Found:
         prepared: whether it came to its end; why: it did not, or was not measured.
         ways: that were measured; recommended: the name of one.
         is_finished: whether nothing is left to do.
+        right_shares: the nearest, where prepare refuses that of the weak group.
         about: machine, versions, commit and device.
     """
 
@@ -79,6 +80,7 @@ class Found:
     ways: Mapping[str, Way]
     recommended: str
     is_finished: bool
+    right_shares: Sequence[float]
     about: Mapping[str, Any]
 
     @classmethod
@@ -110,6 +112,7 @@ class Found:
 
 _EMPTY: Mapping[str, Any] = {
     "prepare_s": 0.0, "calls": 0, "prepared": False, "why": "", "recommended": "", "is_finished": False,
+    "right_shares": (),
 }  # fmt: skip
 
 
@@ -145,7 +148,7 @@ def measure(job: JobOf, place: Place, folder: Path, here: Mapping[str, Any], sec
             return save(**spent)  # the next call goes on
         if any(ended.statuses) or not run.plan(groups).exists():
             why = f"prepare has not ended within {longest_s:.0f} s" if ended.late else f"prepare failed: {ended.failure}"
-            return save(**spent, why=why, is_finished=True)
+            return save(**spent, why=why, is_finished=True, right_shares=ended.right_shares)
         save(**spent, prepared=True)
     if seconds() < LEAST_S:
         return Found.read(job, found)
