@@ -11,6 +11,8 @@ plans for twice and four times the ranks, and where there are eight GPUs measure
 Needs as many NVIDIA GPUs as ranks, and the right to start an MPS daemon.  Where there are fewer, ranks stand side by side on
 them, with smaller shares and over gloo: a check of what jobs do, not of how fast they are, whose rows have ``-shared`` behind.
 
+The table of docs/hybrid.md is written with the rows; ``--only ""`` writes it alone, of rows that came from another machine.
+
 After ``--minutes`` everything has ended: the same command goes on with what is not finished, on this machine or on one of its kind
 that is given the folder of ``--save``.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,12 +31,14 @@ from typing import Any
 from four import killed, larger
 from four.layouts import EIGHT, FOUR, SHARED, THREE_GROUPS, Layout, UnsuitedLayout, is_shared, on_gpus
 from four.rows import rows
+from hybrid.page import fill, targets
 from hybrid.processes import mps
 from jobs.measured import Clock, Found, JobOf, known, measure, plan_of
 from jobs.models import KINDS
 from jobs.places import Place, on_cores
-from results import parser_of, provenance, write_rows
+from results import RESULTS, ROOT, parser_of, provenance, write_rows
 
+PAGE = ROOT / "docs" / "hybrid.md"
 PARTS = ("Q1", "Q4", "Q5", "Q6")
 """Q1 to Q3 are measured together, in two groups; Q4 is of three."""
 ON_CPU = {"Q1": ("2+2@50", "3+1@50"), "Q4": ("2+1@75+1@50",), "Q5": ("2+2", "3+1")}
@@ -112,6 +117,9 @@ def main() -> None:
     words = {"only": PARTS, "models": tuple(KINDS), "bases": BASES}
     if stray := [word for name, allowed in words.items() for word in getattr(options, name) if word not in allowed]:
         raise SystemExit(f"no such part, model or base: {', '.join(stray)}; known are {words}")
+    if not options.only:
+        write_page(options.out)
+        return
     if not options.cpu and not options.gpus:
         raise SystemExit("say which GPUs with --gpus 0,1,2,3, or --cpu for small models on cores")
     if not options.cpu and len(options.gpus) < OF_FOUR:
@@ -144,6 +152,7 @@ def run(options: argparse.Namespace) -> None:
         if not options.tiny:
             line = f"python bench/four.py {given} --only {part}"
             write_rows("four", [{**row, **device} for row in made], line, directory=options.out)
+            write_page(options.out)
 
     with places(options) as place_of:
         for layout, job in jobs:
@@ -174,6 +183,13 @@ def run(options: argparse.Namespace) -> None:
                     twice = of_twice[1] if of_twice else None
                     write(list(larger.rows(layout, one, options.save / job.name, suffix, where, twice)), "Q6")
     print(f"left: {', '.join(left)}" if left else "all is measured", flush=True)
+
+
+def write_page(results: Path) -> None:
+    """Put all rows into the page, where they are the repository's."""
+    if results == RESULTS:
+        stored = json.loads((results / "four.json").read_text(encoding="utf-8"))["rows"]
+        fill(PAGE, {"FOUR": targets({row["id"]: row for row in stored}, every=True)}, "bench/four.py")
 
 
 def told(found: Found, folder: Path, layout: Layout) -> str:

@@ -79,7 +79,7 @@ def graph_named(job: str, arguments: Sequence[str], batch_size: int | None) -> P
     with job_code(job):
         if not is_script(job):
             return trace(load_job(job, batch_size))
-        found, _ = job_of_script(job, arguments)
+        found = job_of_script(job, arguments).job
         return trace(found if batch_size is None else attrs.evolve(found, batch_size=batch_size))
 
 

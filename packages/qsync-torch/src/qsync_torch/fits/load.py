@@ -25,7 +25,7 @@ def job_without_memory(text: str, arguments: Sequence[str] = (), batch_size: int
         QSyncError: when it names none, or arguments are given to one that is no script.
     """
     if is_script(text):
-        job, _ = job_of_script(text, arguments)
+        job = job_of_script(text, arguments).job
         return job if batch_size is None else attrs.evolve(job, batch_size=batch_size)
     if arguments:
         raise QSyncError(f"{text} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
