@@ -71,7 +71,7 @@ class Kills:
         for machine in machines_by_rank(place):
             group, number = NAMES[machine.group], by_group[machine.group]
             by_group[machine.group] += 1
-            environments[f"{group}.{number}" if number else group] = machine.environment
+            environments[f"{group}.{number}" if number else group] = {**machine.environment, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
             share = layout.by_group[machine.group][1]
             devices[group] = DeviceType(gpu, DeviceKind.CUDA, share=share) if place.on_gpus else CPU
         return cls(layout, devices, environments)

@@ -68,6 +68,8 @@ def on_gpus(layout: Layout, gpus: Sequence[str], mps: Mapping[str, str]) -> Plac
     Raises:
         UnsuitedLayout: when the shares of the ranks on a GPU add up to more than all of it.
     """
+    if set(layout.shares) == {1.0}:
+        mps = {}  # nobody has a share, and a client that is killed takes others of its server along
     places = [(group, share) for group, (count, share) in layout.by_group.items() for _ in range(count)]
     if len(gpus) >= len(places):
         free, machines = iter(gpus), []

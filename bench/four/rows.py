@@ -16,13 +16,14 @@ CONFIGURATIONS = 12
 """Of which row Q2 wants to have predicted the step."""
 
 
-def rows(found: Sequence[tuple[Layout, Found]], of_all: int, suffix: str, where: str) -> Iterator[Row]:
+def rows(found: Sequence[tuple[Layout, Found]], of_all: int, suffix: str, where: str, *, speeds: bool = True) -> Iterator[Row]:
     """Rows Q1 to Q4 of the jobs that were begun, each with its layout.
 
     Args:
         of_all: how many jobs there are.
         suffix: of every id, where it is no job on GPUs of its own.
         where: what ran the jobs, for people.
+        speeds: whether steps say anything: ranks that share a core slow each other down in training, and not while they measure.
     """
     layouts = {layout: None for layout, one in found if one.calls}
     begun = [one for _, one in found if one.calls]
@@ -54,6 +55,8 @@ def rows(found: Sequence[tuple[Layout, Found]], of_all: int, suffix: str, where:
         )
         what = f"seconds of qsync prepare from an empty folder, the longest of {len(done)} jobs: {longest.job.title}"
         yield row("Q1b", what, longest.prepare_s, "s", f"≤ {PREPARED_S}", each)
+    if not speeds:
+        return
     yield from _predicted(begun, row)
     for title, jobs, ids in (("two groups", two, ("Q3", "Q3b")), ("three groups", three, ("Q4", "Q4b"))):
         yield from _compared(title, jobs, ids, row)

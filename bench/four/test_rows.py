@@ -63,6 +63,10 @@ def test_ranks_side_by_side_are_no_measure_of_speed():
     assert made["Q1-shared"]["target"] == "all"
 
 
+def test_ranks_that_share_a_core_have_no_speed():
+    assert set(by_id(rows(JOBS, 12, "-cpu", "cores", speeds=False))) == {"Q1-cpu", "Q1b-cpu"}
+
+
 def test_jobs_that_were_not_begun_make_no_rows():
     assert not list(rows([found(TWO, "float32", {}, calls=0)], 12, "", ""))
 

@@ -89,6 +89,11 @@ class Place:
             found[machine.group] = found.get(machine.group, 0) + machine.ranks
         return found
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether ranks share a core."""
+        return not self.on_gpus and any(machine.ranks > 1 for machine in self.machines)
+
     def run(self, groups: Sequence[str], command: Sequence[str], extra: Mapping[str, str], limit_s: float) -> Ended:
         """Start torchrun on each machine of some groups, as one does, and wait."""
         chosen = [machine for machine in self.machines if machine.group in groups]

@@ -127,6 +127,8 @@ class ElasticJob:
         command += [f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job", str(KILLED_RANK), str(self.run.path)]
         command += [f"--steps={self.steps}", f"--save-every={self.save_every}", f"--checkpoints={self.folder / 'checkpoints'}"]
         command += [f"--losses={self.folder / f'{machine}.losses'}"]
+        own = self._environments.get(machine, {})
+        command += [f"--backend={own['BACKEND']}"] if "BACKEND" in own else []
         variables = {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -135,7 +137,7 @@ class ElasticJob:
             "ELASTIC_KILLS": self._kills.get(group, ""),
             "ELASTIC_FOLDER": str(self.folder),
             "ELASTIC_MACHINE": machine,
-            **self._environments.get(machine, {}),
+            **own,
         }
         with (self.folder / f"{machine}.out").open("ab") as output:
             self.agents[machine] = subprocess.Popen(

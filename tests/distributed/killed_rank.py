@@ -12,6 +12,7 @@ from pathlib import Path
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_digits.py"
 sys.path.insert(0, str(EXAMPLE.parent))
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import qsync_torch  # noqa: E402
@@ -73,6 +74,7 @@ def watch() -> None:
     qsync_torch.Checkpoints.load, qsync_torch.Checkpoints.save = loaded, saved
 
 
+torch.use_deterministic_algorithms(True, warn_only=True)  # runs are compared to the last bit
 watch()
 runpy.run_path(str(EXAMPLE), run_name="__main__")
 assert not dist.is_initialized()
