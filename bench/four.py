@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
         for layout in layouts_of(options, "Q1")[:1]:
             for model, base in itertools.product(options.models, options.bases):
                 job, of_twice = job_of(layout, model, base), found.get(job_of(layout.times(2), model, base).name)
-                one = known(job, options.save / job.name, here)
+                one = known(job, options.save / job.name, {name: here[name] for name in ("machine", "device")})
                 if one.prepared:
                     twice = of_twice[1] if of_twice else None
                     write(list(larger.rows(layout, one, options.save / job.name, suffix, where, twice)), "Q6")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from eight_bit.unequal import given_back, job_of, of_all, of_job, over_rivals
@@ -69,3 +74,15 @@ def test_a_job_that_is_not_prepared_says_why():
     failed = Found(job_of("resnet50", 0.5), 20.0, 1, False, "prepare failed: no memory", {}, "", True, (), {})
     (made,) = of_job(row, "P9", "resnet50", failed)
     assert "prepare failed: no memory" in made["what"]
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_a_small_model_is_prepared_and_trained_compiled_in_every_way(tmp_path):
+    script = Path(__file__).resolve().parents[1] / "today.py"
+    command = [sys.executable, str(script), "--tiny", "--only", "P8", "--models", "bert-large", "--save", str(tmp_path)]
+    said = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True, timeout=1800)
+    assert "P8-bert-large: " in said.stdout, said.stdout + said.stderr
+    for way in ("full", "a alone", "plan", "uniform", "dynamic batch", "uneven batches"):
+        assert f"{way} " in said.stdout
+    assert "to be continued" not in said.stdout

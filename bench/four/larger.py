@@ -12,6 +12,7 @@ from four.layouts import Layout
 from hybrid.rows import measured_at
 from jobs.measured import Found
 from qsync_core.artifacts.files import load
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
@@ -26,14 +27,17 @@ FACTORS = (1, 2, 4)
 def planned(folder: Path, factor: int) -> PrecisionPlan:
     """The plan for so many times the ranks of every group.
 
-    All-reduces of more ranks follow from those that were measured (docs/design/simulator.md#all-reduce-among-unequal-groups).  What
-    one takes from compute while it transfers was measured for the ranks that are there, and is left out.
+    All-reduces of more ranks follow from those that were measured (docs/design/simulator.md#all-reduce-among-unequal-groups); what
+    one takes from compute is taken to be the same share of it.
     """
     run = RunFolder(folder / "run")
     cluster = run.read_cluster()
-    larger = attrs.evolve(cluster, groups=tuple(attrs.evolve(group, count=factor * group.count) for group in cluster.groups))
-    profiles = {group.name: load(run.profile(group.name), Profile) for group in cluster.groups}
-    return allocate(Inputs(load(run.dag, PrecisionDag), larger, profiles, load(run.sensitivity, Sensitivity)))
+    counts = {group.name: factor * group.count for group in cluster.groups}
+    larger = attrs.evolve(cluster, groups=tuple(attrs.evolve(group, count=counts[group.name]) for group in cluster.groups))
+    profiles = {name: load(run.profile(name), Profile) for name in counts}
+    costs = attrs.evolve(load(run.communication(counts), CollectiveCosts), ranks=counts)
+    dag, sensitivity = load(run.dag, PrecisionDag), load(run.sensitivity, Sensitivity)
+    return allocate(Inputs(dag, larger, profiles, sensitivity, communication=costs))
 
 
 def rows(
@@ -47,7 +51,7 @@ def rows(
     )
     kept = _rate(plans[FACTORS[-1]]) / (FACTORS[-1] * _rate(plans[1]))
     ranks = " and ".join(str(factor * layout.ranks) for factor in FACTORS[1:])
-    row = {
+    yield {
         "id": f"Q6{suffix}-{found.job.model}-{found.job.base}",
         "what": f"planned for {ranks} ranks from measurements of {layout.ranks}, {found.job.title} ({where}): samples per second "
         f"and rank of {FACTORS[-1] * layout.ranks} ranks over those of {layout.ranks}, by simulation",
@@ -56,7 +60,6 @@ def rows(
         "spread": told,
         "target": "reported",
     }
-    yield from measured_at(found.about, [row])
     way = larger.ways.get("plan") if larger is not None else None
     if larger is not None and way is not None and way.measured:
         error = plans[2].predicted_iteration_ns / 1e6 / way.measured["ms"] - 1
