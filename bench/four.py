@@ -5,8 +5,8 @@
 
 A layout is the ranks of each group, and the share of a GPU in percent that each rank of it has by MPS: ``2+2@50``.  Group a trains.
 Every job is prepared (``qsync prepare``), and trained in full precision, by group a alone, under QSync's plan, in uniform
-precision, and in the way that the verdict recommends.  Q1 to Q3 are of two groups, Q4 of three; Q5 kills a rank of a weak group; Q6
-plans for twice and four times the ranks, and where there are eight GPUs measures one such job.
+precision, and in the way that the verdict recommends.  Q1 to Q3 are of two groups, Q4 of three; Q5 kills a rank of a weak group (Q5b: its only
+one); Q6 plans for twice and four times the ranks, and where there are eight GPUs measures one such job.
 
 Needs as many NVIDIA GPUs as ranks, and the right to start an MPS daemon.  Where there are fewer, ranks stand side by side on
 them, with smaller shares and over gloo: a check of what jobs do, not of how fast they are, whose rows have ``-shared`` behind.
@@ -165,13 +165,14 @@ def run(options: argparse.Namespace) -> None:
             left += [] if one.is_finished else [job.name]
             in_groups = [entry for entry in found.values() if entry[0].ranks <= OF_FOUR]
             write(list(rows(in_groups, of_four, suffix, where, speeds=not place.is_crowded)), "Q1,Q4")
-        for number, layout in enumerate(wanted.get("Q5", ())):
+        for layout in wanted.get("Q5", ()):
             with place_of(layout) as place:
                 suffix = "-shared" if is_shared(place) else suffix
                 kills = killed.Kills.of(layout, place, here["device"])
                 done = killed.measure(kills, options.save / f"kills-{layout}", here, clock.left)
             if done["kills"]:
-                write([killed.row(f"Q5{'b' * number}{suffix}", layout, done, where)], "Q5")
+                loses_all = "b" if layout.counts[1] == 1 else ""
+                write([killed.row(f"Q5{loses_all}{suffix}", layout, done, where)], "Q5")
             if len(done["kills"]) < killed.KILLS:
                 left.append(f"kills of {layout}")
     if "Q6" in options.only:
