@@ -5,8 +5,8 @@
 
 A layout is the ranks of each group, and the share of a GPU in percent that each rank of it has by MPS: ``2+2@50``.  Group a trains.
 Every job is prepared (``qsync prepare``), and trained in full precision, by group a alone, under QSync's plan, in uniform
-precision, and in the way that the verdict recommends.  Q1 to Q3 are of two groups, Q4 of three; Q5 kills a rank of a weak group (Q5b: its only
-one); Q6 plans for twice and four times the ranks, and where there are eight GPUs measures one such job.
+precision, and in the way that the verdict recommends.  Q1 to Q3 are of two groups, Q4 of three; Q5 kills a rank of a weak group
+(Q5b: its only one); Q6 plans for twice and four times the ranks, and where there are eight GPUs measures one such job.
 
 Needs as many NVIDIA GPUs as ranks, and the right to start an MPS daemon.  Where there are fewer, ranks stand side by side on
 them, with smaller shares and over gloo: a check of what jobs do, not of how fast they are, whose rows have ``-shared`` behind.
