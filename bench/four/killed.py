@@ -1,8 +1,8 @@
 """Row Q5: a rank of a weak group is killed in training, the job goes on without it, and with it again.
 
 The example ``elastic_digits.py`` under an agent of torchrun for each rank.  Every step that counts must have, on every rank, the
-loss that it has in a job of the same ranks that nobody disturbs, and the last checkpoint its parameters and momenta, to the bit.
-What is killed is a machine: the agent and its rank.
+loss that it has in a job of the same ranks that nobody disturbs, which is started from the same checkpoint, and the last checkpoint
+its parameters and momenta, to the bit.  What is killed is a machine: the agent and its rank.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ WAIT_S = 5
 """For how long those that are left wait for others."""
 KILL_S = 90.0
 """What a kill, and the undisturbed job beside it, takes at most, for the time that is left."""
+OTHERWISE = "the undisturbed job has its ranks in another order"
 NAMES = {"a": "train", "b": "infer"}
 """Of the example's groups."""
 
@@ -113,9 +114,11 @@ class Kills:
         segments = tuple(job.segments(last["step"]))
         expected: dict[tuple[int, str], float] = {}
         for groups, begin, end in segments:
-            numbered = sorted(groups, key=self.groups.index)  # by rank, as theirs: sums of gradients are in that order
-            with self.job(run, folder / "undisturbed", end, numbered, len(groups)) as reference:
+            # Sums of gradients are in the order of ranks, which is that in which agents were started.
+            with self.job(run, folder / "undisturbed", end, groups, len(groups)) as reference:
                 found = reference.finish()
+            if (numbered := list(reference.segments(end))[-1][0]) != groups:  # process ids have begun anew
+                return Resumed(1, resumed, (f"{OTHERWISE}: {numbered}, not {groups}",), segments)
             for line in _lines(reference):
                 if begin < line["step"] <= end and line["ranks"] == len(groups):
                     expected[line["step"], line["place"]] = line["loss"]
@@ -152,6 +155,9 @@ def measure(kills: Kills, folder: Path, here: Mapping[str, Any], seconds: Callab
             one = attrs.asdict(kills.once(work, seed=17 + number))
         except AssertionError as error:  # the job did not go on
             one = attrs.asdict(Resumed(1, 0, (str(error)[-400:],), ()))
+        if any(fault.startswith(OTHERWISE) for fault in one["faults"]):
+            print(f"{kills.layout}, kill {number + 1} is tried again: {one['faults'][0]}", flush=True)
+            continue
         found["kills"].append(one)
         shutil.rmtree(work, ignore_errors=True)
         write(file, found)
@@ -168,7 +174,7 @@ def row(id_: str, layout: Layout, found: Mapping[str, Any], where: str) -> dict[
     return {
         "id": id_,
         "what": f"kills of a rank of the weak group ({layout}, {where}) after which the job went on with those that are left under "
-        "their plan, and with all again: losses of every step and rank, parameters and momenta as of undisturbed jobs of these; "
+        "their plan, and with all again: losses of every step and rank, parameters and momenta as of undisturbed jobs of these from the same checkpoints; "
         f"{len(found['kills'])} of {KILLS} kills were tried",
         "value": good,
         "unit": f"kills of {KILLS}",

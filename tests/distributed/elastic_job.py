@@ -167,14 +167,17 @@ class ElasticJob:
         return [Start(name, float(seconds), int(ranks), int(step)) for name, seconds, ranks, step in found]
 
     def segments(self, last: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
-        """Which groups' ranks ran which steps of those that count: (a group for each rank, step before the first, last step)."""
+        """Which ranks ran which steps of those that count: (the group of each, by rank; step before the first; last step).
+
+        Each start begins one: DistributedDataParallel's first step has other buckets than its later ones, and with three ranks and
+        more the order in which an element's gradients are summed follows from its place in a bucket.
+        """
         found: list[tuple[tuple[str, ...], int]] = []
         for start in map(json.loads, (self.folder / "starts").read_text().splitlines()):
             groups = tuple(start["groups"])
             while found and found[-1][1] >= start["step"]:
                 found.pop()
-            if not found or found[-1][0] != groups:
-                found.append((groups, start["step"]))
+            found.append((groups, start["step"]))
         for (groups, begin), end in zip(found, [*(begin for _, begin in found[1:]), last], strict=True):
             if begin < end:
                 yield groups, begin, end

@@ -61,7 +61,7 @@ def watch() -> None:
         dist.all_gather_object(groups, GROUP)
         (FOLDER / f"{MACHINE}.pid").write_text(str(os.getpid()))
         with (FOLDER / "starts").open("a") as log:
-            log.write(json.dumps({"groups": sorted(groups), "step": step, "machine": MACHINE, "rank": dist.get_rank()}) + "\n")
+            log.write(json.dumps({"groups": groups, "step": step, "machine": MACHINE, "rank": dist.get_rank()}) + "\n")
         return found
 
     def saved(self, *arguments):
