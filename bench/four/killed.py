@@ -174,8 +174,8 @@ def row(id_: str, layout: Layout, found: Mapping[str, Any], where: str) -> dict[
     return {
         "id": id_,
         "what": f"kills of a rank of the weak group ({layout}, {where}) after which the job went on with those that are left under "
-        "their plan, and with all again: losses of every step and rank, parameters and momenta as of undisturbed jobs of these from the same checkpoints; "
-        f"{len(found['kills'])} of {KILLS} kills were tried",
+        "their plan, and with all again: losses of every step and rank, parameters and momenta as of undisturbed jobs of these "
+        f"that start from the same checkpoints; {len(found['kills'])} of {KILLS} kills were tried",
         "value": good,
         "unit": f"kills of {KILLS}",
         "spread": faults or "bit for bit",
