@@ -146,6 +146,10 @@ def run(options: argparse.Namespace) -> None:
 
     def write(made: Sequence[Mapping[str, Any]], part: str) -> None:
         given = f"--gpus {','.join(options.gpus)}" if options.gpus else "--cpu"
+        chosen = {"models": MODELS, "bases": BASES, "layouts": ()}
+        given += "".join(
+            f" --{name} {','.join(said)}" for name, all_ in chosen.items() if tuple(said := getattr(options, name)) != all_
+        )
         device = {} if options.cpu else {"device": where}
         for row in made:
             print(f"{row['id']}: {row['value']:.4g} {row['unit']} ({row['spread']})", flush=True)
