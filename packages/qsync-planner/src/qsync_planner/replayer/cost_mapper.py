@@ -170,7 +170,7 @@ class CostMapper:
                 self._chosen[number] = chosen
                 for position, run in self._runs(number):
                     self._variant[position] = run
-        self._known, self._equal = model.once(_known_states)
+        self._known = model.once(_known_states)
         self.states: list[OpState] = []
         for position in range(len(dag.operators)):
             self.states.append(self._state(position))
@@ -380,12 +380,8 @@ class CostMapper:
         found = self._known[position].get(key)
         if found is None:
             formats = tuple([states[producer].evaluation.output for producer in inputs])
-            evaluation, slots = self.model.evaluate(position, self._variant[position], formats), self.wiring.slots[position]
-            # The model keeps its evaluations, so that an evaluation's identity stands for it.
-            found = self._equal.get((id(evaluation), slots))
-            if found is None:
-                found = self._equal[id(evaluation), slots] = OpState(evaluation, slots)
-            self._known[position][key] = found
+            evaluation = self.model.evaluate(position, self._variant[position], formats)
+            found = self._known[position][key] = OpState(evaluation, self.wiring.slots[position])
         return found
 
     def _charge(self, position: int) -> ChargedCost:
@@ -430,9 +426,11 @@ def _read_formats(model: CostModel) -> tuple[dict[int, tuple[int, ...]], dict[in
     return together, {position: tuple(found) for position, found in concerns.items()}
 
 
-def _known_states(model: CostModel) -> tuple[list[dict[int, OpState]], dict[tuple[int, tuple[int, ...]], OpState]]:
-    """The states of operators that all mappers of a model share: by position and what decides it, and of equal ones the first."""
-    return [{} for _ in model.dag.operators], {}
+def _known_states(model: CostModel) -> list[dict[int, OpState]]:
+    """The states of operators that all mappers of a model share, by position and what decides it; operators that are alike share
+    theirs."""
+    found: dict[int, dict[int, OpState]] = {}
+    return [found.setdefault(number, {}) for number in model.alike]
 
 
 class _Undo:
