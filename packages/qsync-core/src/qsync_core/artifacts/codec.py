@@ -285,6 +285,8 @@ def _mapping(key_hint: Any, value_hint: Any) -> _Codec:
 def _class(hint: Any) -> _Codec:
     attrs.resolve_types(hint)
     fields = [(field.name, _codec(field.type)) for field in attrs.fields(hint)]
+    # Most fields are whole numbers and truths, which are written as they are: a call for each of them took half the time.
+    dumps = [(name, field.type if field.type in (int, bool) else None, codec.dump) for field, (name, codec) in zip(attrs.fields(hint), fields, strict=True)]
     names = [name for name, _ in fields]
 
     def load(value: Any) -> Any:
@@ -305,8 +307,9 @@ def _class(hint: Any) -> _Codec:
             raise _wrong_type(f"a {hint.__name__}", value)
         name, found = "", {}
         try:
-            for name, codec in fields:
-                found[name] = codec.dump(getattr(value, name))
+            for name, kind, write in dumps:
+                item = getattr(value, name)
+                found[name] = item if type(item) is kind else write(item)
         except _CAUGHT as error:
             raise CodecError.at(f".{name}", error) from None
         return found

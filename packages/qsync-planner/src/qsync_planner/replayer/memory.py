@@ -417,6 +417,9 @@ class MemoryLedger:
             if old != new:
                 tensors.append((position, old))
                 self._tensors[position] = new
+                if not old:
+                    intervals += [added for added in new if added[2]]
+                    continue
                 for (start, end, nbytes), added in zip_longest(old, new, fillvalue=_EMPTY):
                     if start == added[0] and end == added[1]:
                         nbytes -= added[2]
