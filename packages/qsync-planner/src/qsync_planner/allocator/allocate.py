@@ -58,7 +58,7 @@ from qsync_planner.replayer.replay import group_variants
 
 _SPLITS = 8
 """The part of the time left that looking for a plan under one more split of the batch may take."""
-_NEW_OBJECTS = 5_000_000
+_NEW_OBJECTS = 20_000_000
 """That are made, and not freed, before Python looks for circles among them."""
 
 
