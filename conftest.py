@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-SELDOM = (50_000, 20, 20)
+SELDOM = (50_000, 10, 10)
 """Instead of 700 objects that are new: collections took a ninth of the time of tests that compile, which make many."""
 
 
