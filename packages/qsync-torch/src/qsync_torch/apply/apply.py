@@ -8,7 +8,7 @@ and checked here;
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan
+from qsync_torch.apply.checkpoint_files import Checkpoint
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.place_in_job import PlaceInJob
@@ -32,7 +33,7 @@ from qsync_torch.apply.plan_fit import Planned, check_outputs
 from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
-from qsync_torch.apply.stored_modules import fingerprints, stored_names
+from qsync_torch.apply.stored_modules import Sum, checksums, fingerprints, stored_names
 from qsync_torch.caller import Caller
 from qsync_torch.distributed.exchange import by_value
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
@@ -128,6 +129,7 @@ def apply_for(
     resize: Resize | None = None,
     fuses: bool = False,
     keep_stored: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> AppliedPlan:
     """:func:`apply_`, in the words of its caller.
 
@@ -135,6 +137,7 @@ def apply_for(
         caller: whom messages speak to.
         fuses: the caller runs the chains fused that the plan runs so.
         model, plan, group, backend, seed, base, allow_flags, lower_eval, resize, keep_stored: as :func:`apply_` takes them.
+        checkpoint: from which weights on the meta device are loaded.
 
     Raises:
         QSyncError: as :func:`apply_`.
@@ -147,6 +150,8 @@ def apply_for(
     whole: PrecisionPlan | None = None
     with _on_all_ranks(what, whole_plan) as facts:
         _check_model(model, caller)
+        if checkpoint is not None:
+            checkpoint.check(model)
         if run and present:
             plan, group = run.load_plan(present.names), present.own
             whole = run.load_plan(present.of_cluster)
@@ -169,31 +174,33 @@ def apply_for(
         in_model.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
         groups = check_job(what, plan, group, model, allow_flags, caller)
-        _check_frozen(what, model, stored_names(plan, {}))
         in_model.take_place(PlaceInJob.of(model, planned, seed, groups, whole, resize))
         in_model.watch_lag(True)
         warn_of_restarts(stacklevel=4)
-    applied = AppliedPlan(in_model, seed)
+    applied, stored = AppliedPlan(in_model, seed), stored_names(plan, {}) if isinstance(plan, PrecisionPlan) else ()
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks(f"{what}, building kernels", whole_plan, slow=True):
+            sums = checksums(model, stored)
             in_model.lower()
+            if checkpoint is not None:
+                sums |= checkpoint.load(model, stored)
+        if stored:
+            _check_frozen(what, sums)
         undo.pop_all()
     model.__dict__[MARK] = applied
     return applied
 
 
-def _check_frozen(what: str, model: nn.Module, names: Sequence[str]) -> None:
+def _check_frozen(what: str, sums: Mapping[str, Sum]) -> None:
     """Weights that some group stores are not broadcast: ranks must have loaded the same.
 
-    Those that are on the meta device still (:func:`~qsync_torch.apply.loading.load_planned`) or in another format are not compared.
+    Ranks that hold them in different formats are not compared.
 
     Raises:
         PlanError: on every rank.
     """
-    if not names:
-        return
-    told = told_by_all(f"{what}, frozen weights", fingerprints(model, names))
+    told = told_by_all(f"{what}, frozen weights", fingerprints(sums))
     for dtype in sorted({dtype for facts in told.values() for dtype in facts}):
         found = {rank: facts[dtype] for rank, facts in told.items() if dtype in facts}
         if len(set(found.values())) > 1:

@@ -334,14 +334,30 @@ def stored_names(plan: PrecisionPlan | None, entries: Mapping[OpId, Any]) -> tup
     return tuple(dict.fromkeys(f"{fqn}.weight" for fqn in found))
 
 
-def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """What tells whether ranks hold the same frozen weights, by the format in which they hold them; none for those on meta."""
-    sums: dict[str, list[torch.Tensor]] = {}
-    for name in names:
-        weight = model.get_parameter(name).detach()
-        if weight.device.type != "meta":
-            sums.setdefault(str(weight.dtype).removeprefix("torch."), []).append(checksum(weight.contiguous()))
-    return {dtype: hashlib.sha256(str(torch.stack(found).tolist()).encode()).hexdigest()[:16] for dtype, found in sums.items()}
+Sum = tuple[str, torch.Tensor]
+"""A weight's format, and the checksum of its bits."""
+
+
+def sum_of(weight: torch.Tensor) -> Sum:
+    """What tells a weight from others."""
+    return str(weight.dtype).removeprefix("torch."), checksum(weight.detach().contiguous())
+
+
+def checksums(model: nn.Module, names: Iterable[str]) -> dict[str, Sum]:
+    """Checksums of weights, by name; none of those on the meta device."""
+    weights = {name: model.get_parameter(name) for name in names}
+    return {name: sum_of(weight) for name, weight in weights.items() if weight.device.type != "meta"}
+
+
+def fingerprints(sums: Mapping[str, Sum]) -> dict[str, str]:
+    """What tells whether ranks hold the same frozen weights, by the format in which they hold them."""
+    by_format: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, (dtype, found) in sorted(sums.items()):
+        by_format.setdefault(dtype, []).append((name, found))
+    return {
+        dtype: hashlib.sha256(f"{[name for name, _ in found]}{[int(one) for _, one in found]}".encode()).hexdigest()[:16]
+        for dtype, found in by_format.items()
+    }
 
 
 def stored_tensors(model: nn.Module) -> list[torch.Tensor]:
