@@ -308,5 +308,7 @@ def test_frozen_weights_that_fill_a_budget_may_be_stored_otherwise():
     assert labels(dag, memory_bytes=11 * 4096) == labels(dag, memory_bytes=0) == plain
     assert labels(dag, Role.TRAIN) == ["float32"]
     assert labels(graph_of_frozen(frozen=False)) == plain
+    without = DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, (ladder[0], ladder[2]), memory_bytes=9)
+    assert with_storages([without], dag)[0].ladder == with_storages([attrs.evolve(without, ladder=ladder)], dag)[0].ladder
     (group,) = with_storages([DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, ladder, memory_bytes=9)], dag)
     assert parse_cluster(cluster_text("m", [group], [])).groups[0].ladder == group.ladder

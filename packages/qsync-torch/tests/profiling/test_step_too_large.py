@@ -1,12 +1,16 @@
 """A model that does not fit on its device as the script has it: what is measured then, and what the planner makes of it."""
 
+import attrs
 import pytest
 import torch
 from torch import nn
 
 from qsync_core.errors import JobError
 from qsync_core.ir.variant import Variant
-from qsync_planner.replayer.calibration import calibrated_model, uniform_times
+from qsync_planner.replayer.calibration import calibrated_model
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import CostModel
+from qsync_planner.replayer.max_plus import sequence
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import bench
 from qsync_torch.profiling.bench import Efforts
@@ -67,23 +71,31 @@ def test_steps_are_measured_with_stored_weights_and_the_model_waits_elsewhere_be
     assert whole_model_does_not_fit == ["cpu", "cpu"] * 3, "there for two steps and a last look, and away again"
 
 
-def test_the_planner_reproduces_the_steps_that_were_measured(whole_model_does_not_fit):
+def test_the_planner_begins_from_a_step_that_was_measured(whole_model_does_not_fit):
+    """Of operators as they were timed and steps of twice and three times their sum, it predicts the steps."""
     job = job_of()
     dag, found = trace(job), profiled(job, [])
-    model = calibrated_model(dag, found, BASE, lowers=True)
-    for step in found.steps:
-        operators = {op.op_id: BASE if op.not_stored_as(step.variant.storage) else step.variant for op in dag.adjustable}
-        times = times_of(dag, model, operators)
-        assert times == pytest.approx(step.iteration_ns - found.optimizer_compute_ns, rel=0.01)
-    at_base = uniform_times(dag, model, BASE)
-    assert sum(at_base) > 0
+    alone = CostModel(dag, found)
+    steps = []
+    for step, factor in zip(found.steps, (2, 3), strict=True):
+        times = times_of(dag, alone, step.variant)
+        forward, backward = (factor * (times[first] + times[first + 1]) for first in (0, 2))
+        optimizer = found.optimizer_compute_ns + found.optimizer_dispatch_ns
+        whole = {"iteration_ns": forward + backward + optimizer, "optimizer_compute_ns": 0, "optimizer_dispatch_ns": 0}
+        phases = {"forward_compute_ns": forward, "backward_compute_ns": backward}
+        steps.append(attrs.evolve(step, **whole, **phases, forward_dispatch_ns=0, backward_dispatch_ns=0))
+    model = calibrated_model(dag, attrs.evolve(found, steps=tuple(steps)), BASE, lowers=True)
+    for step in steps:
+        wanted = step.forward_compute_ns + step.backward_compute_ns
+        assert sum(times_of(dag, model, step.variant)) == pytest.approx(wanted, rel=1e-3)
+    assert sum(times_of(dag, model, BASE)) == pytest.approx(2 * sum(times_of(dag, alone, BASE)), rel=0.2)
 
 
-def times_of(dag, model, variants):
-    from qsync_planner.replayer.calibration import _modelled
-    from qsync_planner.replayer.cost_mapper import CostMapper
-
-    return sum(_modelled(CostMapper(dag, model, variants)))
+def times_of(dag, model, variant):
+    variants = {op.op_id: BASE if op.not_stored_as(variant.storage) else variant for op in dag.adjustable}
+    mapper = CostMapper(dag, model, variants)
+    forward, backward = sequence(mapper.forward), sequence(mapper.backward)
+    return forward.dispatch_ns, forward.compute_ns, backward.dispatch_ns, backward.compute_ns
 
 
 def test_a_step_at_the_base_alone_may_not_fit(monkeypatch):

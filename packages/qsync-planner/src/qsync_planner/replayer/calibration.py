@@ -67,6 +67,8 @@ def calibrated_model(
     base_step = next((step for step in profile.steps if step.variant == base), stored)
     if base_step is None:
         return CostModel(dag, profile, without=without, lowers=lowers) if without or lowers else plain
+    if base_step.variant != base:  # a plan was in force
+        plain = CostModel(dag, profile, lowers=True)
     floor = _memory_floor([step.peak_bytes for step in profile.steps])
     calibration = attrs.evolve(_fit_base(dag, profile, plain, base_step, base), memory_floor_bytes=floor)
     if base_step.peak_bytes:
@@ -245,8 +247,9 @@ def _fit_rung(
         variants = dict.fromkeys(every, base) | dict.fromkeys(mixed.lowered, step.variant)
         found |= _fit(dag, profile, calibration, mixed.step, variants, mixed.lowered)
     known = attrs.evolve(calibration, corrections={**calibration.corrections, **found})
-    others = every.keys() - {op_id for mixed in alone for op_id in mixed.lowered}
-    for key, more in _fit(dag, profile, known, step, every, others or every, settled=calibration.corrections).items():
+    lowered = {op_id for op_id, variant in every.items() if variant != base} or every.keys()
+    others = lowered - {op_id for mixed in alone for op_id in mixed.lowered}
+    for key, more in _fit(dag, profile, known, step, every, others or lowered, settled=calibration.corrections).items():
         found[key] = found[key].plus(more) if key in found else more
     return found
 

@@ -191,7 +191,7 @@ class ReadWeight(torch.Tensor):
     """A stored weight as code reads it, dequantized; what is written to its ``data``, or into it, is stored."""
 
     held: HeldWeight
-    is_data = False
+    is_data = is_view = False
 
     @classmethod
     def of(cls, held: HeldWeight) -> ReadWeight:
@@ -222,16 +222,27 @@ class ReadWeight(torch.Tensor):
         changed = args[0] if args and _is_in_place(name) and isinstance(args[0], ReadWeight) else None
         if changed is not None and not changed.is_data:
             held = changed.held
+            what = f"a view of {held.fqn}" if changed.is_view else held.fqn
             raise PlanError(
-                f"{name} changes {held.fqn} in place, which a plan stores as {held.storage}: change weight.data, which is stored, "
-                "or call remove() first"
+                f"{name} changes {what} in place, which a plan stores as {held.storage}: change weight.data as a whole, which is "
+                "stored, or call remove() first"
             )
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
         if changed is not None:
             changed.held.overwrite(changed.as_subclass(torch.Tensor))
             return result
-        return result.as_subclass(torch.Tensor) if isinstance(result, ReadWeight) and name != "as_subclass" else result
+        if not isinstance(result, torch.Tensor) or name == "as_subclass":
+            return result
+        read = args[0] if args and isinstance(args[0], ReadWeight) else None
+        if result is read:  # as ``float()`` gives
+            return result
+        is_view = read is not None and (read.is_data or read.is_view) and result._is_view() and name != "detach"
+        result = result.as_subclass(torch.Tensor)
+        if read is not None and is_view:  # what is written into it would be lost
+            result = result.as_subclass(ReadWeight)
+            result.held, result.is_view = read.held, True
+        return result
 
 
 def _is_in_place(name: str) -> bool:

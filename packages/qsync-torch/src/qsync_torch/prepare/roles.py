@@ -107,10 +107,11 @@ def with_storages(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> list[Devi
     base, stored = Variant.plain(dag.base), _stored_rungs(dag)
 
     def of(group: DeviceGroup) -> DeviceGroup:
-        if group.role is not Role.INFER or base not in group.ladder or not frozen_fills(dag, group.memory_bytes):
+        if group.role is not Role.INFER or not frozen_fills(dag, group.memory_bytes):
             return group
-        at = group.ladder.index(base)
-        return attrs.evolve(group, ladder=(*group.ladder[:at], *stored, *group.ladder[at:]))
+        below = [rung for rung in group.ladder if rung != base and rung.under(dag.base) is not None]
+        above = [rung for rung in group.ladder if rung.under(dag.base) is None]
+        return attrs.evolve(group, ladder=(*below, *stored, base, *above))
 
     return [of(group) for group in groups]
 
