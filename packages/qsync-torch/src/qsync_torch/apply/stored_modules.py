@@ -140,7 +140,7 @@ class KeptWeight(HeldWeight):
 
     def __init__(self, fqn: str, parameter: nn.Parameter) -> None:
         self.fqn, self.storage, self.parameter = fqn, Storage.AS_IS, parameter
-        self.shape, self.original = tuple(parameter.shape), parameter.detach
+        self.shape, self.dtype, self.original = tuple(parameter.shape), parameter.dtype, parameter.detach
 
     @property
     def device(self) -> torch.device:
