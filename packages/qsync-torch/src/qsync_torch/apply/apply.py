@@ -8,7 +8,7 @@ and checked here;
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan
-from qsync_torch.apply.checkpoint_files import Checkpoint
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.loading import Checkpoint
 from qsync_torch.apply.place_in_job import PlaceInJob
 from qsync_torch.apply.plan_fit import Planned, check_outputs
 from qsync_torch.apply.planned_model import PlannedModel
@@ -113,6 +113,44 @@ def apply_(
         Caller("apply_", run_folder_of(plan)), model, plan, group=group, backend=backend, seed=seed, base=base,
         allow_flags=allow_flags, lower_eval=lower_eval, resize=resize, keep_stored=keep_stored,
     )  # fmt: skip
+
+
+def load_planned(
+    model: nn.Module,
+    plan: Any,
+    checkpoint: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    rename: Callable[[str], str] | None = None,
+    **options: Any,
+) -> AppliedPlan:
+    """Put a model under a plan, and load its weights straight into the formats in which the plan stores them.
+
+    A call of all ranks, as :func:`apply_`, which ranks that have the memory may call in its place with the
+    same weights: what one of them refuses is refused on all, and so are ranks that read other frozen weights.
+
+    Args:
+        model: its parameters on the meta device (``with torch.device("meta"): ...``); what is elsewhere already, adapters with
+            values of their own and buffers say, is kept and moved.
+        plan: as :func:`apply_` takes it.
+        checkpoint: a safetensors file, a folder with one (``model.safetensors``) or with several and their index, or the index
+            (``model.safetensors.index.json``).
+        device: where the model is to run.
+        rename: the name of a parameter in the checkpoint, from that in the model; by default the same, without what PEFT's
+            adapters put into it (``base_model.model.`` and ``.base_layer``).
+        options: of :func:`apply_`, such as ``group``.
+
+    Returns:
+        A handle, as of ``apply_``.  ``state_dict()`` holds stored weights as the checkpoint has them, in the
+        model's format, while its files are there.
+
+    Raises:
+        PlanError: when a file is missing or cannot be read; when it lacks a weight or holds one of another shape or in a format
+            that is no float of 16 or 32 bits; when a buffer is on the meta device; when ranks read different weights.
+        QSyncError: as ``apply_``.
+    """
+    caller = Caller("apply_", run_folder_of(plan))
+    return apply_for(caller, model, plan, checkpoint=Checkpoint(checkpoint, device, rename), **options)
 
 
 def apply_for(

@@ -267,7 +267,7 @@ class _Pass:
         return any(not op.not_stored_as(stored.storage) for op in self._step.dag.adjustable for stored in self._stored)
 
     def _joint_directions(self, parts: int, parameters: Sequence[torch.Tensor]) -> list[Direction]:
-        """By how much all weights that can be stored move the gradients together, in each storage."""
+        """Find in which directions all weights that can be stored move the gradients together, one for each storage."""
         step, found = self._step, []
         kept = dict(step.job.model.named_parameters())  # of which the step's model has a copy, and what is frozen stays so
         before: dict[torch.Tensor, torch.Tensor] | None = None
@@ -308,7 +308,7 @@ class _Pass:
 
     @property
     def _known_length(self) -> float:
-        """As long as the random ones, for the sake of float32."""
+        """The length of random directions, which the known ones get for the sake of float32."""
         return math.sqrt(sum(parameter.numel() for parameter in self._direction))
 
     def _random_direction(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
