@@ -41,7 +41,7 @@ from qsync_torch.distributed.ranks import (
 from qsync_torch.distributed.watch import watched
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import check_store
-from qsync_torch.load_job import job_code, load_job
+from qsync_torch.load_job import is_script, job_code, load_job
 from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
@@ -105,11 +105,6 @@ class Request:
     tune_s: float = TUNING_S
     fresh: bool = False
     quiet: bool = False
-
-
-def is_script(job: str) -> bool:
-    """Whether a job is what a script says at its line, and not a function of a file."""
-    return job.endswith(".py") and ".py:" not in job
 
 
 @attrs.frozen
