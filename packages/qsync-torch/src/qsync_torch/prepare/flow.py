@@ -55,9 +55,12 @@ from qsync_torch.prepare.roles import (
     compared,
     contradiction,
     described_groups,
+    frozen_fills,
+    memory_of,
     otherwise,
     renamed,
     roles_said,
+    short_of_memory,
     to_repeat,
     with_storages,
 )
@@ -388,7 +391,8 @@ class _Flow:
             probes = self._probes(bench, groups)
             text = ""
             if self.folder.rank == 0:
-                formed = described_groups(groups, probes, self.request.wishes, self._profiled(bench.dag, groups))
+                wishes = short_of_memory(groups, probes, self.request.wishes, bench.dag)
+                formed = described_groups(groups, probes, wishes, self._profiled(bench.dag, groups))
                 formed = with_storages(formed, bench.dag)
                 links = with_links(formed, *self._hop(bench.dag, groups)) if len(groups) > 1 else ()
                 text = cluster_text(bench.dag.model, formed, links)
@@ -400,8 +404,8 @@ class _Flow:
         return parse_cluster(self._text, str(self.folder.run.cluster))
 
     def _probes(self, bench: Bench, groups: Sequence[Group]) -> dict[str, Probe]:
-        """The parts ``probe GROUP``; none where one group is all there is, which trains."""
-        if len(groups) == 1 and not self.request.wishes:
+        """The parts ``probe GROUP``; none where one group is all there is, which trains, unless its memory may be short."""
+        if len(groups) == 1 and not self.request.wishes and not frozen_fills(bench.dag, memory_of(groups[0], {})):
             return {}
         self._probe(groups, bench.probe)
         self._probe(to_repeat(groups, self._probes_of(groups)), bench.probe_again)

@@ -68,6 +68,11 @@ class Probe:
     again_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
     again_spread_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
 
+    @property
+    def fits(self) -> bool:
+        """Whether the device has memory for the step."""
+        return self.step_ns < _TOO_LARGE_NS
+
     @classmethod
     def of(cls, value: str) -> Probe:
         """Read a probe from the value of a part.
