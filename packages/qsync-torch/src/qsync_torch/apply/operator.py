@@ -33,11 +33,13 @@ from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
 from qsync_torch.operators.autograd import apply_of
 from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.casts import Seeds
+from qsync_torch.operators.casts import Operand, Seeds, place_of_cast, wants_transposed
 from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
+from qsync_torch.operators.replays import REPLAY_OF
 from qsync_torch.operators.step_key import StepKey
 from qsync_torch.operators.stored import run_stored
+from qsync_torch.replaying import extension
 from qsync_torch.torch_internals import DisableTorchFunction, process_groups
 
 _NO_SEEDS = Seeds()
@@ -307,11 +309,37 @@ class Operator:
                     finally:
                         torch.set_autocast_enabled(device, True)
                 if binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim):
+                    if extension.loaded() is not None:
+                        y = self._replayed(input, weight, bias, binding, seeds, casts)
+                        if y is not None:
+                            return y
                     run = apply_of(QuantizedProduct, binding, seeds)  # nothing is left of run_product
                     return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)
                 return run_product(input, weight, bias, binding, seeds, casts, factor)
         except NumericsError as error:
             raise self._named(error) from None
+
+    def _replayed(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        binding: OperatorBinding,
+        seeds: Seeds,
+        cache: CastCache | None,
+    ) -> torch.Tensor | None:
+        """The result, where the extension can run the call."""
+        run, offset, entry = REPLAY_OF[binding], self._in_force.key.on(weight.device), None
+        if cache is not None and cache.applies_to(x):
+            entry = place_of_cast(x, binding, seeds, cache, torch.is_grad_enabled() and wants_transposed(x, binding))
+        if entry is None or entry.value is not None:
+            y: torch.Tensor | None = run(x, weight, bias, offset, None if entry is None else entry.value, False, self._shown)
+            return y
+        found = run(x, weight, bias, offset, None, True, self._shown)
+        if found is None:
+            return None
+        entry.value = Operand(*found[1])
+        return found[0]
 
     def _run_stored(
         self, input: torch.Tensor, held: HeldWeight, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings

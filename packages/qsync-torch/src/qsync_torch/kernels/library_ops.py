@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from qsync_core.kernels.backend import Op
+from qsync_core.kernels.launches import HERE
 from qsync_torch.aten.quantize import quantizable
 from qsync_torch.aten.random_bits import Offset, as_kernels_take
 from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding, Quantization
@@ -40,7 +41,7 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     for x in tensors:
         if type(x) not in PLAIN_TENSORS or x.is_neg():
             return False
-    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    return not (torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and HERE.recorder is None))
 
 
 def quantize(
