@@ -62,13 +62,11 @@ class Launch:
                     recorder.refuse("Triton reports launches to a profiler")
             return
         launch = functools.partial(self._function[grid], **self._constants, **self._options)
-        compiled = launch(*tensors, *numbers)
-        if hasattr(compiled, "run"):
+        compiled = launch(*tensors, *numbers) if recorder is None else recorder.called(launch, tensors, numbers)
+        if hasattr(compiled, "run"):  # Triton's interpreter returns nothing.
             self._compiled[key] = compiled
             if recorder is not None:
-                recorder.refuse("it was compiled")
-        elif recorder is not None:  # Triton's interpreter returns nothing.
-            recorder.called(launch, tensors, numbers)
+                recorder.refuse("it was compiled, and another call launches it without Triton's analysis of arguments")
 
 
 _STREAM = Stream(lambda device: int(driver.active.get_current_stream(device)))

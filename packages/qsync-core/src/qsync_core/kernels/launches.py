@@ -19,8 +19,8 @@ class Recorder(Protocol):
     ) -> None:
         """Hear of ``function(*before, *addresses, *after)``; what is a :class:`Stream` among ``before`` is read in each call."""
 
-    def called(self, function: Callable[..., Any], tensors: Sequence[Any], after: tuple[Any, ...]) -> None:
-        """Hear of ``function(*tensors, *after)``."""
+    def called(self, function: Callable[..., Any], tensors: Sequence[Any], after: tuple[Any, ...]) -> Any:
+        """Call ``function(*tensors, *after)``, whose own operations do not count, and return its result."""
 
     def called_in_c(
         self, function: int, arguments: bytes, pointers: Sequence[int], stream: tuple[int, Stream], fails: Callable[[int], None]

@@ -18,8 +18,8 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
-from qsync_core.kernels.launches import HERE
 from qsync_core.kernels.choice import ATEN, QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, KernelChoice
+from qsync_core.kernels.launches import HERE
 from qsync_core.kernels.requests import quantization_variant
 from qsync_core.kinds import kind_of
 from qsync_torch.devices import device_facts

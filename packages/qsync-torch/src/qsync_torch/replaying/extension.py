@@ -5,7 +5,6 @@ Nothing waits for it and nothing needs it: until it is there, and where there is
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import logging
@@ -33,6 +32,8 @@ _SOURCE = Path(__file__).with_name("replay.cpp")
 _MODULE = "qsync_replay"
 _LOG = logging.getLogger("qsync_torch.replaying")
 _loaded: Any = None
+_asked: set[str] = set()
+"""Types of devices for which it was wanted."""
 _lock = threading.Lock()
 
 
@@ -41,26 +42,26 @@ def loaded() -> Any:
     return _loaded
 
 
-def want(device: torch.device) -> None:
-    """Say that a plan is in force on a device.
+def want(device: torch.device) -> Any:
+    """The extension where it is there; it is made where calls on this device are replayed.
 
     Raises:
         BackendError: where ``QSYNC_REPLAY`` is 1 and the extension cannot be had, or is none of its values.
     """
+    if _loaded is None and device.type not in _asked:
+        _asked.add(device.type)
+        _make(device)
+    return _loaded
+
+
+def _make(device: torch.device) -> None:
     said = os.environ.get(VARIABLE, "")
     if said not in ("", "0", "1"):
         raise BackendError(f"{VARIABLE} is 1 (wait for the compiler) or 0 (run all calls in Python), got {said!r}")
-    if _loaded is not None or said == "0" or (not said and device.type != "cuda"):
-        return
     if said == "1":
         _load()
-    else:
-        _start()
-
-
-@functools.cache
-def _start() -> None:
-    threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True).start()
+    elif not said and device.type == "cuda":
+        threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True).start()
 
 
 def _load_quietly() -> None:

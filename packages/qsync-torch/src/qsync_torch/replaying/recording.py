@@ -1,11 +1,13 @@
 """Record what a function of tensors does: allocations, PyTorch's operators and launches of kernels, as a program.
 
 The program does the same for all tensors of the same shapes, strides, formats, devices and alignment, in C++.  What depends on the
-numbers in a tensor is not recorded: the recorder refuses it, and Python goes on to run it.
+numbers in a tensor is not recorded: the recorder refuses it, and Python goes on to run it.  On a GPU a program is kept only if it
+gives the bits that Python gave.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,8 +41,10 @@ def recorded(
         new_program: makes an empty one.
         function: of the tensors, without derivatives and without autocast.
     """
-    recorder = _Recorder(new_program(), tensors)
     device = next(x.device.type for x in tensors if x is not None)
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    recorder = _Recorder(new_program(), tensors)
     HERE.recorder = recorder
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -51,7 +55,22 @@ def recorded(
         return None
     finally:
         HERE.recorder = None
-    return None if recorder.refusal else recorder.program
+    if recorder.refusal or (device == "cuda" and not _equal(recorder.program.run(tensors), results)):
+        return None
+    return recorder.program
+
+
+def _equal(replayed: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor | None]) -> bool:
+    """Whether both are the same bits, which is looked at once for each program."""
+
+    def bits(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view(-1).view(torch.uint8) if x.numel() else x
+
+    pairs = [(x, y) for x, y in zip(replayed, results, strict=True) if x is not None and y is not None]
+    same = all(x.shape == y.shape and x.dtype is y.dtype and torch.equal(bits(x), bits(y)) for x, y in pairs)
+    if not same:
+        warnings.warn("a recorded call gave other bits than Python's, which goes on to run it: please report this", stacklevel=2)
+    return same
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -69,7 +88,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, program: Any, tensors: Sequence[torch.Tensor | None]) -> None:
         super().__init__()
-        self.program, self.refusal = program, ""
+        self.program, self.refusal, self._is_aside = program, "", False
         self._known: list[tuple[int, int, int, torch.Tensor]] = []
         self._views: dict[tuple[Any, ...], int] = {}
         self._alive: list[torch.Tensor] = []
@@ -106,9 +125,15 @@ class _Recorder(TorchDispatchMode):
             given[stream] = None
         self.program.call(function, given, places, [], stream, read)
 
-    def called(self, function: Any, tensors: Sequence[Any], after: tuple[Any, ...]) -> None:
+    def called(self, function: Any, tensors: Sequence[Any], after: tuple[Any, ...]) -> Any:
+        self._is_aside = True
+        try:
+            result = function(*tensors, *after)
+        finally:
+            self._is_aside = False
         given = [*(None for _ in tensors), *after]
         self.program.call(function, given, [], [(place, self._slot(x)) for place, x in enumerate(tensors)], -1, None)
+        return result
 
     def called_in_c(
         self, function: int, arguments: bytes, pointers: Sequence[int], stream: tuple[int, Stream], fails: Callable[[int], None]
@@ -161,7 +186,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.refusal:
+        if self.refusal or self._is_aside:
             return result
         if func in _ALLOCATIONS:
             if result.is_pinned() or result.layout is not torch.strided:

@@ -226,7 +226,7 @@ void describe(Key& key, const Tensor& x) {
     return;
   }
   const auto sizes = x.sizes(), strides = x.strides();
-  auto aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  auto aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
   key.push_back(static_cast<int64_t>(sizes.size()) << 32 | static_cast<int64_t>(x.scalar_type()) << 16 |
                 static_cast<int64_t>(x.device().type()) << 12 | static_cast<int64_t>(x.device().index() + 1) << 1 | aligned);
   key.insert(key.end(), sizes.begin(), sizes.end());
@@ -235,6 +235,7 @@ void describe(Key& key, const Tensor& x) {
 
 bool is_plain(const Tensor& x) {
   return !x.defined() || (x.layout() == at::kStrided && !x.is_neg() && !x.is_conj() && !x.is_inference() && x.has_storage() &&
+                          (x.is_cpu() || x.is_cuda()) &&
                           !x.is_nested() && !torch::autograd::isFwGradDefined(x) && !x.key_set().has(at::DispatchKey::Python));
 }
 
@@ -283,6 +284,50 @@ Tensor unwrapped(const py::handle& x) { return x.is_none() ? Tensor() : THPVaria
 
 bool is_exact(const py::handle& x) { return x.is_none() || THPVariable_CheckTypeExact(Py_TYPE(x.ptr())); }
 
+// A function of tensors and constants that Python gives: `record(*arguments)` gives a program of the tensors among them, or None.
+struct Replayed {
+  Programs programs;
+  py::object record;
+  explicit Replayed(py::object record_) : record(std::move(record_)) {}
+
+  static void describe_constant(Key& key, PyObject* value) {
+    if (PyLong_Check(value)) {
+      key.push_back(PyLong_AsLongLong(value));
+    } else if (PyList_Check(value) || PyTuple_Check(value)) {
+      auto items = py::reinterpret_borrow<py::sequence>(value);
+      key.push_back(static_cast<int64_t>(items.size()));
+      for (auto one : items) describe_constant(key, one.ptr());
+    } else {
+      key.push_back(PyObject_Hash(value));
+    }
+    if (PyErr_Occurred()) throw py::error_already_set();
+  }
+
+  // A tuple of tensors, or None where Python is to run it.
+  py::object call(const py::args& arguments) {
+    if (is_watched()) return py::none();
+    variable_list tensors;
+    Key key;
+    for (auto one : arguments) {
+      if (!THPVariable_Check(one.ptr())) {
+        key.push_back(-2);
+        describe_constant(key, one.ptr());
+        continue;
+      }
+      if (!is_exact(one)) return py::none();
+      tensors.push_back(THPVariable_Unpack(one.ptr()));
+      if (!is_plain(tensors.back())) return py::none();
+      describe(key, tensors.back());
+    }
+    auto program = programs.find(key, [&]() -> std::shared_ptr<Program> {
+      py::object made = record(*arguments);
+      return made.is_none() ? nullptr : made.cast<std::shared_ptr<Program>>();
+    });
+    if (!program) return py::none();
+    return all_wrapped(program->run(tensors));
+  }
+};
+
 constexpr size_t saved_count = 6;
 
 // An operator of a plan: `record(backward, tensors, needs, shape, dtype)` gives a program or None; `slow(name, tensors, needs, shape,
@@ -306,15 +351,16 @@ struct Lowered : std::enable_shared_from_this<Lowered> {
 struct Kept : torch::CustomClassHolder {
   std::shared_ptr<Lowered> lowered;
   std::string name;
+  bool has_bias;
   std::vector<int64_t> shape;
   at::ScalarType dtype;
 };
 
 struct QuantizedProduct : torch::autograd::Function<QuantizedProduct> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& bias, const variable_list* found,
-                        const std::shared_ptr<Lowered>* lowered, const std::string* name) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                        const variable_list* found, const std::shared_ptr<Lowered>* lowered, const std::string* name) {
     auto kept = c10::make_intrusive<Kept>();
-    kept->lowered = *lowered, kept->name = *name, kept->shape = x.sizes().vec(), kept->dtype = x.scalar_type();
+    kept->lowered = *lowered, kept->name = *name, kept->has_bias = bias.has_value(), kept->shape = x.sizes().vec(), kept->dtype = x.scalar_type();
     ctx->saved_data["kept"] = c10::IValue::make_capsule(kept);
     ctx->save_for_backward(variable_list(found->begin() + 1, found->begin() + 1 + saved_count));
     return (*found)[0];
@@ -325,7 +371,7 @@ struct QuantizedProduct : torch::autograd::Function<QuantizedProduct> {
     variable_list tensors{grads[0]}, found(6);
     for (auto& one : ctx->get_saved_variables()) tensors.push_back(one);
     bool needs[3];
-    for (int i = 0; i < 3; i++) needs[i] = ctx->needs_input_grad(i);
+    for (int i = 0; i < 3; i++) needs[i] = (i < 2 || kept->has_bias) && ctx->needs_input_grad(i);
     py::gil_scoped_acquire held;
     bool fast = !at::GradMode::is_enabled() && !is_watched();
     for (const auto& one : tensors) fast = fast && is_plain(one);
@@ -371,7 +417,7 @@ py::object Lowered::call(py::object x_, py::object weight_, py::object bias_, py
   Tensor y = found[0];
   if (need_x || need_w || need_b) {
     auto self = shared_from_this();
-    y = QuantizedProduct::apply(x, weight, bias, &found, &self, &name);
+    y = QuantizedProduct::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, &found, &self, &name);
   }
   if (!wants_copy) return wrapped(y);
   py::tuple parts(found.size() - 1 - saved_count);
@@ -397,6 +443,10 @@ PYBIND11_MODULE(QSYNC_MODULE, module) {
         for (auto one : inputs) tensors.push_back(unwrapped(one));
         return all_wrapped(p.run(tensors));
       });
+  py::class_<Replayed, std::shared_ptr<Replayed>>(module, "Replayed")
+      .def(py::init<py::object>())
+      .def("__call__", &Replayed::call)
+      .def("programs", [](const Replayed& of) { return of.programs.count(); });
   py::class_<Lowered, std::shared_ptr<Lowered>>(module, "Lowered")
       .def(py::init<py::object, py::object>())
       .def("__call__", &Lowered::call)
