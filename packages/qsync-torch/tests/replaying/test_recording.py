@@ -154,10 +154,12 @@ def test_a_recorded_call_is_plain_and_reads_the_offset_where_it_lies():
         assert is_plain(torch.ones(2))
 
 
-def test_other_bits_than_python_s_are_noticed():
-    x = torch.randn(3)
-    assert recording._equal([x, None], [x.clone(), None])
-    with pytest.warns(UserWarning, match="other bits than Python's"):
-        assert not recording._equal([x], [x.nextafter(x + 1)])
-    nan = torch.tensor([float("nan"), -0.0])
-    assert recording._equal([nan], [nan.clone()])
+def test_other_bits_than_python_s_are_noticed_unless_it_gives_others_each_time():
+    x = torch.tensor([float("nan"), -0.0, 2.0])
+    assert recording._does_the_same([x, None], [x.clone(), None], again=None)
+    y = torch.randn(50)
+    near = y * (1 + 1e-6)
+    assert recording._does_the_same([near], [y], lambda: [y * (1 - 1e-6)])
+    for replayed, again in ((near, y), (y + 1, near)):
+        with pytest.warns(UserWarning, match="other bits than Python's"):
+            assert not recording._does_the_same([replayed], [y], lambda again=again: [again])

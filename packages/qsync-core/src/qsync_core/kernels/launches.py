@@ -1,7 +1,7 @@
 """Who is told of the launches of kernels while a call is recorded, so that it is launched again without the code around it.
 
-A backend whose kernels tell of all their launches, and do the same for all operands of equal shapes, strides, formats and alignment,
-says so by an attribute ``reports_launches`` that is True (docs/writing-a-backend.md#launches).
+A backend whose kernels tell of all their launches, and do the same for all operands of equal shapes, strides, formats and
+alignment, says so by an attribute ``reports_launches`` that is True (docs/writing-a-backend.md#launches).
 """
 
 from __future__ import annotations

@@ -360,7 +360,8 @@ struct QuantizedProduct : torch::autograd::Function<QuantizedProduct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                         const variable_list* found, const std::shared_ptr<Lowered>* lowered, const std::string* name) {
     auto kept = c10::make_intrusive<Kept>();
-    kept->lowered = *lowered, kept->name = *name, kept->has_bias = bias.has_value(), kept->shape = x.sizes().vec(), kept->dtype = x.scalar_type();
+    kept->lowered = *lowered, kept->name = *name, kept->has_bias = bias.has_value();
+    kept->shape = x.sizes().vec(), kept->dtype = x.scalar_type();
     ctx->saved_data["kept"] = c10::IValue::make_capsule(kept);
     ctx->save_for_backward(variable_list(found->begin() + 1, found->begin() + 1 + saved_count));
     return (*found)[0];
