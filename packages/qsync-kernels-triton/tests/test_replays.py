@@ -3,7 +3,9 @@
 The extension is compiled here, in half a minute.
 """
 
+import ctypes
 import os
+import struct
 
 import pytest
 
@@ -175,3 +177,28 @@ def test_a_hook_sees_what_is_kept_for_backward(compiled_extension, triton, monke
     assert packed[:once] == packed[-once:]
     assert not any(dtype is torch.float32 and len(shape) > 1 for dtype, shape in packed)
     applied.remove()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_c_function_gets_the_addresses_of_each_call(status, compiled_extension):
+    """As compiled CUTLASS kernels do, whose status becomes an error."""
+    seen = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+    def function(arguments):
+        seen.append(list((ctypes.c_uint64 * 3).from_address(arguments)))
+        return status
+
+    def fails(found):
+        raise ValueError(f"status {found}")
+
+    program, address = compiled_extension.Program(), ctypes.cast(function, ctypes.c_void_p).value
+    program.slots, program.outputs = 1, [0]
+    program.c_call(address, struct.pack("<3Q", 11, 0, 0), [(8, 0, 4)], 16, lambda device: 99, fails)
+    for x in (torch.ones(4), torch.ones(8)):
+        if status:
+            with pytest.raises(ValueError, match="status 3"):
+                program.run((x,))
+        else:
+            assert program.run((x,))[0] is x
+        assert seen[-1] == [11, x.data_ptr() + 4, 99]

@@ -54,7 +54,9 @@ class Launch:
                 stream = active.get_current_stream(active.get_current_device())
                 before, after = (compiled.function, compiled.packed_metadata, None, None, None), (*numbers, *self._trailing)
                 compiled.run(*grid, stream, *before, *addresses, *after)
-                if recorder is not None:
+                if recorder is not None and not all(isinstance(number, (int, float)) for number in numbers):
+                    recorder.refuse("an argument is no number")
+                elif recorder is not None:
                     recorder.launched(compiled.run, (*grid, _STREAM, *before), addresses, after)
             else:
                 compiled[grid](*addresses, *numbers, *self._trailing)

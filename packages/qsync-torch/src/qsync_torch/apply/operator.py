@@ -301,6 +301,11 @@ class Operator:
                 if binding.turns_weight:
                     weight = operand_of(weight, binding.called)
                 factor = self._factor(binding, weight)
+                is_product = binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim)
+                if is_product and extension.loaded() is not None:
+                    y = self._replayed(input, weight, bias, binding, seeds, casts)
+                    if y is not None:
+                        return y
                 device = weight.device.type
                 if self._in_force.base is not Precision.FLOAT32 and torch.is_autocast_enabled(device):
                     torch.set_autocast_enabled(device, False)  # a torch.autocast(enabled=False) takes ten times as long
@@ -308,11 +313,7 @@ class Operator:
                         return run_product(input, weight, bias, binding, seeds, casts, factor)
                     finally:
                         torch.set_autocast_enabled(device, True)
-                if binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim):
-                    if extension.loaded() is not None:
-                        y = self._replayed(input, weight, bias, binding, seeds, casts)
-                        if y is not None:
-                            return y
+                if is_product:
                     run = apply_of(QuantizedProduct, binding, seeds)  # nothing is left of run_product
                     return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)
                 return run_product(input, weight, bias, binding, seeds, casts, factor)

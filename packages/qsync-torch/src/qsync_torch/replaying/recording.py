@@ -142,11 +142,11 @@ class _Recorder(TorchDispatchMode):
         self.program.call(function, given, places, [], stream, read)
 
     def called(self, function: Any, tensors: Sequence[Any], after: tuple[Any, ...]) -> Any:
-        self._is_aside = True
+        self._is_aside, HERE.recorder = True, None
         try:
             result = function(*tensors, *after)
         finally:
-            self._is_aside = False
+            self._is_aside, HERE.recorder = False, self
         given = [*(None for _ in tensors), *after]
         self.program.call(function, given, [], [(place, self._slot(x)) for place, x in enumerate(tensors)], -1, None)
         return result
