@@ -29,7 +29,7 @@ class Way:
     """AMP, or int8 with bfloat16 between the operators.
 
     Attributes:
-        variant: of linear operators and convolutions; empty for AMP.
+        variant: of linear operators; convolutions are in int8 forward; empty for AMP.
         replays: whether calls are run again by the extension in C++.
     """
 
@@ -58,8 +58,9 @@ def stepped(job: StepJob, way: Way, bench: Bench) -> Callable[[], None]:
     loaded = load_job(text, size)
     model = loaded.model.to(bench.device).train()
     if way.variant:
-        of = {f"{name}#0": way.variant for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))}
-        qsync.apply_(model, of, base=Precision.BFLOAT16)
+        linears = {f"{name}#0": way.variant for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        convolutions = {f"{name}#0": _FORWARD for name, part in model.named_modules() if isinstance(part, nn.Conv2d)}
+        qsync.apply_(model, linears | convolutions, base=Precision.BFLOAT16)
     optimizer = loaded.optimizer(model.parameters())
     for group in optimizer.param_groups:
         group["lr"] = 1e-5
