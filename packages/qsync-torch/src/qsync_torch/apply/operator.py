@@ -333,14 +333,16 @@ class Operator:
         run, offset, entry = REPLAY_OF[binding], self._in_force.key.on(weight.device), None
         if cache is not None and cache.applies_to(x):
             entry = place_of_cast(x, binding, seeds, cache, torch.is_grad_enabled() and wants_transposed(x, binding))
+        y: torch.Tensor | None
         if entry is None or entry.value is not None:
-            y: torch.Tensor | None = run(x, weight, bias, offset, None if entry is None else entry.value, False, self._shown)
+            y = run(x, weight, bias, offset, None if entry is None else entry.value, False, self._shown)
             return y
         found = run(x, weight, bias, offset, None, True, self._shown)
         if found is None:
             return None
-        entry.value = Operand(*found[1])
-        return found[0]
+        y, copy = found
+        entry.value = Operand(*copy)
+        return y
 
     def _run_stored(
         self, input: torch.Tensor, held: HeldWeight, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings

@@ -103,7 +103,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, program: Any, tensors: Tensors) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.program, self.refusal, self._is_aside = program, "", False
         self._known: list[tuple[int, int, int, torch.Tensor]] = []
         self._views: dict[tuple[Any, ...], int] = {}
