@@ -1,22 +1,26 @@
 """Plans of frozen weights on a GPU: rows of ``docs/results/frozen.json`` (docs/frozen-weights.md).
 
-    python bench/frozen_gpu.py --only F1 --directory RUN
+    python bench/frozen_gpu.py --only F1,F2,F3 --directory RUN
+    python bench/frozen_gpu.py --only F7 --directory RUN [--seed 1]
     torchrun --nproc-per-node 2 bench/frozen_gpu.py --only F5 --directory RUN
     python bench/frozen_gpu.py --tiny --only F1,F2,F3,F7 --directory RUN
 
 A Llama-like model of 1.2 billion parameters, held in bfloat16, with LoRA r = 16 on all linears and 4 x 1024 tokens, trained on the
-text of the documentation for a while first; with ``--tiny`` a small one, on a CPU too.  Graph, profile and sensitivity are kept in
-the directory, and so is ``frozen.json`` with the rows; ``python bench/results.py`` merges these.
+text of the documentation for a while first; with ``--tiny`` a small one, on a CPU too.  The directory keeps the base, its graph,
+profile and sensitivity, the losses of F7 (of one seed, with ``--seed``, or of all that are not there yet), and ``frozen.json`` with
+the rows; ``python bench/results.py`` merges these.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +75,7 @@ class Size:
     rank: int = 16
     samples: int = 4
     length: int = 1024
-    pretrained: int = 150
+    pretrained: int = 100
     updates: int = UPDATES
     seeds: int = SEEDS
 
@@ -81,9 +86,10 @@ TINY = Size(2, 128, 352, 4, 256, 8, 4, 64, 100, 12, 2)
 class Bench:
     """The job with all that is measured of it once, kept in a directory."""
 
-    def __init__(self, size: Size, directory: Path, device: torch.device) -> None:
-        self.size, self.directory, self.device = size, directory, device
+    def __init__(self, size: Size, directory: Path, device: torch.device, seed: int | None = None) -> None:
+        self.size, self.directory, self.device, self.seed = size, directory, device, seed
         directory.mkdir(parents=True, exist_ok=True)
+        self.base = self._trained()
         self.job = self.job_of(0)
         self.dag = self._kept("graph", PrecisionDag, lambda: trace(self.job))
         self.profile = self._kept("profile", Profile, self._profiled)
@@ -91,18 +97,33 @@ class Bench:
         self.replayer = Replayer(self.inputs(0))
         self.names = [operator.op_id for operator in self.dag.adjustable]
 
-    def job_of(self, seed: int) -> Job:
-        """The job, with adapters that begin otherwise for each seed."""
-        size, length = self.size, self.size.length
-        base = adapted_llama(
-            size.layers, size.width, seed, inner=size.inner, heads=size.heads, vocabulary=size.vocabulary, length=length,
-            rank=size.rank, trained=size.pretrained, device=self.device,
+    def _trained(self) -> nn.Module:
+        """The base with its adapters; of a later process, as the first one has trained it."""
+        size, path = self.size, self.directory / "base.safetensors"
+        began = time.monotonic()
+        model = adapted_llama(
+            size.layers, size.width, 0, inner=size.inner, heads=size.heads, vocabulary=size.vocabulary, length=size.length,
+            rank=size.rank, trained=0 if path.exists() else size.pretrained, device=self.device,
         )  # fmt: skip
+        if path.exists():
+            load_model(model, path)
+        else:
+            save_model(model, str(path))
+        print(f"base: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return model
+
+    def job_of(self, seed: int) -> Job:
+        """The job, with adapters that begin otherwise and batches of its own for each seed."""
+        model = copy.deepcopy(self.base)
+        torch.manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                nn.init.kaiming_uniform_(parameter, a=5**0.5)
 
         def batch(step: int, samples: int) -> Batch:
-            return batch_of(step + 100_000 * seed, samples, length)
+            return batch_of(step + 100_000 * seed, samples, self.size.length)
 
-        return Job("llama", base, batch, loss_of, lambda ps: torch.optim.AdamW(ps, lr=3e-4), size.samples)
+        return Job("llama", model, batch, loss_of, lambda ps: torch.optim.AdamW(ps, lr=3e-4), self.size.samples)
 
     def _kept(self, name: str, kind: type[Any], make: Callable[[], Any]) -> Any:
         path = self.directory / f"{name}.qsync"
@@ -310,15 +331,21 @@ def times(bench: Bench) -> Iterator[dict[str, Any]]:
 def losses(bench: Bench) -> Iterator[dict[str, Any]]:
     """F7: adapters trained under the plan, in bfloat16 and in NF4."""
     ways = {"plan": bench.planned(bench.caps(3)[1]), "bfloat16": bench.uniform(BFLOAT16), "nf4": bench.uniform(NF4)}
-    ends: dict[str, list[float]] = {name: [] for name in ways}
-    for seed in range(bench.size.seeds):
-        job = bench.job_of(seed) if seed else bench.job
+    for seed in range(bench.size.seeds) if bench.seed is None else [bench.seed]:
+        job = bench.job_of(seed)
         for name, stored in ways.items():
+            kept = bench.directory / f"losses-{seed}-{name}.json"
+            if kept.exists():
+                continue
             model = bench.model(stored, job)
             optimizer = bench.optimizer(model)
             found = [bench.step(model, optimizer, bench.batch(step, job)) for step in range(bench.size.updates)]
-            ends[name].append(float(torch.stack(found[-min(LAST, len(found)) :]).mean()))
+            kept.write_text(json.dumps(torch.stack(found).tolist()))
             del model, optimizer
+    names = {name: [bench.directory / f"losses-{seed}-{name}.json" for seed in range(bench.size.seeds)] for name in ways}
+    if not all(path.exists() for paths in names.values() for path in paths):
+        return
+    ends = {name: [statistics.fmean(json.loads(path.read_text())[-LAST:]) for path in paths] for name, paths in names.items()}
     print(ends, file=sys.stderr, flush=True)
     apart = {name: [a - b for a, b in zip(ends[name], ends["bfloat16"], strict=True)] for name in ("plan", "nf4")}
     error = {name: statistics.stdev(of) / len(of) ** 0.5 for name, of in apart.items()}
@@ -367,6 +394,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="F1", help="parts, comma-separated")
     parser.add_argument("--directory", type=Path, required=True, help="what was measured of the job, and the rows")
+    parser.add_argument("--seed", type=int, help="of F7: this one alone")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     options = parser.parse_args()
     device = (
@@ -382,11 +410,15 @@ def main() -> None:
         rank = dist.get_rank()
         if rank:
             dist.barrier()  # until the first one has measured and written
-    bench = Bench(TINY if options.tiny else Size(), options.directory, device)
+    bench = Bench(TINY if options.tiny else Size(), options.directory, device, options.seed)
     if dist.is_initialized() and not rank:
         dist.barrier()
     for name in options.only.split(","):
-        rows = list(PARTS[name](bench))
+        try:
+            rows = list(PARTS[name](bench))
+        except Exception:
+            traceback.print_exc()
+            continue
         for one in rows:
             print(one)
         if not rank:

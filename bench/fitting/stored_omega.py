@@ -91,9 +91,12 @@ def adapted_llama(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 * min(1.0, 256 / width))
     for step in range(trained):
         x = tokens(step, 16, length).to(device)
-        loss_of(model(input_ids=x, use_cache=False), Batch((), {}, x)).backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
+            loss = loss_of(model(input_ids=x, use_cache=False), Batch((), {}, x))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    del optimizer
     model = model.to("cpu", torch.bfloat16)
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(_LINEARS)))
 

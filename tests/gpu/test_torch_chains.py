@@ -167,7 +167,7 @@ def test_a_compiler_captures_fused_chains(job, parallel, tmp_path, caplog):
                 job.compute_loss(given, run).backward()
                 found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
                 applied.advance()
-        assert len([r for r in caplog.records if r.getMessage().startswith("fused")]) == 4
+        assert len([r for r in caplog.records if r.getMessage().startswith("fused: ")]) == 4
         assert applied.step == 6
         assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
         assert all(not torch.equal(one, other) for one, other in itertools.combinations(found, 2))
