@@ -1,6 +1,6 @@
-"""The extension in C++ that runs recorded programs: compiled once for a machine and a version of PyTorch, beside a training.
+"""The extension in C++ that runs recorded programs: compiled once for a machine and a version of PyTorch.
 
-Nothing waits for it and nothing needs it: until it is there, and where there is no compiler, Python runs the same calls.
+Nothing needs it: without it Python runs the same calls.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qsync_core.errors import BackendError
 from qsync_core.tuning.store import default_store_path
 
 VARIABLE = "QSYNC_REPLAY"
-"""Environment variable: 0 never replays; 1 compiles the extension before the first plan runs, if it is missing; otherwise it is
-compiled beside training where a plan runs on a GPU."""
+"""Environment variable: 1 replays calls, and compiles the extension before the first one if it is missing; ``background``
+compiles it beside training on a GPU.  Without it all calls run in Python, until replays have been measured on GPUs."""
 _SOURCE = Path(__file__).with_name("replay.cpp")
-_MODULE = "qsync_replay"
+_MODULE, _BACKGROUND = "qsync_replay", "background"
 _LOG = logging.getLogger("qsync_torch.replaying")
 _loaded: Any = None
 _asked: set[str] = set()
@@ -56,11 +56,11 @@ def want(device: torch.device) -> Any:
 
 def _make(device: torch.device) -> None:
     said = os.environ.get(VARIABLE, "")
-    if said not in ("", "0", "1"):
-        raise BackendError(f"{VARIABLE} is 1 (wait for the compiler) or 0 (run all calls in Python), got {said!r}")
+    if said not in ("", "0", "1", _BACKGROUND):
+        raise BackendError(f"{VARIABLE} is 1 (wait for the compiler), {_BACKGROUND} or 0 (run all calls in Python), got {said!r}")
     if said == "1":
         _load()
-    elif not said and device.type == "cuda":
+    elif said == _BACKGROUND and device.type == "cuda":
         threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True).start()
 
 
