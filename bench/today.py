@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from allocator import rows_today
-from eight_bit import curves, first_step, predicted, scales, steps, unequal
+from eight_bit import curves, eager, first_step, predicted, scales, steps, unequal
 from kernels.bench import Bench, Row
 from results import write_rows
 
@@ -31,6 +31,7 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
     """What measures rows, by the name that ``--only`` takes."""
     steps_of = {part: partial(steps.rows, bench, part, options.contenders) for part in steps.SHAPES}
     plans_of = {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
+    steps_of["P5"] = partial(eager.rows, bench, options.contenders)
     others = {"P6": partial(first_step.rows, bench), "P10": partial(curves.rows, bench, options.save)}
     others["P7"] = partial(predicted.rows, bench, options.save / "predicted")
     for part in unequal.SHARES:
@@ -46,7 +47,7 @@ def main() -> None:
     """Measure the parts that are asked for; a row is written as soon as it has a value."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="parts, comma-separated")
-    parser.add_argument("--contenders", default="", help="of P1 to P3, by name (a|b); bf16 is always one")
+    parser.add_argument("--contenders", default="", help="of P1 to P3 and P5, by name (a|b); PyTorch's own 16 bit is always one")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
     parser.add_argument("--save", type=Path, default=Path("today-runs"), help="folder of what P7 to P10 have finished")
     parser.add_argument("--gpus", default="0,1", help="of P8 and P9: the strong one and the weak one")

@@ -24,6 +24,7 @@ class NullBackend:
     """Accepts every request."""
 
     name = NAME
+    offset_tensors = reports_launches = True
 
     @property
     def api_version(self) -> int:

@@ -39,7 +39,8 @@ def run_in(tree: Path, script: str, *arguments: str, plugins: Path | None = None
 
 def _start(tree: Path, script: str, *arguments: str, plugins: Path | None) -> subprocess.Popen[str]:
     folders = [*sorted(tree.glob("packages/*/src")), *([plugins, HERE] if plugins else [])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1", "QSYNC_REPLAY": "1"}
+    environment = os.environ | own
     # -P: the folder of the script is not searched, whose modules have everyday names.
     command = [sys.executable, "-P", str(HERE / script), str(tree), *arguments]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tree)

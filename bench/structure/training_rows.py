@@ -56,7 +56,7 @@ def host_time_rows(tree: Path, rounds: int = ROUNDS) -> Iterator[Row]:
     for kind in KINDS:
         now, before = (statistics.median(times) for times in zip(*(one.time_us(kind) for one in found), strict=True))
         layers.append(f"{kind} {now:.0f} µs a layer, before {before:.0f} µs")
-    what = f"host time of int8 layers, forward and backward, with kernels that do nothing, against {BEFORE_RIDING} in turns"
+    what = f"host time of int8 layers, forward and backward, kernels that do nothing, QSYNC_REPLAY=1, over {BEFORE_RIDING} in turns"
     spread = "; ".join([f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds", *layers])
     yield row("S8", what, round(statistics.median(ratios), 3), "", spread, "≤ 0.75")
 

@@ -25,6 +25,7 @@ class CutlassBackend:
     name = "cutlass"
     api_version = BACKEND_API_VERSION
     offset_tensors = True
+    reports_launches = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What the backend offers, as data only."""

@@ -117,6 +117,7 @@ class TritonBackend:
     name = "triton"
     api_version = BACKEND_API_VERSION
     offset_tensors = True
+    reports_launches = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What the backend offers, as data only."""

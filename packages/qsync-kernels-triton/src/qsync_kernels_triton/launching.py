@@ -8,6 +8,7 @@ device; whether addresses are multiples of 16 is added here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from qsync_core.errors import BackendError
+from qsync_core.kernels.launches import HERE, Stream
 
 _KNOWN_LAUNCHERS = {(3, minor) for minor in (6, 7, 8, 9)}
 _IS_KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in _KNOWN_LAUNCHERS
@@ -45,19 +47,31 @@ class Launch:
         """Run on the current stream of the current device."""
         addresses = [x.data_ptr() for x in tensors]
         key = (key, *[address % 16 == 0 for address in addresses])
-        compiled = self._compiled.get(key)
+        compiled, recorder = self._compiled.get(key), HERE.recorder
         if compiled is not None:
             if _IS_KNOWN and not _has_hooks():
                 active = driver.active
                 stream = active.get_current_stream(active.get_current_device())
-                arguments = (compiled.function, compiled.packed_metadata, None, None, None, *addresses, *numbers, *self._trailing)
-                compiled.run(*grid, stream, *arguments)
+                before, after = (compiled.function, compiled.packed_metadata, None, None, None), (*numbers, *self._trailing)
+                compiled.run(*grid, stream, *before, *addresses, *after)
+                if recorder is not None and not all(isinstance(number, (int, float)) for number in numbers):
+                    recorder.refuse("an argument is no number")
+                elif recorder is not None:
+                    recorder.launched(compiled.run, (*grid, _STREAM, *before), addresses, after)
             else:
                 compiled[grid](*addresses, *numbers, *self._trailing)
+                if recorder is not None:
+                    recorder.refuse("Triton reports launches to a profiler")
             return
-        compiled = self._function[grid](*tensors, *numbers, **self._constants, **self._options)
+        launch = functools.partial(self._function[grid], **self._constants, **self._options)
+        compiled = launch(*tensors, *numbers) if recorder is None else recorder.called(launch, tensors, numbers)
         if hasattr(compiled, "run"):  # Triton's interpreter returns nothing.
             self._compiled[key] = compiled
+            if recorder is not None:
+                recorder.refuse("it was compiled, and another call launches it without Triton's analysis of arguments")
+
+
+_STREAM = Stream(lambda device: int(driver.active.get_current_stream(device)))
 
 
 def _has_hooks() -> bool:

@@ -26,6 +26,7 @@ from qsync_core.kernels.backend import (
     takes_offset_tensors,
 )
 from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME, FLOAT_BACKEND
+from qsync_core.kernels.launches import reports_launches
 from qsync_core.kernels.support import product_format
 from qsync_core.plugins import hooks
 from qsync_core.plugins.guard import guard
@@ -84,7 +85,7 @@ class CheckedBackend:
     def __init__(self, backend: KernelBackend) -> None:
         self.name = backend.name
         self.api_version = backend.api_version
-        self.offset_tensors = takes_offset_tensors(backend)
+        self.offset_tensors, self.reports_launches = takes_offset_tensors(backend), reports_launches(backend)
         self._backend: Any = backend
 
     def __repr__(self) -> str:

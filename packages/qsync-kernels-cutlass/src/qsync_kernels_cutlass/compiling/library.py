@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync_core.errors import BackendError
+from qsync_core.kernels.launches import HERE, Stream
 from qsync_kernels_cutlass.sources import KernelSource
 
 OK = 0
@@ -78,6 +79,17 @@ def describe_call(op: str, shapes: Iterable[Sequence[int]], formats: str, config
     return f"{described} with the configuration {config}" if config else described
 
 
+_POINTER_PLACES = tuple(getattr(Arguments, name).offset for name in _POINTERS)
+_STREAM_PLACE = Arguments.stream.offset
+
+
+def _failing(what: str) -> Callable[[int], None]:
+    def fails(status: int) -> None:
+        raise BackendError(f"{what} failed: {describe_status(status)}")
+
+    return fails
+
+
 class Library:
     """A loaded shared library with the kernel of one :class:`KernelSource`."""
 
@@ -118,6 +130,12 @@ class Library:
         status: int = self._run(ctypes.byref(arguments))
         if status != OK:
             raise BackendError(f"{describe()} failed: {describe_status(status)}")
+        if HERE.recorder is not None:
+            from qsync_kernels_cutlass.kernels.operands import current_stream
+
+            function, stream = ctypes.cast(self._run, ctypes.c_void_p).value, (_STREAM_PLACE, Stream(current_stream))
+            assert function is not None
+            HERE.recorder.called_in_c(function, bytes(arguments), _POINTER_PLACES, stream, _failing(describe()))
 
     def workspace_bytes(self, arguments: Arguments, describe: Callable[[], str]) -> int:
         """Bytes of workspace that a call with these arguments needs.

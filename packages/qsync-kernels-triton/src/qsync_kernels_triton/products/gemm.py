@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qsync_core.kernels.launches import HERE
 from qsync_kernels_triton.config import ProductConfig
 from qsync_kernels_triton.elementwise import transposed_bytes
 from qsync_kernels_triton.launching import Grid, Launch
@@ -205,8 +206,16 @@ class EightBitProduct:
             found = self._launches[key] = self._cut(m, n, k, a_MK.dtype, scales, bias is not None, described)
         launch, grid, (block_m, block_n) = found
         if described:
-            tiles = (_described(a_MK, block_m, self._config.k), _described(b_NK, block_n, self._config.k))
-            launch(grid, None, results, (*tiles, m, n, k, out_MN.stride(0)))
+            sizes, depth = (m, n, k, out_MN.stride(0)), self._config.k
+
+            def run(a_MK: torch.Tensor, b_NK: torch.Tensor, *results: torch.Tensor) -> None:
+                tiles = (_described(a_MK, block_m, depth), _described(b_NK, block_n, depth))
+                launch(grid, None, results, (*tiles, *sizes))
+
+            if HERE.recorder is None:
+                run(a_MK, b_NK, *results)
+            else:  # a descriptor holds a tensor, and is another one in each call
+                HERE.recorder.called(run, (a_MK, b_NK, *results), ())
         else:
             launch(grid, None, (a_MK, b_NK, *results), numbers)
 

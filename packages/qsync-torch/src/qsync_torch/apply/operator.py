@@ -34,11 +34,13 @@ from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
 from qsync_torch.operators.autograd import apply_of
 from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.casts import Seeds
+from qsync_torch.operators.casts import Operand, Seeds, place_of_cast, wants_transposed
 from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
+from qsync_torch.operators.replays import REPLAY_OF
 from qsync_torch.operators.step_key import StepKey
 from qsync_torch.operators.stored import run_stored
+from qsync_torch.replaying import extension
 from qsync_torch.torch_internals import DisableTorchFunction, process_groups
 
 _NO_SEEDS = Seeds()
@@ -301,6 +303,11 @@ class Operator:
                 if binding.turns_weight:
                     weight = operand_of(weight, binding.called)
                 factor = self._factor(binding, weight)
+                is_product = binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim)
+                if is_product and extension.loaded() is not None:
+                    y = self._replayed(input, weight, bias, binding, seeds, casts)
+                    if y is not None:
+                        return y
                 device = weight.device.type
                 if self._in_force.base is not Precision.FLOAT32 and torch.is_autocast_enabled(device):
                     torch.set_autocast_enabled(device, False)  # a torch.autocast(enabled=False) takes ten times as long
@@ -308,7 +315,7 @@ class Operator:
                         return run_product(input, weight, bias, binding, seeds, casts, factor)
                     finally:
                         torch.set_autocast_enabled(device, True)
-                if binding.is_quantized and factor is None and (binding.of_rows or input.ndim == weight.ndim):
+                if is_product:
                     run = apply_of(QuantizedProduct, binding, seeds)  # nothing is left of run_product
                     return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)
                 return run_product(input, weight, bias, binding, seeds, casts, factor)
@@ -321,6 +328,30 @@ class Operator:
         if base is Precision.FLOAT32 or self.assigned.variant.compute is base:
             return nullcontext()
         return torch.autocast(device.type, enabled=False)
+
+    def _replayed(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        binding: OperatorBinding,
+        seeds: Seeds,
+        cache: CastCache | None,
+    ) -> torch.Tensor | None:
+        """The result, where the extension can run the call."""
+        run, offset, entry = REPLAY_OF[binding], self._in_force.key.on(weight.device), None
+        if cache is not None and cache.applies_to(x):
+            entry = place_of_cast(x, binding, seeds, cache, torch.is_grad_enabled() and wants_transposed(x, binding))
+        y: torch.Tensor | None
+        if entry is None or entry.value is not None:
+            y = run(x, weight, bias, offset, None if entry is None else entry.value, False, self._shown)
+            return y
+        found = run(x, weight, bias, offset, None, True, self._shown)
+        if found is None:
+            return None
+        y, copy = found
+        entry.value = Operand(*copy)
+        return y
 
     def _run_stored(
         self, input: torch.Tensor, held: HeldWeight, bias: torch.Tensor | None, binding: OperatorBinding

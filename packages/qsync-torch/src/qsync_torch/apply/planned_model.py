@@ -37,6 +37,7 @@ from qsync_torch.kernels.canary import Canary
 from qsync_torch.kinds.table import OPERATOR_KINDS
 from qsync_torch.operators.products import OFFSET_OF_STEP
 from qsync_torch.operators.step_key import StepKey
+from qsync_torch.replaying import extension
 from qsync_torch.sharing.job_check import check_job
 
 
@@ -359,6 +360,7 @@ class PlannedModel:
         """The first forward, of the model or of a part of it: what one rank refuses, all refuse."""
         self._in_force.begins = None
         device = device_of(self.model)
+        extension.want(device)
         if self.planned.plan is None:
             self._meet(device)
             return

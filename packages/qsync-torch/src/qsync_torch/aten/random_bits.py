@@ -17,6 +17,8 @@ import threading
 
 import torch
 
+from qsync_core.kernels.launches import HERE
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B1
 _FMIX_1 = 0x85EBCA6B
@@ -100,8 +102,8 @@ def known_number(offset: Offset) -> int | None:
 
 
 def as_kernels_take(offset: Offset) -> Offset:
-    """The number that an offset is, or the tensor where only its device knows."""
-    number = known_number(offset)
+    """The number that an offset is, or the tensor where only its device knows; a recorded call takes another one each time."""
+    number = None if HERE.recorder is not None else known_number(offset)
     return offset if number is None else number
 
 

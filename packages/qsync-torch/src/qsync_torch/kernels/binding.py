@@ -19,11 +19,12 @@ from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, KernelChoice
+from qsync_core.kernels.launches import HERE
 from qsync_core.kernels.requests import quantization_variant
 from qsync_core.kinds import kind_of
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel, reports
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import kind_with
 
@@ -75,7 +76,10 @@ class Bound:
         Raises:
             BackendError: with every backend's reasons.
         """
-        return self._kernels[op, device, *shapes]
+        kernel = self._kernels[op, device, *shapes]
+        if HERE.recorder is not None and not reports(kernel):
+            HERE.recorder.refuse(f"{op} is not told of")
+        return kernel
 
 
 BOUND: dict[str, Bound] = {}

@@ -24,6 +24,7 @@ from qsync_core.kernels.backend import (
     takes_offset_tensors,
 )
 from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice, OpChoice
+from qsync_core.kernels.launches import reports_launches
 from qsync_core.plugins.backends import ask_backend
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.random_bits import Offset, known_number
@@ -241,8 +242,19 @@ _OFFSET = {
 """Where the kernels of an operator take the offset of their random numbers."""
 
 
+_REPORTING: dict[int, Kernel] = {}
+"""Kernels of backends that tell of all launches; bindings keep kernels for the life of the process."""
+
+
+def reports(kernel: Kernel) -> bool:
+    """Whether a kernel tells a recorder of all that it launches."""
+    return id(kernel) in _REPORTING
+
+
 def _build(backend: KernelBackend, request: KernelRequest, config: KernelConfig) -> Kernel:
     kernel = backend.build(request, config)
+    if reports_launches(backend):
+        _REPORTING[id(kernel)] = kernel
     if request.device_kind == "cpu" or request.op not in _OFFSET or takes_offset_tensors(backend):
         return kernel
     return functools.partial(_with_number, kernel, backend.name, request)

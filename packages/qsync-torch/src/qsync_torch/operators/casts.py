@@ -29,7 +29,7 @@ from qsync_torch.aten.random_bits import Offset, as_kernels_take, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kernels.binding import OperatorBinding
 from qsync_torch.kernels.library_ops import as_images, quantize, quantize_transposed, rows
-from qsync_torch.operators.cast_cache import CastCache, float_key
+from qsync_torch.operators.cast_cache import CachedCast, CastCache, float_key
 from qsync_torch.torch_internals import version_of
 
 _QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
@@ -117,11 +117,16 @@ def cast_input(
     transposed = grad_enabled and wants_transposed(x, binding)
     if cache is None or inverse is not None or not cache.applies_to(x):
         return _cast(x, binding, seeds, transposed, straight, inverse)
-    entry = cache.find(x, (binding.x_transposed if transposed else binding.x).kind, _mark(seeds))
+    entry = place_of_cast(x, binding, seeds, cache, transposed)
     operand: Operand | None = entry.value
     if operand is None:
         operand = entry.value = _cast(x, binding, seeds, transposed, straight)
     return operand
+
+
+def place_of_cast(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, cache: CastCache, transposed: bool) -> CachedCast:
+    """Where the copy of an activation is shared, with the transposed one or without."""
+    return cache.find(x, (binding.x_transposed if transposed else binding.x).kind, _mark(seeds))
 
 
 def _cast(

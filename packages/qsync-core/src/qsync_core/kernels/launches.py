@@ -1,0 +1,58 @@
+"""Who is told of the launches of kernels while a call is recorded, so that it is launched again without the code around it.
+
+A backend whose kernels tell of all their launches, and do the same for all operands of equal shapes, strides, formats and
+alignment, says so by an attribute ``reports_launches`` that is True (docs/writing-a-backend.md#launches).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+
+class Recorder(Protocol):
+    """What is told of launches, as they are made."""
+
+    def launched(
+        self, function: Callable[..., Any], before: tuple[Any, ...], addresses: Sequence[int], after: tuple[Any, ...]
+    ) -> None:
+        """Hear of ``function(*before, *addresses, *after)``; what is a :class:`Stream` among ``before`` is read in each call."""
+
+    def called(self, function: Callable[..., Any], tensors: Sequence[Any], after: tuple[Any, ...]) -> Any:
+        """Call ``function(*tensors, *after)``, whose own operations do not count, and return its result."""
+
+    def called_in_c(
+        self, function: int, arguments: bytes, pointers: Sequence[int], stream: tuple[int, Stream], fails: Callable[[int], None]
+    ) -> None:
+        """Hear of a C function of one structure.
+
+        Args:
+            function: its address; it returns 0, or a status, which ``fails`` raises an error for.
+            arguments: the structure.
+            pointers: where in it pointers to tensors lie, in bytes.
+            stream: where the stream lies, and what reads it.
+        """
+
+    def refuse(self, reason: str) -> None:
+        """Hear that the call cannot be recorded."""
+
+
+class Stream:
+    """The current stream of a device, by its index, as an address; ``read`` finds it."""
+
+    def __init__(self, read: Callable[[int], int]) -> None:
+        self.read = read
+
+
+class _Here(threading.local):
+    recorder: Recorder | None = None
+
+
+HERE = _Here()
+"""The recorder of this thread, if there is one."""
+
+
+def reports_launches(backend: object) -> bool:
+    """Whether a backend's kernels tell a recorder of all that they launch."""
+    return bool(getattr(backend, "reports_launches", False))

@@ -1,0 +1,1 @@
+"""Calls of planned operators that are recorded once, and run again without Python's frames (docs/decisions/replays.md)."""

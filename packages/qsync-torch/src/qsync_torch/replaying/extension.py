@@ -1,0 +1,129 @@
+"""The extension in C++ that runs recorded programs: compiled once for a machine and a version of PyTorch.
+
+Nothing needs it: without it Python runs the same calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch.utils import cpp_extension
+
+from qsync_core.errors import BackendError
+from qsync_core.tuning.store import default_store_path
+
+VARIABLE = "QSYNC_REPLAY"
+"""Environment variable: 1 replays calls, and compiles the extension before the first one if it is missing; ``background``
+compiles it beside training on a GPU.  Without it all calls run in Python, until replays have been measured on GPUs."""
+_SOURCE = Path(__file__).with_name("replay.cpp")
+_MODULE, _BACKGROUND = "qsync_replay", "background"
+_LOG = logging.getLogger("qsync_torch.replaying")
+_loaded: Any = None
+_asked: set[str] = set()
+"""Types of devices for which it was wanted."""
+_lock = threading.Lock()
+
+
+def loaded() -> Any:
+    """The extension, if it is there."""
+    return _loaded
+
+
+def want(device: torch.device) -> Any:
+    """The extension where it is there; it is made where calls on this device are replayed.
+
+    Raises:
+        BackendError: where ``QSYNC_REPLAY`` is 1 and the extension cannot be had, or is none of its values.
+    """
+    if _loaded is None and device.type not in _asked:
+        _asked.add(device.type)
+        _make(device)
+    return _loaded
+
+
+def _make(device: torch.device) -> None:
+    said = os.environ.get(VARIABLE, "")
+    if said not in ("", "0", "1", _BACKGROUND):
+        raise BackendError(f"{VARIABLE} is 1 (wait for the compiler), {_BACKGROUND} or 0 (run all calls in Python), got {said!r}")
+    if said == "1":
+        _load()
+    elif said == _BACKGROUND and device.type == "cuda":
+        threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True).start()
+
+
+def _load_quietly() -> None:
+    try:
+        _load()
+    except BackendError as error:
+        _LOG.info("%s; calls run in Python", error)
+
+
+def _load() -> None:
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            _loaded = _import(_compiled())
+
+
+def _import(path: Path) -> Any:
+    try:
+        spec = importlib.util.spec_from_file_location(_MODULE, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BackendError(f"{path} cannot be loaded: {error}; delete it") from None
+    return module
+
+
+def _compiled() -> Path:
+    """The extension's file, which one process of a machine compiles if it is missing."""
+    facts = (_SOURCE.read_text(), torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), platform.platform())
+    folder = default_store_path().parent / "replays" / hashlib.sha256("|".join(map(str, facts)).encode()).hexdigest()[:24]
+    path = folder / f"{_MODULE}.so"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+            raise BackendError(f"{folder} is another user's, or others can write to it, so code in it cannot be trusted: remove it")
+        with FileLock(folder / "lock"):
+            if not path.exists():
+                _compile(path)
+    except OSError as error:
+        raise BackendError(f"the extension cannot be stored in {folder} ({error.strerror}): set QSYNC_TUNING") from None
+    return path
+
+
+def _compile(path: Path) -> None:
+    """Run the C++ compiler.
+
+    Raises:
+        BackendError: with what it said.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        raise BackendError(f"no C++ compiler compiles {_SOURCE.name}: install g++, or name one in CXX")
+    include = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    libraries = cpp_extension.library_paths()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder, path.name)
+        command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-w", f"-DQSYNC_MODULE={_MODULE}"]
+        command += [*(f"-I{where}" for where in include), str(_SOURCE), *(f"-L{where}" for where in libraries)]
+        command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(made)]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        if ran.returncode:
+            raise BackendError(f"{compiler} does not compile {_SOURCE.name}: {ran.stderr.strip()[:2000]}")
+        made.replace(path)

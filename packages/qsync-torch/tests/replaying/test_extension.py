@@ -1,0 +1,49 @@
+"""Who gets the extension: those who ask for it, and with a sentence where it cannot be had."""
+
+import pytest
+import torch
+
+from qsync_core.errors import BackendError
+from qsync_torch.replaying import extension
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "_loaded", None)
+    monkeypatch.setattr(extension, "_asked", set())
+    monkeypatch.setenv("QSYNC_TUNING", str(tmp_path / "tuning.sqlite"))
+
+
+@pytest.mark.parametrize("said", [None, "", "0", "background"])
+def test_calls_run_in_python_unless_asked(said, monkeypatch):
+    monkeypatch.delenv(extension.VARIABLE, raising=False)
+    if said is not None:
+        monkeypatch.setenv(extension.VARIABLE, said)
+    assert extension.want(CPU) is None
+
+
+def test_another_value_is_refused(monkeypatch):
+    monkeypatch.setenv(extension.VARIABLE, "yes")
+    with pytest.raises(BackendError, match=r"QSYNC_REPLAY is 1 .*, background or 0 .*, got 'yes'"):
+        extension.want(CPU)
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch):
+    monkeypatch.setenv(extension.VARIABLE, "1")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BackendError, match=r"false does not compile replay\.cpp"):
+        extension.want(CPU)
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch):
+    monkeypatch.setenv(extension.VARIABLE, "1")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BackendError):
+        extension.want(CPU)
+    folder = next((extension.default_store_path().parent / "replays").iterdir())
+    folder.chmod(0o777)
+    extension._asked.clear()
+    with pytest.raises(BackendError, match="others can write to it"):
+        extension.want(CPU)
