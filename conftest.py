@@ -1,10 +1,18 @@
-"""The order in which files of tests are handed out to processes; a garbage collector that looks at what tests make alone."""
+"""The order in which files of tests are handed out to processes; a garbage collector that looks seldom, at what tests make."""
 
 from __future__ import annotations
 
 import gc
 
 import pytest
+
+SELDOM = (50_000, 10, 10)
+"""Instead of 700 objects that are new: collections took a ninth of the time of tests that compile, which make many."""
+
+
+def pytest_configure() -> None:
+    """Have the garbage collector look seldom, from the collection of tests on."""
+    gc.set_threshold(*SELDOM)
 
 
 @pytest.hookimpl(trylast=True)

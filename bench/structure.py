@@ -5,7 +5,8 @@
 S1 and S2 say what the source has to do with PyTorch's insides, S3 and S4 how long it is, S5 where it names kinds of operators, S6
 what a new rung touches. S7 and S8 follow a call and time it, S9 is the test command, S10 to S13 are of steps under a plan: forwards
 that run again, micro-batches, compiled graphs, other numbers without a word. S15 compares plans. S8 and S9 want a quiet machine; S9
-runs the tests twice. S14 is written by ``bench/kernels/checksum_cost.py`` on a GPU.
+runs all tests in a fresh clone, or reads what ``.ci/run`` printed there (``--only S9 --log FILE``). S14 is written by
+``bench/kernels/checksum_cost.py`` on a GPU.
 
 Import cycles, the sizes of rooms, floors and citations are limits of ``tests/contracts/test_structure.py``.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from results import ROOT, write_rows
@@ -115,7 +117,7 @@ def _listed(parts: Mapping[str, int]) -> str:
 
 ROWS = {
     "S1": replaced_rows, "S2": insides_rows, "S3": size_rows, "S5": kind_rows, "S6": rung_rows, "S7": path_rows,
-    "S8": host_time_rows, "S9": test_command_rows, "S10": repeated_rows, "S11": micro_batch_rows, "S12": compiled_rows,
+    "S8": host_time_rows, "S10": repeated_rows, "S11": micro_batch_rows, "S12": compiled_rows,
     "S13": silence_rows, "S15": plan_rows,
 }  # fmt: skip
 
@@ -133,12 +135,14 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout: its rows are printed, none are written")
     parser.add_argument("--profile", action="store_true", help="print where the time of S8 goes")
     parser.add_argument("--only", default=",".join(ROWS), help=f"rows to measure, comma-separated: {','.join(ROWS)}")
+    parser.add_argument("--log", type=Path, help="what .ci/run has printed, for S9: all tests are not run then")
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
     if arguments.profile:
         print(step_profile(tree))
         return
-    rows = [entry for id in arguments.only.split(",") for entry in ROWS[id](tree)]
+    measures = ROWS | {"S9": partial(test_command_rows, log=arguments.log)}
+    rows = [entry for id in arguments.only.split(",") for entry in measures[id](tree)]
     show(rows)
     if tree == ROOT:
         path = write_rows("structure", rows, f"python bench/structure.py --only {arguments.only}")

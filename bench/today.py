@@ -3,8 +3,9 @@
     python bench/today.py --only P1,P1b [--contenders "int8|torchao float8"] [--directory docs/results]
 
 A1 to A3 (plans; with OMP_NUM_THREADS=1) and P4 (and P4b, minutes of a CPU) need no GPU.  The others need a CUDA device, P1 and P1b
-torchao too; P6 needs nvcc, and no other work on the machine.  P7 and P10 keep what they have measured in the folder of ``--save``,
-from which the same command goes on.  ``--tiny`` tries all on a CPU, with small models; such rows are printed only.
+torchao too; P6 needs nvcc, and no other work on the machine; P8 and P9 two GPUs (``--gpus 0,1``), and the right to start an MPS
+daemon.  P7 to P10 keep what they have measured in the folder of ``--save``, from which the same command goes on.  ``--tiny`` tries
+all on a CPU, with small models; such rows are printed only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from allocator import rows_today
-from eight_bit import curves, first_step, predicted, scales, steps
+from eight_bit import curves, first_step, predicted, scales, steps, unequal
 from kernels.bench import Bench, Row
 from results import write_rows
 
@@ -32,6 +33,8 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
     plans_of = {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
     others = {"P6": partial(first_step.rows, bench), "P10": partial(curves.rows, bench, options.save)}
     others["P7"] = partial(predicted.rows, bench, options.save / "predicted")
+    for part in unequal.SHARES:
+        others[part] = partial(unequal.rows, bench, part, options.gpus, options.save / "hybrid", options.minutes, options.models)
     return {**steps_of, "P4": partial(scales.rows, bench), **others, **plans_of}
 
 
@@ -45,10 +48,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts, comma-separated")
     parser.add_argument("--contenders", default="", help="of P1 to P3, by name (a|b); bf16 is always one")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
-    parser.add_argument("--save", type=Path, default=Path("today-runs"), help="folder of what P7 and P10 have finished")
+    parser.add_argument("--save", type=Path, default=Path("today-runs"), help="folder of what P7 to P10 have finished")
+    parser.add_argument("--gpus", default="0,1", help="of P8 and P9: the strong one and the weak one")
+    parser.add_argument("--models", default="", help=f"of P8 and P9, comma-separated: {', '.join(unequal.MODELS)}")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of P8 and P9, after which everything has ended")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too; nothing is written")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
+    options.gpus = options.gpus.split(",") if cuda and not options.tiny else []
+    options.models = [name for name in options.models.split(",") if name]
     bench = Bench(torch.device("cuda", 0) if cuda else torch.device("cpu"), quick=options.tiny)
     known = parts(bench, options)
     wanted = [name for name in options.only.split(",") if name] or list(known)
@@ -56,6 +64,9 @@ def main() -> None:
         raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
     if not cuda and not options.tiny and not ON_A_CPU.issuperset(wanted):
         raise SystemExit("these rows need a CUDA device, and torch sees none; --tiny tries them on a CPU")
+    if cuda and not set(unequal.SHARES).isdisjoint(wanted) and torch.cuda.device_count() < len(options.gpus):
+        wanted = [name for name in wanted if name not in unequal.SHARES]
+        print("P8 and P9 are left out: they need two GPUs, and torch sees one", file=sys.stderr)
     where = {"directory": options.directory} if options.directory else {}
     for name in wanted:
         try:

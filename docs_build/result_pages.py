@@ -30,6 +30,7 @@ TITLES = {
     "robustness": "Robustness: other scripts, other machines, faults",
     "today": "8 bit over bfloat16, as people train today",
     "way": "The way in: from a laptop to a cluster",
+    "four": "Four and more ranks",
     "cluster": "Real clusters: groups of several ranks, autocast, shares, faults",
 }
 COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}

@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--backend", help="of the process group; by default nccl on GPUs, else gloo")
     parser.add_argument("--losses", type=Path, help="append a line of JSON for every step of this rank")
     return parser.parse_args()
 
@@ -40,7 +41,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     use_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if use_gpu else "gloo", pg_options=qsync.process_group_options(args.run))
+    backend = args.backend or ("nccl" if use_gpu else "gloo")
+    dist.init_process_group(backend, pg_options=qsync.process_group_options(args.run) if backend == "nccl" else None)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)

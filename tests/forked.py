@@ -7,6 +7,7 @@ does before its first line and after its last is not in them.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -22,6 +23,9 @@ from processes import Ended
 
 PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "qsync_torch.apply.apply", "qsync_core.cli.root"]
 """What takes a rank longest to import.  None of it starts a thread, which a fork would lose."""
+
+SELDOM = (50_000, 10, 10)
+"""How many new objects Python's garbage collector waits for, by generation, as in the root's ``conftest.py``."""
 
 _SERVED = multiprocessing.get_context("forkserver")
 _SERVED.set_forkserver_preload(PRELOADED)
@@ -116,6 +120,8 @@ class Forked:
 
 def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
     """Become what ``python arguments`` is; end as an interpreter ends, but without destructors."""
+    gc.freeze()  # what the server has imported stays to the end; profiling would look through all of it many times
+    gc.set_threshold(*SELDOM)
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115

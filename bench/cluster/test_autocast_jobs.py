@@ -1,6 +1,7 @@
 """Row C3's script: what it does with a share at which ``prepare`` refuses the job."""
 
-from cluster.autocast_jobs import Ended, measure, write
+from cluster.autocast_jobs import measure, write
+from jobs.places import Ended
 from qsync_core.ir.precision import Precision
 from qsync_torch.sharing.right_shares import wrong_base_error
 

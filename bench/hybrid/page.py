@@ -38,9 +38,9 @@ def steps(rows: Rows) -> list[str]:
     return [*_said(device for _, device in cases), *lines]
 
 
-def targets(rows: Rows) -> list[str]:
-    """Every row that has a target, with its commit where it says so, and its device where they are of several."""
-    wanted = {row_id: row for row_id, row in rows.items() if row.get("target", "reported") != "reported"}
+def targets(rows: Rows, *, every: bool = False) -> list[str]:
+    """Each row that has a target, or every row, with its commit where it says so, and its device where they are of several."""
+    wanted = {row_id: row for row_id, row in rows.items() if every or row.get("target", "reported") != "reported"}
     devices = {row_id: row.get("device") or "" for row_id, row in wanted.items()}
     several = len(set(devices.values()) - {""}) > 1
     head, rule = ("| id | what | measured | target | at |", "|---|---|---|---|---|")
@@ -65,9 +65,18 @@ def write_page(page: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         ValueError: when the page has no place for one.
     """
     by_id = {row["id"]: row for row in rows}
+    fill(page, {"STEPS": steps(by_id), "TARGETS": targets(by_id)}, "bench/gpu_hybrid.py")
+
+
+def fill(page: Path, tables: Mapping[str, Sequence[str]], script: str) -> None:
+    """Put tables between the markers that name them and the script that writes them.
+
+    Raises:
+        ValueError: when the page has no place for one.
+    """
     text = page.read_text(encoding="utf-8")
-    for name, lines in (("STEPS", steps(by_id)), ("TARGETS", targets(by_id))):
-        begin, end = f"<!-- {name}-BEGIN: written by bench/gpu_hybrid.py -->", f"<!-- {name}-END -->"
+    for name, lines in tables.items():
+        begin, end = f"<!-- {name}-BEGIN: written by {script} -->", f"<!-- {name}-END -->"
         if begin not in text or end not in text:
             raise ValueError(f"{page.name} has no place for {name}: {begin} … {end}")
         head, rest = text.split(begin, 1)

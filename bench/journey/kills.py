@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def _kill_machines(run: Any, folder: Path) -> tuple[int, list[float], list[str]]
             print(f"{kill + 1} of {MACHINE_KILLS}: the machine of {away} went and came back", flush=True)
         time.sleep(LONGEST_S)
     last = job.newest()
-    faults, segments = [], list(_segments(job, last["step"]))
+    faults, segments = [], list(job.segments(last["step"]))
     for groups, _, end in segments:
         with ElasticJob(run, folder / "segments", end, SAVE_EVERY, groups=groups) as reference:
             found = reference.finish()
@@ -137,18 +136,3 @@ def _train(job: ElasticJob, starts: int) -> None:
 
 def _ranks_since(job: ElasticJob, group: str, line: int) -> set[int]:
     return {entry["ranks"] for entry in job.losses(group)[line:]}
-
-
-def _segments(job: ElasticJob, last: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Which groups ran which steps of those that count: (groups, step before the first, last step)."""
-    found: list[tuple[tuple[str, ...], int]] = []
-    for start in job.all_starts():
-        groups = GROUPS if start["ranks"] == 2 else (start["group"],)
-        while found and found[-1][1] >= start["step"]:
-            found.pop()
-        if not found or found[-1][0] != groups:
-            found.append((groups, start["step"]))
-    ends = [*(begin for _, begin in found[1:]), last]
-    for (groups, begin), end in zip(found, ends, strict=True):
-        if begin < end:
-            yield groups, begin, end

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compatibility.job import difference
-from compatibility.two_ranks import on_two_ranks
+from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
 from qsync_core.errors import PlanError
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
@@ -22,7 +22,7 @@ from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
-from qsync_torch import apply_
+from qsync_torch import apply_, load_planned
 from qsync_torch.apply.stored_modules import STORED
 
 peft = pytest.importorskip("peft")
@@ -147,6 +147,72 @@ def test_ranks_that_hold_different_frozen_weights_are_refused(folder: Path) -> f
     return 0.0
 
 
+def saved(folder: Path) -> Path:
+    """A folder of this rank's own, with a checkpoint of the base."""
+    from safetensors.torch import save_file
+
+    own = folder / f"checkpoint{dist.get_rank()}"
+    own.mkdir()
+    save_file(llama().state_dict(), own / "model.safetensors")
+    return own
+
+
+def on_meta() -> Any:
+    """The base without values; buffers have some."""
+    model = llama()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    return model
+
+
+def loaded(model: nn.Module, folder: Path) -> Any:
+    return load_planned(model, plan_of(model), folder, group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+
+
+@on_two_ranks
+def test_ranks_load_their_weights_straight_into_their_formats(folder: Path) -> float:
+    """One rank loads so, the other by itself; both then hold what the checkpoint has, each in its format."""
+    own = saved(folder)
+    model = on_meta() if dist.get_rank() else llama().requires_grad_(False)
+    if dist.get_rank():
+        loaded(model, own)
+    else:
+        apply_(model, plan_of(model), group="train", allow_flags=["share"])
+    wanted = llama().state_dict()
+    return max(float((value.float() - wanted[name].float()).abs().max()) for name, value in model.state_dict().items())
+
+
+@refused_on_two_ranks
+def test_ranks_that_load_other_weights(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    own = saved(folder)
+    if dist.get_rank():
+        weights = load_file(own / "model.safetensors")
+        next(weight for name, weight in weights.items() if name.endswith("down_proj.weight"))[0, 0] += 1
+        save_file(weights, own / "model.safetensors")
+    loaded(on_meta(), own)
+
+
+@refused_on_two_ranks
+def test_a_checkpoint_that_one_rank_lacks(folder: Path) -> None:
+    loaded(on_meta(), saved(folder) / ("missing" if dist.get_rank() else ""))
+
+
+@refused_on_two_ranks
+def test_a_checkpoint_that_one_rank_cannot_read_to_its_end(folder: Path) -> None:
+    """It has other shapes there, which is found while it is read: what was loaded is taken back."""
+    from safetensors.torch import load_file, save_file
+
+    own = saved(folder)
+    if dist.get_rank():
+        weights = load_file(own / "model.safetensors")
+        save_file({**weights, "model.norm.weight": torch.zeros(3)}, own / "model.safetensors")
+    loaded(on_meta(), own)
+
+
 @pytest.mark.parametrize("first", ["plan", "adapters"])
 def test_adapters_on_stored_weights(first: str) -> None:
     """The plan before the adapters, or after them: steps are those of the dequantized weights."""
@@ -193,12 +259,13 @@ def test_merging_says_that_it_rounds() -> None:
     assert 0 < (mine - theirs).abs().max() <= theirs.abs().max() / 100
 
 
-def test_gradient_checkpointing_over_stored_weights() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_over_stored_weights(reentrant: bool) -> None:
     model = adapted(llama())
     apply_(model, dict.fromkeys(bases(model), "bfloat16@nf4"), base=Precision.BFLOAT16)
     wanted = gradients(model)
     model.enable_input_require_grads()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert difference(gradients(model), wanted) == 0
 
 
@@ -229,3 +296,14 @@ def test_layers_of_bitsandbytes_are_no_operators() -> None:
         apply_(model, {"1": "float32@nf4"})
     apply_(model, {"0": "bfloat16"})
     model(torch.randn(8, 64)).sum().backward()
+
+
+def test_eight_bit_layers_of_bitsandbytes_are_no_operators() -> None:
+    """Whose weight is int8 once it is on a device that it was quantized for; before, it is float16."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+    layer.weight = bitsandbytes.nn.Int8Params(torch.zeros(64, 64, dtype=torch.int8), has_fp16_weights=False, requires_grad=False)
+    model = nn.Sequential(nn.Linear(64, 64), layer, nn.Linear(64, 4))
+    with pytest.raises(PlanError, match=r"the weight of 1 is int8, and plans are for float32 parameters"):
+        apply_(model, {"1": "float32@nf4"})
+    apply_(model, {"0": "bfloat16"})

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -31,18 +32,24 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 KILLED_RANK = Path(__file__).with_name("killed_rank.py")
 GROUPS = ("train", "infer")
 LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
-STARTED = re.compile(r"(\w+)/0: plan in force in ([\d.]+) s, (\d) ranks, step (\d+)")
-_CLUSTER = cluster_text(train={}, infer={"ladder": ["int8", "bfloat16", "float32"]})
+STARTED = re.compile(r"(\w+)/\d+: plan in force in ([\d.]+) s, (\d) ranks, step (\d+)")
+CPU = DeviceType("cpu", DeviceKind.CPU)
 
 
-def make_run_folder(path: Path, batch_size: int = 8) -> RunFolder:
-    """A plan for both groups, and one for each alone, for the example's model."""
+def make_run_folder(
+    path: Path, batch_size: int = 8, counts: Mapping[str, int] | None = None, devices: Mapping[str, DeviceType] | None = None
+) -> RunFolder:
+    """A plan for both groups, and one for each alone, for the example's model; ``counts``: of ranks, ``devices``: by group."""
     from qsync_torch.load_job import load_job
     from qsync_torch.tracing.trace import trace
 
     run = RunFolder(path)
     (path / "plans").mkdir(parents=True)
-    run.cluster.write_text(_CLUSTER)
+    count = {name: (counts or {}).get(name, 1) for name in GROUPS}
+    device = {name: (devices or {}).get(name, CPU) for name in GROUPS}
+    fields = {name: {"count": count[name], "device": device[name].name, "share": device[name].share} for name in GROUPS}
+    fields["infer"]["ladder"] = ["int8", "bfloat16", "float32"]
+    run.cluster.write_text(cluster_text(**fields))
     dag = trace(load_job(f"{EXAMPLES / 'digits_net.py'}:job", batch_size=batch_size))
     ids = tuple(operator.op_id for operator in dag.adjustable)
     entries = {}
@@ -50,7 +57,7 @@ def make_run_folder(path: Path, batch_size: int = 8) -> RunFolder:
         assignments = {
             op_id: Assignment(Variant.of(lowered.get(op_id.fqn, Precision.FLOAT32)), "aten", "", "by hand") for op_id in ids
         }
-        entries[name] = GroupPlan(name, Role(name), 1, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32, assignments)
+        entries[name] = GroupPlan(name, Role(name), count[name], device[name], Precision.FLOAT32, assignments)
     for present in itertools.chain(itertools.combinations(GROUPS, 1), [GROUPS]):
         plan = PrecisionPlan(
             dag.model, digest(dag), ids, {}, "by hand", "", 0, 0, 0.0, None, tuple(entries[name] for name in present),
@@ -72,14 +79,17 @@ class Start:
 
 
 class ElasticJob:
-    """Two agents that find each other at a store of a third process, so that either may go.
+    """Agents, one for each rank, that find each other at a store of one process more, so that any may go.
 
     Args:
         run: the run folder.
         folder: of this job's checkpoints and logs.
         steps, save_every: of the example.
         kills: by group where its rank kills itself, once each: ``forward:STEP``, ``all-reduce:STEP`` or ``checkpoint:STEP``.
-        groups: whose machines are started.
+        groups: of the machines that are started, one for each entry (:func:`names_of`).
+        least, most: how many machines may make the job; by default one to two.
+        wait_s: for further machines, once there are enough.
+        environments: more variables, by machine.
     """
 
     def __init__(
@@ -90,24 +100,35 @@ class ElasticJob:
         save_every: int,
         kills: dict[str, str] | None = None,
         groups: Sequence[str] = GROUPS,
+        *,
+        least: int = 1,
+        most: int = 2,
+        wait_s: int = 1,
+        environments: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        self.run, self.folder, self.steps, self.save_every, self.groups = run, folder, steps, save_every, groups
+        self.run, self.folder, self.steps, self.save_every, self.machines = run, folder, steps, save_every, names_of(groups)
         folder.mkdir(parents=True, exist_ok=True)
-        self._kills = kills or {}
+        self._kills, self._environments = kills or {}, environments or {}
+        self._nodes, self._wait_s = f"{least}:{most}", wait_s
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self._port = found.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, group: str) -> None:
+    def start(self, machine: str) -> None:
         """Start a machine's agent."""
-        rendezvous = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=1000"]
-        command += ["--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job"]
-        command += [f"--rdzv-conf={rendezvous}", str(KILLED_RANK), str(self.run.path), f"--steps={self.steps}"]
-        command += [f"--save-every={self.save_every}", f"--checkpoints={self.folder / 'checkpoints'}"]
-        command += [f"--losses={self.folder / f'{group}.losses'}"]
+        group = machine.partition(".")[0]
+        rendezvous = (
+            f"is_host=false,last_call_timeout={self._wait_s},keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", "--nproc-per-node=1"]
+        command += ["--max-restarts=1000", "--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-conf={rendezvous}"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job", str(KILLED_RANK), str(self.run.path)]
+        command += [f"--steps={self.steps}", f"--save-every={self.save_every}", f"--checkpoints={self.folder / 'checkpoints'}"]
+        command += [f"--losses={self.folder / f'{machine}.losses'}"]
+        own = self._environments.get(machine, {})
+        command += [f"--backend={own['BACKEND']}"] if "BACKEND" in own else []
         variables = {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -115,60 +136,75 @@ class ElasticJob:
             "QSYNC_GROUP": group,
             "ELASTIC_KILLS": self._kills.get(group, ""),
             "ELASTIC_FOLDER": str(self.folder),
+            "ELASTIC_MACHINE": machine,
+            **own,
         }
-        with (self.folder / f"{group}.out").open("ab") as output:
-            self.agents[group] = subprocess.Popen(
+        with (self.folder / f"{machine}.out").open("ab") as output:
+            self.agents[machine] = subprocess.Popen(
                 command, cwd=EXAMPLES, env=os.environ | variables, stdout=output, stderr=output, start_new_session=True
             )
 
-    def worker(self, group: str) -> int | None:
-        """The process of a group's rank that has its plan in force; None while there is none."""
+    def worker(self, machine: str) -> int | None:
+        """The process of a machine's rank that has its plan in force; None while there is none."""
         try:
-            pid = int((self.folder / f"{group}.pid").read_text() or 0)
+            pid = int((self.folder / f"{machine}.pid").read_text() or 0)
             os.kill(pid, 0)
         except (OSError, ValueError):
             return None
         return pid or None
 
-    def kill_machine(self, group: str) -> None:
+    def kill_machine(self, machine: str) -> None:
         """SIGKILL to a machine's agent and its rank."""
-        pid = self.worker(group)
-        for process in (self.agents[group].pid, pid):
+        pid = self.worker(machine)
+        for process in (self.agents[machine].pid, pid):
             if process:
                 os.kill(process, signal.SIGKILL)
-        self.agents.pop(group).wait()
+        self.agents.pop(machine).wait()
 
-    def starts(self, group: str) -> list[Start]:
-        """What a group's ranks said when their plan was in force."""
-        found = STARTED.findall(self.output(group))
+    def starts(self, machine: str) -> list[Start]:
+        """What a machine's rank said when its plan was in force."""
+        found = STARTED.findall(self.output(machine))
         return [Start(name, float(seconds), int(ranks), int(step)) for name, seconds, ranks, step in found]
 
-    def all_starts(self) -> list[dict]:
-        """Of all ranks, in the order in which they came: group, number of ranks, step."""
-        return [json.loads(line) for line in (self.folder / "starts").read_text().splitlines()]
+    def segments(self, last: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
+        """Which ranks ran which steps of those that count: (the group of each, by rank; step before the first; last step).
 
-    def output(self, group: str) -> str:
+        Each start begins one: DistributedDataParallel's first step has other buckets than its later ones, and with three ranks and
+        more the order in which an element's gradients are summed follows from its place in a bucket.
+        """
+        found: list[tuple[tuple[str, ...], int]] = []
+        for start in map(json.loads, (self.folder / "starts").read_text().splitlines()):
+            groups = tuple(start["groups"])
+            while found and found[-1][1] >= start["step"]:
+                found.pop()
+            found.append((groups, start["step"]))
+        for (groups, begin), end in zip(found, [*(begin for _, begin in found[1:]), last], strict=True):
+            if begin < end:
+                yield groups, begin, end
+
+    def output(self, machine: str) -> str:
         """All that a machine printed."""
-        path = self.folder / f"{group}.out"
+        path = self.folder / f"{machine}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def losses(self, group: str) -> list[dict]:
-        """Of every step that a group's ranks have run, in the order in which they ran."""
-        path = self.folder / f"{group}.losses"
+    def losses(self, machine: str) -> list[dict]:
+        """Of every step that a machine's rank has run, in the order in which they ran."""
+        path = self.folder / f"{machine}.losses"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def last_losses(self, group: str) -> dict[int, float]:
+    def last_losses(self, machine: str) -> dict[int, float]:
         """Of every step, that of its last run: of the run that counts."""
-        return {line["step"]: line["loss"] for line in self.losses(group)}
+        return {line["step"]: line["loss"] for line in self.losses(machine)}
 
     def wait(self, until: Callable[[], object], what: str, timeout_s: float = 400) -> None:
         """Until something is so; an agent that ends first fails the test with what it printed."""
         deadline = time.monotonic() + timeout_s
         while not until():
-            ended = {group: agent.poll() for group, agent in self.agents.items() if agent.poll() not in (None, 0)}
+            ended = {machine: agent.poll() for machine, agent in self.agents.items() if agent.poll() not in (None, 0)}
             if ended or time.monotonic() > deadline:
-                raise AssertionError(f"{what}: agents ended with {ended}\n" + "\n".join(self.output(g)[-3000:] for g in GROUPS))
+                said = "\n".join(self.output(machine)[-3000:] for machine in self.machines)
+                raise AssertionError(f"{what}: agents ended with {ended}\n{said}")
             time.sleep(0.02)
 
     def finish(self) -> dict:
@@ -187,17 +223,27 @@ class ElasticJob:
                 os.killpg(agent.pid, signal.SIGTERM)
         for agent in self.agents.values():
             agent.wait()
-        for group in GROUPS:
-            if pid := self.worker(group):
+        for machine in self.machines:
+            if pid := self.worker(machine):
                 os.kill(pid, signal.SIGKILL)
 
     def __enter__(self) -> ElasticJob:
-        for group in self.groups:
-            self.start(group)
+        for machine in self.machines:
+            self.start(machine)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def names_of(groups: Sequence[str]) -> tuple[str, ...]:
+    """Machines by name: ``infer``, and ``infer.1`` where there is a second one of that group."""
+    seen: Counter[str] = Counter()
+    found = []
+    for group in groups:
+        found.append(f"{group}.{seen[group]}" if seen[group] else group)
+        seen[group] += 1
+    return tuple(found)
 
 
 def differences(one: dict, other: dict) -> list[str]:

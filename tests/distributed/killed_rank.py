@@ -12,13 +12,14 @@ from pathlib import Path
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_digits.py"
 sys.path.insert(0, str(EXAMPLE.parent))
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import qsync_torch  # noqa: E402
 from qsync_core.artifacts import atomic_file  # noqa: E402
 from qsync_torch.distributed import weighted_gradients  # noqa: E402
 
-FOLDER, GROUP = Path(os.environ["ELASTIC_FOLDER"]), os.environ["QSYNC_GROUP"]
+FOLDER, GROUP, MACHINE = Path(os.environ["ELASTIC_FOLDER"]), os.environ["QSYNC_GROUP"], os.environ["ELASTIC_MACHINE"]
 KILLS = [tuple(kill.split(":")) for kill in os.environ["ELASTIC_KILLS"].split() if not (FOLDER / f"{GROUP}.{kill}").exists()]
 step = 0
 
@@ -56,9 +57,11 @@ def watch() -> None:
         global step
         found = load(self, *arguments)
         step = found.step if found else 0
-        (FOLDER / f"{GROUP}.pid").write_text(str(os.getpid()))
+        groups = [""] * dist.get_world_size()
+        dist.all_gather_object(groups, GROUP)
+        (FOLDER / f"{MACHINE}.pid").write_text(str(os.getpid()))
         with (FOLDER / "starts").open("a") as log:
-            log.write(json.dumps({"group": GROUP, "ranks": dist.get_world_size(), "step": step}) + "\n")
+            log.write(json.dumps({"groups": groups, "step": step, "machine": MACHINE, "rank": dist.get_rank()}) + "\n")
         return found
 
     def saved(self, *arguments):
@@ -71,6 +74,7 @@ def watch() -> None:
     qsync_torch.Checkpoints.load, qsync_torch.Checkpoints.save = loaded, saved
 
 
+torch.use_deterministic_algorithms(True, warn_only=True)  # runs are compared to the last bit
 watch()
 runpy.run_path(str(EXAMPLE), run_name="__main__")
 assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Launches kernels through Triton's real argument analysis and compiler on a driver that only writes down what it is given.
+"""Launches kernels through Triton's real argument analysis on a driver that only writes down what it is given.
 
 Run without the interpreter; prints, as JSON, what the first launch of each case passed on and what the second one did.
 """
@@ -9,6 +9,7 @@ import json
 import warnings
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -82,6 +83,17 @@ class Driver:
         return 77
 
 
+def no_further_than_read(*called):
+    """Leave out what makes code of a kernel that Triton has read: launches follow from its signature."""
+    if not called:
+        return "no further than read", "no further than read"  # what Triton's caches call this
+    _, stages, *_ = called
+    read = stages["ttir"]
+    stages.clear()
+    stages["ttir"] = read
+    stages["cubin"] = lambda module, metadata: metadata.update(name="kernel", shared=0, tmem_size=0) or b""
+
+
 def cases():
     x, q = torch.randn(96, 40_960), torch.empty(96, 40_960, dtype=torch.int8)
     for granularity, scale in ((Granularity.PER_TENSOR, torch.empty(1)), (Granularity.PER_ROW, torch.empty(96))):
@@ -139,6 +151,7 @@ def producers():
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     driver.set_active(Driver())
+    knobs.runtime.add_stages_inspection_hook = no_further_than_read
     found = []
     for kernel, operands in cases():
         rounds = []

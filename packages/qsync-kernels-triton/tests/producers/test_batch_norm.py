@@ -259,7 +259,11 @@ def check_gradients(case, grad, found, xhat, is_open):
         assert_close(grad_residual, h, 0.0 * h, "gradient of the residual")
 
 
-@each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)]})
+SHAPES = [(2, 20, 5, 3), (2, 64, 3, 6)]
+"""Channels beyond and at a multiple of a tile's; positions of two strips, and of five tiles of which the last is ragged."""
+
+
+@each_once({"activation, residual": CHAINS, "shape": SHAPES})
 def test_gradients_from_x_and_from_its_8_bit_copy(outputs, shape, activation, residual):
     case = Case(shape, activation, residual, mean=0.5).run(outputs)
     grad = image(*shape, seed=9)
@@ -271,7 +275,7 @@ def test_gradients_from_x_and_from_its_8_bit_copy(outputs, shape, activation, re
     check_gradients(case, grad, found, case.x_q.double() * vector(case.x_scale.double()), is_open)
 
 
-@each_once({"activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)]})
+@each_once({"activation, residual": CHAINS, "shape": SHAPES})
 @pytest.mark.slow
 def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
     """The other gradients to the bit; the copy rounds ∂x times the multiplier, with a scale that nothing exceeds."""
@@ -301,7 +305,7 @@ def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
 
 @in_pairs(
     {
-        "activation, residual": CHAINS, "shape": [(2, 20, 5, 3), (3, 64, 4, 5)], "dtype": [torch.float32, torch.float16],
+        "activation, residual": CHAINS, "shape": SHAPES, "dtype": [torch.float32, torch.float16],
         "from_copy": [False, True], "copied": [False, True], "wanted": ["all", "the input's", "all but the input's"],
     }
 )  # fmt: skip

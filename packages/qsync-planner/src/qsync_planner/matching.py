@@ -177,14 +177,17 @@ class Inputs:
         return self._but(profiles=dict(profiles))
 
     def part(self, names: Collection[str]) -> Inputs:
-        """The job of some of the groups.
+        """The job of some of the groups, which communicates as measured collectives of all of them say.
 
         Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
         """
-        groups = tuple(group for group in self.cluster.groups if group.name in names)
-        profiles = {group.name: self.profiles[group.name] for group in groups}
+        profiles = {group.name: self.profiles[group.name] for group in self.cluster.groups if group.name in names}
         links = _links_among(self.cluster, profiles)
-        return self._but(cluster=attrs.evolve(self.cluster, groups=groups, links=links), profiles=profiles)
+        cluster, described = (
+            attrs.evolve(whole, groups=tuple(group for group in whole.groups if group.name in profiles), links=links)
+            for whole in (self.cluster, self.described)
+        )
+        return self._but(cluster=cluster, described=described, profiles=profiles)
 
 
 def _links_among(cluster: Cluster, profiles: Mapping[str, Profile]) -> tuple[Link, ...]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from planning_cases import FULL, Case, leanest, random_case, random_costs
 
 from hypothesis_profiles import tries
+from qsync_core.artifacts.files import digest
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.plan import Role, Verdict
 from qsync_core.ir.precision import Precision
@@ -192,6 +193,24 @@ def test_the_training_groups_alone_have_their_own_best_way_to_communicate(seed: 
         Replayer(whole.inputs.part(names), settings=way, like=whole).replay({}).iteration_ns
         for way in ways_to_communicate(case.dag, costs, {})
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_of_some_groups_may_be_made_of_what_all_were_measured_with(seed: int) -> None:
+    case = random_case(seed, kind=DeviceKind.CUDA, train=2)
+    costs = random_costs(case, random.Random(seed))
+    whole, names = Inputs(*case.arguments, communication=costs), ("train0", "infer0")
+    plan = allocate(whole.part(names), Request("full"))
+    assert tuple(entry.group for entry in plan.groups) == names
+    assert plan.communication is not None
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles, communication=costs))
+    assert plan.predicted_iteration_ns == min(
+        Replayer(replayer.inputs.part(names), settings=way, like=replayer).replay({}).iteration_ns
+        for way in ways_to_communicate(case.dag, costs, {})
+    )
+    groups = tuple(case.cluster.group(name) for name in names)
+    links = tuple(link for link in case.cluster.links if set(link.between) <= set(names))
+    assert plan.input_digests["cluster"] == digest(attrs.evolve(case.cluster, groups=groups, links=links))
 
 
 def test_a_group_that_slows_the_job_down_is_left_out() -> None:

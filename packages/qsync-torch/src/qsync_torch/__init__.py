@@ -20,7 +20,7 @@ _PUBLIC = {
     "check_ranks_agree": "qsync_torch.distributed.ranks",
     "green_share": "qsync_torch.sharing.share",
     "hybrid": "qsync_torch.capturing.hybrid",
-    "load_planned": "qsync_torch.apply.loading",
+    "load_planned": "qsync_torch.apply.apply",
     "process_group_options": "qsync_torch.distributed.nccl",
     "use_share": "qsync_torch.sharing.share",
     "watch": "qsync_torch.apply.watch_ranks",

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -202,7 +203,7 @@ class Job:
         left = (value for module in self.model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
         memo = {id(value): value.detach().clone() for value in left if not value.is_leaf}
         try:
-            return copy.deepcopy(self.model, memo)
+            return with_own_forwards(copy.deepcopy(self.model, memo), memo)
         except Exception as error:
             raise JobError(
                 f"the model of {self.name} cannot be copied ({first_line(error)}); measurements "
@@ -213,6 +214,40 @@ class Job:
         """The batches of ``steps`` steps, from step ``start`` on."""
         for step in range(start, start + steps):
             yield self.batch(step, batch_size or self.batch_size)
+
+
+def with_own_forwards(copied: torch.nn.Module, memo: Mapping[int, Any]) -> torch.nn.Module:
+    """Have forwards that a library put in the place of a module's (TRL's, in a closure) run the modules of a copy.
+
+    Args:
+        copied: the copy; memo: what ``copy.deepcopy`` made, by the identity of what it was made of.
+    """
+
+    def rebound(value: Any, depth: int = 3) -> Any:
+        if isinstance(value, torch.nn.Module):
+            return memo.get(id(value), value)
+        if isinstance(value, types.MethodType):
+            function, owner = rebound(value.__func__, depth), memo.get(id(value.__self__), value.__self__)
+            return value if function is value.__func__ and owner is value.__self__ else types.MethodType(function, owner)
+        if not isinstance(value, types.FunctionType) or not value.__closure__ or not depth:
+            return value
+        try:
+            held = [cell.cell_contents for cell in value.__closure__]
+        except ValueError:  # a name that has no value yet
+            return value
+        found = [rebound(one, depth - 1) for one in held]
+        if all(one is was for one, was in zip(found, held, strict=True)):
+            return value
+        cells = tuple(types.CellType(one) for one in found)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        made.__dict__.update(value.__dict__)
+        return made
+
+    for module in copied.modules():
+        if "forward" in vars(module):
+            module.__dict__["forward"] = rebound(vars(module)["forward"])
+    return copied
 
 
 def _checked_batch(make: Callable[[int, int], Batch], name: str) -> Callable[[int, int], Batch]:

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ import attrs
 import click
 import torch
 
-from qsync_core.errors import JobError
+from qsync_core.errors import JobError, QSyncError
 from qsync_torch.job import Job
 from qsync_torch.models import NAMED
 
@@ -41,6 +41,19 @@ def job_code(job: str) -> Iterator[None]:
             f"{job} ended the program with sys.exit({code!r}) in {frame.name} ({frame.filename}, line {frame.lineno}) before the "
             "command was done; remove that call, or raise an error that says what is wrong"
         ) from error
+
+
+def is_script(job: str, arguments: Sequence[str] = ()) -> bool:
+    """Whether a job is what a script says at its line, and not a function of a file.
+
+    Raises:
+        QSyncError: arguments are given to a job that is no script.
+    """
+    if job.endswith(".py") and ".py:" not in job:
+        return True
+    if arguments:
+        raise QSyncError(f"{job} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
+    return False
 
 
 def load_job(text: str, batch_size: int | None = None) -> Job:
@@ -127,10 +140,10 @@ def _import(location: str) -> ModuleType:
 def _as_script(location: str) -> str:
     """What to do about a file that is a script with its line."""
     path = Path(location)
-    is_script = path.suffix == ".py" and path.is_file() and b"hybrid(" in path.read_bytes()
+    has_line = path.suffix == ".py" and path.is_file() and b"hybrid(" in path.read_bytes()
     return (
         f"; as a script with the line qsync.hybrid(...) it is prepared without a function: qsync prepare {location}"
-        if is_script
+        if has_line
         else ""
     )
 

@@ -9,6 +9,9 @@ from torch import nn
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch import apply_
+from qsync_torch.caller import BY_HAND
+from qsync_torch.integrations.planned_training import TrainerSettings
+from qsync_torch.integrations.planned_training import _check_autocast as check_trainers_autocast
 
 from .small_models import BFLOAT16, FLOAT32, INT8, named
 from .test_apply import plan_of
@@ -99,3 +102,11 @@ def test_low_precision_under_autocast(x):
     assert 0 < (y - exact).norm() / exact.norm() < 0.05
     y.float().sum().backward()
     assert model.a.weight.grad.dtype is torch.float32
+
+
+def test_a_trainer_without_autocast_may_train_a_model_that_holds_the_base():
+    settings = TrainerSettings("the trainer", "bf16=False", Precision.FLOAT32, {Precision.BFLOAT16: "bf16=True"})
+    held, cast = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16(), torch.nn.Sequential(torch.nn.Linear(4, 4))
+    check_trainers_autocast(apply_(held, {"0": "bfloat16"}, base=Precision.BFLOAT16), settings, BY_HAND)
+    with pytest.raises(PlanError, match="the trainer is set to bf16=False and trains without autocast, but the plan is for a job"):
+        check_trainers_autocast(apply_(cast, {"0": "bfloat16"}, base=Precision.BFLOAT16), settings, BY_HAND)

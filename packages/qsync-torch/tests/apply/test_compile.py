@@ -215,8 +215,7 @@ def test_many_models_of_one_process_are_compiled_each():
             assert len(compiled) == number + 1
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("variant", [INT8, BFLOAT16], ids=["int8", "bfloat16"])
+@each_once({"late": [False, True], "variant": [INT8, BFLOAT16]})
 def test_a_weight_of_16_bits_is_refused_in_compiled_code_too(variant, late):
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     apply_(model, {OpId("0"): variant})

@@ -179,6 +179,24 @@ def test_what_is_written_into_a_stored_weight_is_rounded_and_said():
         model.frozen.weight.data = torch.zeros(2, 2)
 
 
+def test_what_is_written_into_a_view_of_a_stored_weight_is_refused():
+    """It would be lost; a copy of a view may be written into."""
+    model = Model()
+    apply_(model, {"frozen": "float32@int8-row"})
+    before = model.frozen.weight.data.clone()
+    for write in (
+        lambda data: data[0].fill_(1.0),
+        lambda data: data.view(-1)[:3].mul_(2.0),
+        lambda data: data.t()[0].zero_(),
+        lambda data: data.flatten()[1:].copy_(torch.zeros(1)),
+    ):
+        with pytest.raises(PlanError, match=r"_ changes a view of frozen.weight in place, which a plan stores as int8-row: change"):
+            write(model.frozen.weight.data)
+    model.frozen.weight.data[0].clone().fill_(1.0)
+    assert type(model.frozen.weight.data[0] + 1) is torch.Tensor
+    assert torch.equal(model.frozen.weight, before)
+
+
 def test_a_weight_that_is_not_finite_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -287,6 +305,22 @@ class Tied(nn.Module):
         self.raw = nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.up = nn.ConvTranspose2d(4, 4, 2)
         self.requires_grad_(False)
+
+
+@pytest.mark.parametrize("variant", ["float16@nf4", "float16", "float32@int8-row", "bfloat16@nf4"])
+def test_compiled_under_autocast_a_product_is_in_the_plans_format(variant):
+    """Autocast would cast operands in another format than its own."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64))
+    apply_(model, {"1": variant}, base=Precision.BFLOAT16)
+
+    def steps(run):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(X)
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), model[0].weight)
+        return y.detach(), gradient
+
+    eager, compiled = steps(model), steps(torch.compile(model, backend="aot_eager"))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(compiled, eager, strict=True))
 
 
 @pytest.mark.parametrize(

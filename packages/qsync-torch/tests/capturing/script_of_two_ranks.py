@@ -15,7 +15,7 @@ from qsync_torch.distributed.ranks import process_group_from_environment
 
 
 def main() -> None:
-    job, _ = job_of_script(sys.argv[1])
+    said = job_of_script(sys.argv[1])
     survived = dist.is_initialized()
     found = []
     for _ in range(2):
@@ -24,7 +24,7 @@ def main() -> None:
             dist.all_reduce(total)
             found.append(total.item())
     # One write, so that the lines of two ranks do not mix.
-    sys.stdout.write(f"rank {rank}: {job.name} {survived} {found}\n")
+    sys.stdout.write(f"rank {rank}: {said.job.name} {said.backend} {survived} {found}\n")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def test_another_process_group_is_made_in_place_of_the_scripts(tmp_path, torchru
         started = [Forked(command, cwd=tmp_path, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(2)]
     ended = [process.communicate(timeout=100) for process in started]
     assert [process.returncode for process in started] == [0] * len(started), ended
-    said = re.findall(r"rank (\d): (\w+) (\w+) \[([\d., ]+)\]", "".join(out for out, _ in ended))
-    assert sorted(said) == [(str(rank), "Net", "False", "3.0, 3.0") for rank in range(2)]
+    said = re.findall(r"rank (\d): (\w+ \w+) (\w+) \[([\d., ]+)\]", "".join(out for out, _ in ended))
+    assert sorted(said) == [(str(rank), "Net gloo", "False", "3.0, 3.0") for rank in range(2)]
 
 
 def test_a_script_cannot_make_its_process_group_where_there_is_one(tmp_path):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_torch import apply_
+from qsync_torch.distributed import ranks
 from qsync_torch.distributed.process_group import _let_go
 
 
@@ -40,6 +43,21 @@ def test_functions_of_pytorch_hold_no_group_when_python_ends(tmp_path):
     finally:
         dist.destroy_process_group()
     assert not _threads_of_gloo()
+
+
+@pytest.mark.parametrize(("backend", "made"), [("", "nccl"), ("gloo", "gloo")])
+def test_gpus_measure_over_the_backend_that_the_script_trains_with(monkeypatch, backend, made):
+    """NCCL refuses several ranks on one GPU, where scripts train over gloo."""
+    asked = []
+    place, store = SimpleNamespace(rank=0, world=2), SimpleNamespace(under=lambda _: SimpleNamespace(store=None))
+    monkeypatch.setattr(ranks, "store_of_environment", lambda: (place, store))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with ranks.process_group_from_environment(torch.device("cuda", 0), backend) as rank:
+        assert rank == 0
+    assert asked == [made]
 
 
 def _threads_of_gloo() -> Counter[str]:

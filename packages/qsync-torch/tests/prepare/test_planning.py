@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.ir.plan import Role
 from qsync_core.run_folder import key_of
+from qsync_torch.prepare import planning
 from qsync_torch.prepare.planning import part_of, survivors
 
 GROUP = '[[group]]\nname = "{0}"\ndevice = "{1}"\ncount = 1\nrole = "{2}"\n{3}\n'
@@ -42,3 +43,26 @@ def test_without_a_training_group_the_fastest_that_is_left_trains():
 
 def test_links_go_with_their_groups():
     assert [set(link.between) for link in part_of(CLUSTER, ["t4", "a10"], PROFILES).links] == [{"t4", "a10"}]
+
+
+def test_groups_whose_collectives_were_not_measured_are_planned_with_those_of_all(monkeypatch):
+    """A verdict on three groups counts what collectives take from compute; so does the plan of the two that it recommends."""
+    known = {"a10+t4+v100": "of all", "t4": "of two T4s"}
+    given = {}
+    monkeypatch.setattr(planning, "digest", str)
+    monkeypatch.setattr(planning, "from_bytes", lambda *_, **__: None)
+    folder = SimpleNamespace(parts={"sensitivity": SimpleNamespace(sha256="")}, read=lambda _: b"", is_kept=lambda *_: False)
+    flow = planning.Planning(folder, "graph", CLUSTER, SimpleNamespace(stage=lambda _: lambda *__: None))
+    monkeypatch.setattr(planning.Planning, "profiles", lambda _: PROFILES)
+    monkeypatch.setattr(planning.Planning, "_costs", lambda _, names: known.get(key_of(names)))
+    monkeypatch.setattr(planning.Planning, "_decided", lambda *_: {})
+
+    def planned(_, key, names, cluster, profiles, sensitivity, costs, inputs):
+        given[key] = costs
+        assert inputs["communication"] == (costs or "")
+        return {}
+
+    monkeypatch.setattr(planning.Planning, "_planned", planned)
+    flow.plan()
+    several = dict.fromkeys(("a10+t4+v100", "t4+v100", "a10+v100", "a10+t4"), "of all")
+    assert given == {**several, "v100": None, "t4": "of two T4s", "a10": None}

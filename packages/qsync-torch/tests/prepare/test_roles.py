@@ -28,6 +28,7 @@ from qsync_torch.prepare.roles import (
     otherwise,
     renamed,
     roles_said,
+    short_of_memory,
     to_repeat,
     with_storages,
 )
@@ -259,13 +260,41 @@ def test_groups_are_alike_where_all_were_compared_and_none_differs():
     assert not all_alike(CPUS[:1], probed(steps, spreads))
 
 
-def test_frozen_weights_that_fill_a_budget_may_be_stored_otherwise():
+def graph_of_frozen(frozen: bool = True) -> PrecisionDag:
+    """One layer in bfloat16, whose weight has 4096 bytes."""
     operator = Operator(
         OpId("a"), "linear", OpClass.ADJUSTABLE, (OpId("$input.x"),), ((4, 64),), (4, 32), weight_shape=(32, 64),
-        weight_format=Precision.BFLOAT16, frozen=True,
+        weight_format=Precision.BFLOAT16, frozen=frozen,
     )  # fmt: skip
     source = Operator(OpId("$input.x"), "input", OpClass.FIXED, (), (), (4, 64))
-    dag = PrecisionDag("m", (source, operator), (), base=Precision.BFLOAT16)
+    return PrecisionDag("m", (source, operator), (), base=Precision.BFLOAT16)
+
+
+def test_one_card_that_is_short_of_memory_infers_where_frozen_weights_fill_it():
+    dag, fits, too_large = graph_of_frozen(), probed({"h200": 5}), probed({"h200": 2**62})
+    small = [group("h200", FAST, 8 * 4096)]
+
+    def role(groups, probes, wishes=MappingProxyType({}), dag=dag):
+        (entry,) = described_groups(groups, probes, short_of_memory(groups, probes, wishes, dag), {})
+        return entry.role
+
+    assert role(small, too_large) is Role.INFER
+    assert role(small, fits) is role(small, {}) is Role.TRAIN, "it has the memory"
+    assert role([group("h200", FAST, 11 * 4096)], too_large) is Role.TRAIN, "frozen weights are little of it"
+    assert role(small, too_large, dag=graph_of_frozen(frozen=False)) is Role.TRAIN
+    assert role(small, too_large, {"h200": Wish(Role.TRAIN)}) is Role.TRAIN, "a person says so"
+    budget = {"h200": Wish(memory_bytes=8 * 4096)}
+    assert role([group("h200", FAST, GIB)], fits, budget) is Role.INFER
+    assert short_of_memory(GPUS, probed({"h200": 2**62, "h200-50": 5}), {}, dag) == {}, "of several groups the fastest trains"
+
+
+def test_a_step_that_does_not_fit_is_no_time():
+    told = compared(GPUS, probed({"h200": 2_000_000, "h200-50": 2**62}), Precision.BFLOAT16)
+    assert told == "a step in bfloat16 takes 2.00 ms ± 0.0 µs on h200, more than the memory of h200-50"
+
+
+def test_frozen_weights_that_fill_a_budget_may_be_stored_otherwise():
+    dag = graph_of_frozen()
     ladder = tuple(Variant.named(name) for name in ("int8", "bfloat16", "float32"))
     base = Variant.plain(Precision.FLOAT32)
 
@@ -278,7 +307,8 @@ def test_frozen_weights_that_fill_a_budget_may_be_stored_otherwise():
     plain = ["int8", "bfloat16", "float32"]
     assert labels(dag, memory_bytes=11 * 4096) == labels(dag, memory_bytes=0) == plain
     assert labels(dag, Role.TRAIN) == ["float32"]
-    trained = attrs.evolve(dag, operators=(source, attrs.evolve(operator, frozen=False)))
-    assert labels(trained) == plain
+    assert labels(graph_of_frozen(frozen=False)) == plain
+    without = DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, (ladder[0], ladder[2]), memory_bytes=9)
+    assert with_storages([without], dag)[0].ladder == with_storages([attrs.evolve(without, ladder=ladder)], dag)[0].ladder
     (group,) = with_storages([DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, ladder, memory_bytes=9)], dag)
     assert parse_cluster(cluster_text("m", [group], [])).groups[0].ladder == group.ladder

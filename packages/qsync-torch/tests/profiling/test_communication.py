@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forked import Forked
-from qsync_core.artifacts.codec import from_plain
+from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import load
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import ClusterError, JobError, RankError
@@ -22,9 +22,10 @@ from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts, buckets_under
 from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_torch.distributed.ranks import naming_lost_ranks, which_group_of_cluster
 from qsync_torch.load_job import load_job
-from qsync_torch.profiling import contention
+from qsync_torch.profiling import communication, contention
 from qsync_torch.profiling.communication import bucket_sizes, measure_communication
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
@@ -368,3 +369,13 @@ def test_the_group_is_the_one_that_the_environment_names_or_whose_share_is_this_
     assert which_group_of_cluster(cluster, {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}) == "infer"
     assert which_group_of_cluster(cluster, {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}) == "train"
     assert which_group_of_cluster(Cluster("one", (train,)), {}) == "train"
+
+
+def test_ranks_on_one_gpu_are_refused_over_nccl_alone(monkeypatch):
+    device = DeviceType("NVIDIA H200", DeviceKind.CUDA, 0.25)
+    mine = communication._Member("a", device, {}, gpu="GPU-1")
+    said = {"member": json.dumps(to_plain(mine))}
+    monkeypatch.setattr(communication, "told_by_all", lambda *_: {0: said, 1: said})
+    assert len(communication._heard(mine, None, None, one_rank_a_gpu=False)) == 2
+    with pytest.raises(RankError, match=r"ranks 0, 1 have the same GPU, which NCCL refuses: .* or communicate over gloo"):
+        communication._heard(mine, None, None, one_rank_a_gpu=True)

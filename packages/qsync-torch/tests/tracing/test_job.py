@@ -3,6 +3,7 @@
 import functools
 import re
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -280,3 +281,41 @@ def test_a_rank_may_have_batches_of_other_sizes_and_operators_of_its_own_without
 def test_a_rank_with_other_operators_that_train_or_another_loss_has_another_job(job, difference: str) -> None:
     with pytest.raises(QSyncError, match=re.escape(f"is not of this job as it is now: {difference}")):
         compare_as_rank(of_rank(50, Tokens()), of_rank(*job), "")
+
+
+def test_a_copy_runs_its_own_modules_where_a_library_has_replaced_a_forward() -> None:
+    """As TRL does: a bound closure that calls the forward that was there before, which is bound to the original."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(3, 3)
+            self.outer = torch.nn.Sequential(torch.nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.inner(x))
+
+    def patched(model: torch.nn.Module) -> None:
+        before = model.forward
+
+        @functools.wraps(before)
+        def forward(self: torch.nn.Module, x: torch.Tensor, *, fused: bool = False) -> torch.Tensor:
+            return before(x) if not fused else self.inner(x)
+
+        model.forward = types.MethodType(forward, model)
+
+    model = Two()
+    patched(model)
+    patched(model.outer)
+    job = Job("patched", model, lambda step, size: Batch((torch.ones(size, 3),)), lambda y, _: y.sum(), torch.optim.SGD)
+    copied = job.copy_model()
+    ran: list[str] = []
+    for name, one in (("copy", copied), ("original", model)):
+        for module in one.modules():
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    x = torch.ones(2, 3)
+    assert torch.equal(copied(x), copied.outer[0](copied.inner(x)))
+    assert torch.equal(copied(x, fused=True), copied.inner(x))
+    assert set(ran) == {"copy"}
+    assert torch.equal(model(x), model.outer[0](model.inner(x)))
+    assert "original" in ran

@@ -286,6 +286,9 @@ def _class(hint: Any) -> _Codec:
     attrs.resolve_types(hint)
     fields = [(field.name, _codec(field.type)) for field in attrs.fields(hint)]
     names = [name for name, _ in fields]
+    # Whole numbers and truths are written as they are, which most fields are: a call for each of them takes half the time.
+    plain = [hint if hint in (int, bool) else None for hint in (field.type for field in attrs.fields(hint))]
+    dumps = [(name, kind, codec.dump) for (name, codec), kind in zip(fields, plain, strict=True)]
 
     def load(value: Any) -> Any:
         if type(value) is not dict:
@@ -305,8 +308,9 @@ def _class(hint: Any) -> _Codec:
             raise _wrong_type(f"a {hint.__name__}", value)
         name, found = "", {}
         try:
-            for name, codec in fields:
-                found[name] = codec.dump(getattr(value, name))
+            for name, kind, write in dumps:
+                item = getattr(value, name)
+                found[name] = item if type(item) is kind else write(item)
         except _CAUGHT as error:
             raise CodecError.at(f".{name}", error) from None
         return found

@@ -57,7 +57,11 @@ class OutputFormats:
     def decided(self, variants: Mapping[OpId, Variant]) -> dict[OpId, Variant]:
         """The variants of a whole plan with the output that each operator has."""
         outputs = {op_id.fqn: variant.output for op_id, variant in variants.items()}
-        return {op_id: attrs.evolve(variant, output=self.delivered(op_id.fqn, outputs)) for op_id, variant in variants.items()}
+        delivered = {op_id: self.delivered(op_id.fqn, outputs) for op_id in variants}
+        return {
+            op_id: variant if variant.output is delivered[op_id] else attrs.evolve(variant, output=delivered[op_id])
+            for op_id, variant in variants.items()
+        }
 
     def first_wrong(self, variants: Mapping[OpId, Variant]) -> tuple[OpId, str] | None:
         """The first operator of a plan that delivers 16 bits and must not, and the reason; None where there is none."""

@@ -28,10 +28,11 @@ from qsync_planner.allocator.communication import NEEDS_COSTS, Ways, fastest_by_
 from qsync_planner.allocator.communication import fastest as fastest_way
 from qsync_planner.allocator.dynamic_batch import balance_batches
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
+from qsync_planner.allocator.exact.objectives import least_memory_plan, least_time_plan
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.exact.search import Progress, TimeLeft
-from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
+from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, solve_exactly
 from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
 from qsync_planner.allocator.free_batch import Freed, fastest_batches, free_batches
 from qsync_planner.allocator.greedy import solve_greedy
@@ -58,7 +59,7 @@ from qsync_planner.replayer.replay import group_variants
 
 _SPLITS = 8
 """The part of the time left that looking for a plan under one more split of the batch may take."""
-_NEW_OBJECTS = 5_000_000
+_NEW_OBJECTS = 20_000_000
 """That are made, and not freed, before Python looks for circles among them."""
 
 

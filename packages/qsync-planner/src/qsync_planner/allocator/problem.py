@@ -128,8 +128,15 @@ class Problem:
 
     @cached_property
     def scalings(self) -> dict[str, BatchScaling]:
-        """The costs of every group as functions of its local batch."""
-        return {group.name: BatchScaling(self.inputs, group.name) for group in self.cluster.groups}
+        """The costs of every group as functions of its local batch; groups of one device type share them."""
+        found: dict[str, BatchScaling] = {}
+        known: dict[tuple[object, ...], BatchScaling] = {}
+        for group in self.cluster.groups:
+            key = (id(self.profiles[group.name]), id(self.inputs.further.get(group.name)), group.base)
+            if key not in known:
+                known[key] = BatchScaling(self.inputs, group.name)
+            found[group.name] = known[key]
+        return found
 
     def process_bytes(self, group: str, peak_bytes: int) -> int:
         """The smallest budget of a process of the group whose tensors have this peak."""

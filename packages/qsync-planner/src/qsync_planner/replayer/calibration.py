@@ -57,25 +57,28 @@ def calibrated_model(
 ) -> CostModel:
     """A cost model of this device that reproduces the profile's whole steps.
 
-    Without a measured step at the base precision, the plain sum of parts.  What ``without`` leaves out, is left out of the model
+    Without a measured step at the base precision, it begins from one in which frozen weights are stored otherwise (the base did not
+    fit); without that, it is the plain sum of parts.  What ``without`` leaves out, is left out of the model
     that the whole one is calibrated to.  ``lowers``: of plans that lower some operator; the step at the base precision is one
     without a plan, where autocast casts for each operator by itself.
     """
     plain = CostModel(dag, profile)
-    base_step = next((step for step in profile.steps if step.variant == base), None)
+    stored = next((step for step in profile.steps if step.variant.storage.is_quantized), None)
+    base_step = next((step for step in profile.steps if step.variant == base), stored)
     if base_step is None:
         return CostModel(dag, profile, without=without, lowers=lowers) if without or lowers else plain
-    calibration = attrs.evolve(
-        _fit_base(dag, profile, plain, base_step), memory_floor_bytes=_memory_floor([step.peak_bytes for step in profile.steps])
-    )
+    if base_step.variant != base:  # a plan was in force
+        plain = CostModel(dag, profile, lowers=True)
+    floor = _memory_floor([step.peak_bytes for step in profile.steps])
+    calibration = attrs.evolve(_fit_base(dag, profile, plain, base_step, base), memory_floor_bytes=floor)
     if base_step.peak_bytes:
-        every = {operator.op_id: base for operator in dag.adjustable}
+        every = {operator.op_id: _in_rung(operator, base_step.variant, base) for operator in dag.adjustable}
         memory_bytes, saved_bytes = _missing_memory(dag, profile, calibration, base_step, every)
         calibration = attrs.evolve(calibration, memory_bytes=memory_bytes, saved_bytes=saved_bytes)
     rungs: dict[tuple[int, Variant], Correction] = {}
     # Operators that may not deliver 16 bits run as those of the rung that delivers float32, where that was measured too.
     for step in sorted(profile.steps, key=lambda step: step.variant.output is not Precision.FLOAT32):
-        if step.variant != base:
+        if step is not base_step:
             rungs.update(_fit_rung(dag, profile, attrs.evolve(calibration, corrections=rungs), step, base))
     if lowers:
         rungs.update(_fit_alternating(dag, profile, attrs.evolve(calibration, corrections=rungs), base))
@@ -165,8 +168,8 @@ def uniform_times(dag: PrecisionDag, model: CostModel, variant: Variant) -> Phas
     return _modelled(_uniform(dag, model, variant))
 
 
-def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepMeasurement) -> Calibration:
-    mapper = _uniform(dag, plain, step.variant)
+def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepMeasurement, base: Variant) -> Calibration:
+    mapper = CostMapper(dag, plain, {operator.op_id: _in_rung(operator, step.variant, base) for operator in dag.adjustable})
     modelled = _modelled(mapper)
     dispatch, compute = _optimizer(profile, step)
     target = _target(step, profile.device.is_synchronous, (dispatch, compute), modelled)
@@ -244,8 +247,9 @@ def _fit_rung(
         variants = dict.fromkeys(every, base) | dict.fromkeys(mixed.lowered, step.variant)
         found |= _fit(dag, profile, calibration, mixed.step, variants, mixed.lowered)
     known = attrs.evolve(calibration, corrections={**calibration.corrections, **found})
-    others = every.keys() - {op_id for mixed in alone for op_id in mixed.lowered}
-    for key, more in _fit(dag, profile, known, step, every, others or every, settled=calibration.corrections).items():
+    lowered = {op_id for op_id, variant in every.items() if variant != base} or every.keys()
+    others = lowered - {op_id for mixed in alone for op_id in mixed.lowered}
+    for key, more in _fit(dag, profile, known, step, every, others or lowered, settled=calibration.corrections).items():
         found[key] = found[key].plus(more) if key in found else more
     return found
 

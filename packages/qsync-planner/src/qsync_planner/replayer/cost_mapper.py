@@ -170,7 +170,7 @@ class CostMapper:
                 self._chosen[number] = chosen
                 for position, run in self._runs(number):
                     self._variant[position] = run
-        self._known, self._equal = model.once(_known_states)
+        self._known = model.once(_known_states)
         self.states: list[OpState] = []
         for position in range(len(dag.operators)):
             self.states.append(self._state(position))
@@ -192,17 +192,15 @@ class CostMapper:
         return number is not None and chains.members[number][-1] == producer
 
     def _initial_variants(self, variants: Mapping[OpId, Variant]) -> list[int]:
-        numbers = []
-        for operator in self.dag.operators:
-            if operator.is_adjustable and operator.op_id not in variants:
-                raise PlanError(f"no variant is given for operator {operator.op_id}; a plan names every adjustable operator")
-            if operator.op_class is OpClass.ADJUSTABLE:
-                numbers.append(self.model.intern(variants.get(operator.op_id, operator.variant)))
-            else:
-                numbers.append(self.model.follows_inputs)
-        unknown = [op_id for op_id in variants if op_id not in self._adjustable]
-        if unknown:
-            raise self._not_adjustable(unknown[0])
+        numbers, interned = [*self.model.once(_own_variants)], dict[int, int]()
+        for op_id, position in self._adjustable.items():
+            variant = variants.get(op_id)
+            if variant is None:
+                raise PlanError(f"no variant is given for operator {op_id}; a plan names every adjustable operator")
+            number = interned.get(id(variant))  # few objects stand for all: comparing them takes less than what they are made of
+            numbers[position] = interned[id(variant)] = self.model.intern(variant) if number is None else number
+        if len(variants) > len(self._adjustable):
+            raise self._not_adjustable(next(op_id for op_id in variants if op_id not in self._adjustable))
         return numbers
 
     def _variant_of_adjustable(self) -> Iterator[tuple[int, int]]:
@@ -214,10 +212,13 @@ class CostMapper:
         output = model.variant(number).output
         if output is Precision.FLOAT32 or not model.formats.decides:
             return number
-        together = self._together.get(position)
-        if together is not None and all(model.variant(self._wanted[other]).output is output for other in together):
-            return number
-        return model.in_float32(number)
+        if position not in self._together:
+            return model.in_float32(number)
+        for other in self._together[position]:
+            its = self._wanted[other]
+            if its != number and model.variant(its).output is not output:
+                return model.in_float32(number)
+        return number
 
     def _not_adjustable(self, op_id: OpId) -> PlanError:
         if op_id not in self.dag.index:
@@ -380,17 +381,15 @@ class CostMapper:
         found = self._known[position].get(key)
         if found is None:
             formats = tuple([states[producer].evaluation.output for producer in inputs])
-            evaluation, slots = self.model.evaluate(position, self._variant[position], formats), self.wiring.slots[position]
-            # The model keeps its evaluations, so that an evaluation's identity stands for it.
-            found = self._equal.get((id(evaluation), slots))
-            if found is None:
-                found = self._equal[id(evaluation), slots] = OpState(evaluation, slots)
-            self._known[position][key] = found
+            evaluation = self.model.evaluate(position, self._variant[position], formats)
+            found = self._known[position][key] = OpState(evaluation, self.wiring.slots[position])
         return found
 
     def _charge(self, position: int) -> ChargedCost:
         """What an operator takes, without the casts that an earlier reader of the same tensor, or its producer, already makes."""
         state = self.states[position]
+        if not state.shared:
+            return state.charge(0)
         elsewhere = 0
         for (slot, share), bit in state.shared.items():
             producer = self.wiring.inputs[position][slot]
@@ -412,6 +411,14 @@ def _adjustable(dag: PrecisionDag) -> dict[OpId, int]:
     return {operator.op_id: position for position, operator in enumerate(dag.operators) if operator.is_adjustable}
 
 
+def _own_variants(model: CostModel) -> list[int]:
+    """The numbers of the variants that operators run in by themselves, by position; a plan names those of adjustable ones."""
+    return [
+        model.intern(operator.variant) if operator.op_class is OpClass.ADJUSTABLE else model.follows_inputs
+        for operator in model.dag.operators
+    ]
+
+
 def _read_formats(model: CostModel) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
     """Find with whom operators deliver 16 bits, of those that may, and whose format an operator's variant decides beside its
     own; both by position."""
@@ -430,9 +437,11 @@ def _read_formats(model: CostModel) -> tuple[dict[int, tuple[int, ...]], dict[in
     return together, {position: tuple(found) for position, found in concerns.items()}
 
 
-def _known_states(model: CostModel) -> tuple[list[dict[int, OpState]], dict[tuple[int, tuple[int, ...]], OpState]]:
-    """The states of operators that all mappers of a model share: by position and what decides it, and of equal ones the first."""
-    return [{} for _ in model.dag.operators], {}
+def _known_states(model: CostModel) -> list[dict[int, OpState]]:
+    """The states of operators that all mappers of a model share, by position and what decides it; operators that are alike share
+    theirs."""
+    found: dict[int, dict[int, OpState]] = {}
+    return [found.setdefault(number, {}) for number in model.alike]
 
 
 class _Undo:

@@ -275,6 +275,17 @@ def _first_calls(dag: PrecisionDag) -> frozenset[int]:
     return frozenset(first.values())
 
 
+def _operator_facts(dag: PrecisionDag) -> tuple[int, ...]:
+    """A number for everything about an operator but its name, what it reads and what was measured of it, by position."""
+    numbers: dict[tuple[object, ...], int] = {}
+    wiring, first_calls, found = Wiring.of(dag), dag.once(_first_calls), []
+    for position, o in enumerate(dag.operators):
+        produced = tuple(dag.operators[producer].output_numel for producer in wiring.inputs[position])
+        own = (o.op_class, o.is_adjustable, o.variant, o.no_grad_inputs, o.views, produced, wiring.slots[position])
+        found.append(numbers.setdefault((o.cost_key, own, position in first_calls), len(numbers)))
+    return tuple(found)
+
+
 class CostModel:
     """Costs of a model's operators on one device type.
 
@@ -318,9 +329,6 @@ class CostModel:
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
         self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
-        self._shapes: dict[tuple[object, ...], int] = {}
-        self._shape_of: dict[int, int] = {}
-        self._equal: dict[tuple[object, ...], Evaluation] = {}
         self._facts: dict[object, Any] = {}
 
     def once(self, work_out: Callable[[CostModel], T]) -> T:
@@ -339,6 +347,29 @@ class CostModel:
     def formats(self) -> OutputFormats:
         """Which of its operators may deliver 16 bits."""
         return OutputFormats.of(self.dag)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """A number by position: operators of one number cost the same wherever they run alike.  Layers repeat, so there are few."""
+        numbers: dict[tuple[object, ...], int] = {}
+        corrections: dict[int, list[tuple[Variant, Correction]]] = {}
+        for (position, variant), correction in self.calibration.corrections.items():
+            corrections.setdefault(position, []).append((variant, correction))
+        first: dict[OpCost, int] = {}
+        same = [first.setdefault(cost, number) for number, cost in enumerate(self.profile.costs)]
+        fixed, everywhere, found = self._fixed_formats, self.calibration.everywhere, []
+        for position, facts in enumerate(self.dag.once(_operator_facts)):
+            measured = self.profile.cost_index.get(self.dag.operators[position].op_id)
+            key = (
+                facts,
+                None if measured is None else tuple([(variant, same[number]) for variant, number in measured.items()]),
+                everywhere and everywhere[position],
+                tuple(corrections.get(position, ())),
+                position in self._cast_before,
+                fixed and tuple([fixed[other] for other in (position, *self.wiring.inputs[position])]),
+            )
+            found.append(numbers.setdefault(key, len(numbers)))
+        return tuple(found)
 
     def in_float32(self, number: int) -> int:
         """The number of a variant that delivers float32 and is else that of a number."""
@@ -365,7 +396,7 @@ class CostModel:
         Raises:
             PlanError: when the profile lacks the operator in the variant it would run in, or a cast it needs.
         """
-        key = (position, variant, inputs)
+        key = (self.alike[position], variant, inputs)
         found = self._evaluated.get(key)
         if found is None:
             run = self._variant_of[variant]
@@ -395,39 +426,33 @@ class CostModel:
         if fixed:
             inputs = tuple(fixed[producer] for producer in self.wiring.inputs[position])
         output = fixed[position] if fixed else run_precision(operator, inputs, self._autocast)
-        key: tuple[object, ...] = (self._shape(position), run, inputs, output)
         cost, written, written_bytes = _FREE, -1, 0
+        ends = isinstance(run, ChainEnd)
         if isinstance(run, ChainEnd):
-            way = self.chains.run(run, output)
-            cost = self.chains.cost(run, way, self.profile)
+            cost = self.chains.cost(run, self.chains.run(run, output), self.profile)
             copy = run.result.copy
             if copy is not None and (cast := copy.from_(output)) is not None:
                 written, written_bytes = _SHARE[CastSite.INPUT, cast], operator.output_numel * copy.precision.nbytes
-            key = (self._shape(position), way, run.keeps, inputs, output, cost)
-        found = self._equal.get(key)
-        if found is None:
-            nbytes = operator.output_numel * output.nbytes
-            ends = isinstance(run, ChainEnd)
-            times = self._scaled(cost, self.calibration.scales) if ends else PhaseTimes(0, 0, 0, 0)
-            found = self._equal[key] = Evaluation(
-                _PLAIN[output],
-                output,
-                (),
-                *times,
-                output_bytes=nbytes if isinstance(run, ChainEnd) and run.result.float_result else 0,
-                saved_inputs=tuple(self._saved_input(operator, index, None, inputs) for index in run.keeps),
-                saves_output=False,
-                saved_own_bytes=cost.saved_own_bytes,
-                workspace_bytes=cost.workspaces[0],
-                backward_workspace_bytes=cost.workspaces[1],
-                gradient_copy_bytes=0,
-                memory_correction_bytes=0,
-                gradient_bytes=nbytes if ends else 0,
-                delay=0 if isinstance(run, ChainEnd) else run.delay,
-                written=written,
-                written_bytes=written_bytes,
-            )
-        return found
+        nbytes = operator.output_numel * output.nbytes
+        times = self._scaled(cost, self.calibration.scales) if ends else PhaseTimes(0, 0, 0, 0)
+        return Evaluation(
+            _PLAIN[output],
+            output,
+            (),
+            *times,
+            output_bytes=nbytes if isinstance(run, ChainEnd) and run.result.float_result else 0,
+            saved_inputs=tuple(self._saved_input(operator, index, None, inputs) for index in run.keeps),
+            saves_output=False,
+            saved_own_bytes=cost.saved_own_bytes,
+            workspace_bytes=cost.workspaces[0],
+            backward_workspace_bytes=cost.workspaces[1],
+            gradient_copy_bytes=0,
+            memory_correction_bytes=0,
+            gradient_bytes=nbytes if ends else 0,
+            delay=0 if isinstance(run, ChainEnd) else run.delay,
+            written=written,
+            written_bytes=written_bytes,
+        )
 
     def _evaluate(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Evaluation:
         operator = self.dag.operators[position]
@@ -440,22 +465,14 @@ class CostModel:
         cost, written = self._measured(operator, run)
         times = self._calibrate(position, run, cost)
         correction = self.calibration.corrections.get((position, run))
-        memory_correction = correction.memory_bytes if correction else 0
-        saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspaces)
-        is_cast = position in self._cast_before
         held = 0
         if run.storage.is_quantized and position in self._first_calls:
             held = operator.stored_bytes(run.storage) - operator.stored_bytes(Storage.AS_IS)
-        # Layers repeat: operators alike in everything that counts share one object, which is worked out once.
-        key = (self._shape(position), run, written, inputs, times, saved, memory_correction, is_cast, held)
-        found = self._equal.get(key)
-        if found is not None:
-            return found
         fixed = self._fixed_formats
         output = fixed[position] if fixed else output_precision(operator, run, inputs, self._autocast)
         own = cost.saved_own_bytes
         needed = casts(operator, run if adjustable else None, inputs, self._autocast)
-        if is_cast and self._autocast is not None and self._autocast.runs(operator, run):
+        if position in self._cast_before and self._autocast is not None and self._autocast.runs(operator, run):
             needed = tuple(cast for cast in needed if cast.site is not CastSite.WEIGHT)
             own = max(0, own - operator.weight_numel * run.compute.nbytes)
         if written is not run.output:
@@ -467,7 +484,7 @@ class CostModel:
         # A copy that is not shared is this operator's alone: for backward where it saves that input, else while it runs.
         alone = {index: copy.nbytes for index, copy in copies.items() if copy.share < 0}
         passing = sum(nbytes for index, nbytes in alone.items() if index not in cost.saves_inputs)
-        self._equal[key] = found = Evaluation(
+        return Evaluation(
             run,
             output,
             priced,
@@ -483,11 +500,10 @@ class CostModel:
             + (operator.output_numel * written.nbytes if written is not run.output else 0),
             backward_workspace_bytes=cost.workspaces[1],
             gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
-            memory_correction_bytes=memory_correction,
+            memory_correction_bytes=correction.memory_bytes if correction else 0,
             gradient_bytes=operator.output_numel * output.nbytes,
             held_bytes=held,
         )
-        return found
 
     def _base_formats(self) -> tuple[Precision, ...]:
         """Find the format of every operator's output where all operators run at the base precision."""
@@ -497,17 +513,6 @@ class CostModel:
             variant = _PLAIN[self.dag.base] if operator.is_adjustable or self.dag.autocast else operator.variant
             formats.append(output_precision(operator, variant, arriving, self._autocast))
         return tuple(formats)
-
-    def _shape(self, position: int) -> int:
-        """A number for everything about an operator but its name and its measurements; equal operators have equal numbers."""
-        number = self._shape_of.get(position)
-        if number is None:
-            o = self.dag.operators[position]
-            produced = tuple(self.dag[producer].output_numel for producer in o.inputs)
-            copies = self._autocast is not None and (self._autocast.copies(o), o.is_adjustable)
-            shape = (o.op_class, o.input_shapes, o.output_shape, o.weight_shape, o.no_grad_inputs, o.views, produced, copies)
-            number = self._shape_of[position] = self._shapes.setdefault(shape, len(self._shapes))
-        return number
 
     def _measured(self, operator: Operator, run: Variant) -> tuple[OpCost, Precision]:
         """What was measured of an operator, and in which format it wrote its result: where that is not the variant's, an operator
@@ -534,6 +539,9 @@ class CostModel:
                 f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}); "
                 "it was made from another graph: run 'qsync profile' again"
             )
+        number = by_variant.get(run)
+        if number is not None:
+            return number, run.output
         measured = run.known_as(by_variant)
         if measured is None:
             labels = sorted(v.label for v in by_variant)

@@ -27,6 +27,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from math import ceil
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import attrs
@@ -417,6 +418,9 @@ class MemoryLedger:
             if old != new:
                 tensors.append((position, old))
                 self._tensors[position] = new
+                if not old:
+                    intervals += [added for added in new if added[2]]
+                    continue
                 for (start, end, nbytes), added in zip_longest(old, new, fillvalue=_EMPTY):
                     if start == added[0] and end == added[1]:
                         nbytes -= added[2]
@@ -481,26 +485,26 @@ class MemoryLedger:
     @property
     def _beside_saved(self) -> int:
         """What calibration adds to the bytes kept for backward: compiled graphs keep other tensors than their operators would."""
-        calibration = self._mapper.model.calibration
-        runs = enumerate(state.evaluation.run for state in self._mapper.states)
+        calibration, states = self._mapper.model.calibration, self._mapper.states
+        if not calibration.corrections:
+            return calibration.saved_bytes
+        runs = enumerate(state.evaluation.run for state in states)
         added = (calibration.corrections[key].saved_bytes for key in runs if key in calibration.corrections)
         return calibration.saved_bytes + sum(added)
 
     def saved_bytes(self) -> int:
         """Bytes kept for backward when the forward pass ends."""
         boundary = len(self._backward_of)
-        saved = sum(own[0] for own in self._own) + self._beside_saved
-        for intervals in self._tensors:
-            saved += sum(nbytes for start, end, nbytes in intervals if start < boundary < end)
-        return saved
+        tensors = [nbytes for intervals in self._tensors for start, end, nbytes in intervals if start < boundary < end]
+        return sum([own[0] for own in self._own]) + sum(tensors) + self._beside_saved
 
     def estimate(self) -> MemoryEstimate:
         """The whole estimate."""
         layout, until = self._layout, self._layout.parameter_gradients_until
         beside, pieces = self._beside_saved, zip(until, self._moment, self.moments_bytes(), strict=False)  # the first two go on
-        moments = [(own, work, max(own + work, whole + beside)) for own, work, whole in pieces]
+        moments = [(own, work, own + work if own + work > whole + beside else whole + beside) for own, work, whole in pieces]
         saved, peak, process = self.saved_bytes(), self.peak_bytes(), ProcessMemory.of(layout.profile)
-        parts = self._parts(peak, max(moments, key=lambda moment: moment[2]))
+        parts = self._parts(peak, max(moments, key=itemgetter(2)))
         transient = peak - self.static_bytes - saved
         return MemoryEstimate(self.static_bytes, saved, transient, peak, parts, process, moments, layout.dag.batch_size)
 

@@ -340,12 +340,13 @@ class Replayer:
         """What the operators of a group cost under some variants, to be read; does not depend on the other groups."""
         model, read = self.model_of(group, variants), self._read
         key = (model, *variants.items())
-        if key not in read.mappers:
+        found = read.mappers.get(key)
+        if found is None:
             if len(read.mappers) * len(self.dag.operators) > MOST_READ:
                 read.mappers.clear()
                 read.ledgers.clear()
-            read.mappers[key] = CostMapper(self.dag, model, variants)
-        return read.mappers[key]
+            found = read.mappers[key] = CostMapper(self.dag, model, variants)
+        return found
 
     def group_state(self, group: str, variants: Variants, shape: StepShape | None = None) -> GroupState:
         """One group under some variants, to be changed without any of the others, perhaps with another shape of its step."""
@@ -375,12 +376,12 @@ class Replayer:
 
     def period_ns(self, work: Mapping[str, Condensed]) -> int:
         """The job's period with every group's operators condensed, perhaps by another replayer of the model."""
-        times = {
-            group.name: StepTiming(
-                work[group.name], work[group.name].shape(self.shape(group.name)), synchronises=group.sync_per_step
-            ).times()
-            for group in self.cluster.groups
-        }
+        times: dict[str, StepTimes] = {}
+        shapes: dict[int, StepShape] = {}  # runs of operators are the same for all
+        for group in self.cluster.groups:
+            own, whole = work[group.name], self.shape(group.name)
+            shape = shapes.get(id(whole)) or shapes.setdefault(id(whole), own.shape(whole))
+            times[group.name] = StepTiming(own, shape, synchronises=group.sync_per_step).times()
         return self._job_period_ns(times, self._joint(times))
 
     def memory(self, group: str, variants: Variants | None = None) -> MemoryEstimate:

@@ -102,6 +102,10 @@ class _Kernels:
         for place, position in enumerate(order):
             first[place] = len(times)
             casts = charged[position]
+            if not casts:
+                slots[position] = len(times)
+                times.append((0, 0))
+                continue
             times += [(cast.dispatch_ns, cast.compute_ns) for cast in casts if cast.cast.site in sites[0]]
             slots[position] = len(times)
             times.append((0, 0))

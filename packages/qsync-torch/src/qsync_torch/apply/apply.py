@@ -8,7 +8,7 @@ and checked here;
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.loading import Checkpoint
 from qsync_torch.apply.place_in_job import PlaceInJob
 from qsync_torch.apply.plan_fit import Planned, check_outputs
 from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
-from qsync_torch.apply.stored_modules import fingerprints, stored_names
+from qsync_torch.apply.stored_modules import Sum, checksums, fingerprints, stored_names
 from qsync_torch.caller import Caller
 from qsync_torch.distributed.exchange import by_value
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
@@ -114,6 +115,44 @@ def apply_(
     )  # fmt: skip
 
 
+def load_planned(
+    model: nn.Module,
+    plan: Any,
+    checkpoint: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    rename: Callable[[str], str] | None = None,
+    **options: Any,
+) -> AppliedPlan:
+    """Put a model under a plan, and load its weights straight into the formats in which the plan stores them.
+
+    A call of all ranks, as :func:`apply_`, which ranks that have the memory may call in its place with the
+    same weights: what one of them refuses is refused on all, and so are ranks that read other frozen weights.
+
+    Args:
+        model: its parameters on the meta device (``with torch.device("meta"): ...``); what is elsewhere already, adapters with
+            values of their own and buffers say, is kept and moved.
+        plan: as :func:`apply_` takes it.
+        checkpoint: a safetensors file, a folder with one (``model.safetensors``) or with several and their index, or the index
+            (``model.safetensors.index.json``).
+        device: where the model is to run.
+        rename: the name of a parameter in the checkpoint, from that in the model; by default the same, without what PEFT's
+            adapters put into it (``base_model.model.`` and ``.base_layer``).
+        options: of :func:`apply_`, such as ``group``.
+
+    Returns:
+        A handle, as of ``apply_``.  ``state_dict()`` holds stored weights as the checkpoint has them, in the
+        model's format, while its files are there.
+
+    Raises:
+        PlanError: when a file is missing or cannot be read; when it lacks a weight or holds one of another shape or in a format
+            that is no float of 16 or 32 bits; when a buffer is on the meta device; when ranks read different weights.
+        QSyncError: as ``apply_``.
+    """
+    caller = Caller("apply_", run_folder_of(plan))
+    return apply_for(caller, model, plan, checkpoint=Checkpoint(checkpoint, device, rename), **options)
+
+
 def apply_for(
     caller: Caller,
     model: nn.Module,
@@ -128,6 +167,7 @@ def apply_for(
     resize: Resize | None = None,
     fuses: bool = False,
     keep_stored: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> AppliedPlan:
     """:func:`apply_`, in the words of its caller.
 
@@ -135,6 +175,7 @@ def apply_for(
         caller: whom messages speak to.
         fuses: the caller runs the chains fused that the plan runs so.
         model, plan, group, backend, seed, base, allow_flags, lower_eval, resize, keep_stored: as :func:`apply_` takes them.
+        checkpoint: from which weights on the meta device are loaded.
 
     Raises:
         QSyncError: as :func:`apply_`.
@@ -147,6 +188,8 @@ def apply_for(
     whole: PrecisionPlan | None = None
     with _on_all_ranks(what, whole_plan) as facts:
         _check_model(model, caller)
+        if checkpoint is not None:
+            checkpoint.check(model)
         if run and present:
             plan, group = run.load_plan(present.names), present.own
             whole = run.load_plan(present.of_cluster)
@@ -169,31 +212,33 @@ def apply_for(
         in_model.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
         groups = check_job(what, plan, group, model, allow_flags, caller)
-        _check_frozen(what, model, stored_names(plan, {}))
         in_model.take_place(PlaceInJob.of(model, planned, seed, groups, whole, resize))
         in_model.watch_lag(True)
         warn_of_restarts(stacklevel=4)
-    applied = AppliedPlan(in_model, seed)
+    applied, stored = AppliedPlan(in_model, seed), stored_names(plan, {}) if isinstance(plan, PrecisionPlan) else ()
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks(f"{what}, building kernels", whole_plan, slow=True):
+            sums = checksums(model, stored)
             in_model.lower()
+            if checkpoint is not None:
+                sums |= checkpoint.load(model, stored)
+        if stored:
+            _check_frozen(what, sums)
         undo.pop_all()
     model.__dict__[MARK] = applied
     return applied
 
 
-def _check_frozen(what: str, model: nn.Module, names: Sequence[str]) -> None:
+def _check_frozen(what: str, sums: Mapping[str, Sum]) -> None:
     """Weights that some group stores are not broadcast: ranks must have loaded the same.
 
-    Those that are on the meta device still (:func:`~qsync_torch.apply.loading.load_planned`) or in another format are not compared.
+    Ranks that hold them in different formats are not compared.
 
     Raises:
         PlanError: on every rank.
     """
-    if not names:
-        return
-    told = told_by_all(f"{what}, frozen weights", fingerprints(model, names))
+    told = told_by_all(f"{what}, frozen weights", fingerprints(sums))
     for dtype in sorted({dtype for facts in told.values() for dtype in facts}):
         found = {rank: facts[dtype] for rank, facts in told.items() if dtype in facts}
         if len(set(found.values())) > 1:

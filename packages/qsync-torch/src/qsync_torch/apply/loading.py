@@ -1,127 +1,139 @@
-"""``load_planned``: a model whose weights go straight from their checkpoint into the formats of a plan, one at a time.
-
-The model is built on the meta device, where it takes no memory.  Each weight is read from safetensors files, put on the device and
-stored, and the float one is gone before the next is read: the most memory is that of the plan and one weight.
-"""
+"""The weights of a checkpoint in safetensors files, put into a model whose parameters are on the meta device, one at a time."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
 from qsync_core.errors import PlanError
-from qsync_torch.apply.applied_plan import AppliedPlan
-from qsync_torch.apply.apply import apply_
 from qsync_torch.apply.plan_fit import STORED
-from qsync_torch.apply.stored_modules import HeldWeight
+from qsync_torch.apply.stored_modules import HeldWeight, Sum, sum_of
 
 _INDEX = "model.safetensors.index.json"
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def load_planned(
-    model: nn.Module,
-    plan: Any,
-    checkpoint: str | os.PathLike[str],
-    *,
-    device: torch.device | str = "cpu",
-    rename: Callable[[str], str] | None = None,
-    **options: Any,
-) -> AppliedPlan:
-    """Put a model under a plan, and load its weights straight into the formats in which the plan stores them.
+@attrs.frozen(eq=False)
+class Checkpoint:
+    """Where a model's weights are, and where they are to be.
 
-    Args:
-        model: its parameters on the meta device (``with torch.device("meta"): ...``); what is elsewhere already, adapters with
-            values of their own and buffers say, is kept and moved.
-        plan: as :func:`~qsync_torch.apply.apply.apply_` takes it.
-        checkpoint: a safetensors file, a folder with one (``model.safetensors``) or with several and their index, or the index
-            (``model.safetensors.index.json``).
-        device: where the model is to run.
+    Attributes:
+        path: a safetensors file, a folder with one or several, or their index.
+        device: of the model.
         rename: the name of a parameter in the checkpoint, from that in the model; by default the same, without what PEFT's
             adapters put into it (``base_model.model.`` and ``.base_layer``).
-        options: of :func:`~qsync_torch.apply.apply.apply_`, such as ``group``.
-
-    Returns:
-        A handle, as of ``apply_``.  ``state_dict()`` holds stored weights as the checkpoint has them, in the
-        model's format, while its files are there.
-
-    Raises:
-        PlanError: when a file is missing or cannot be read; when it lacks a weight or holds one of another shape or in a format
-            that is no float of 16 or 32 bits; when a buffer is on the meta device.
-        QSyncError: as ``apply_``.
     """
-    target = torch.device(device)
-    where = _files_of(Path(checkpoint))
-    rename = rename or _without_adapters
-    waiting = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
-    if waiting := [name for name in waiting if rename(name) not in where]:
-        raise PlanError(
-            f"buffer {waiting[0]} of this {type(model).__name__} is on the meta device and {checkpoint} does not hold it: build "
-            "the model so that its buffers have values (accelerate.init_empty_weights() does)"
-        )
-    missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and rename(name) not in where]
-    if missing:
-        raise PlanError(
-            f"{checkpoint} holds no {rename(missing[0])}, which {missing[0]} of this {type(model).__name__} waits for"
-            f"{f', nor {len(missing) - 1} others' if len(missing) > 1 else ''}: name the model's own checkpoint, or say by rename= "
-            "what its weights are called there"
-        )
-    applied = apply_(model, plan, **options)
-    try:
+
+    path: str | os.PathLike[str]
+    device: torch.device | str = "cpu"
+    rename: Callable[[str], str] | None = None
+
+    def check(self, model: nn.Module) -> None:
+        """See that the files have what the model waits for.
+
+        Raises:
+            PlanError: naming what is missing.
+        """
+        where, rename = _files_of(Path(self.path)), self._renamed
+        waiting = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+        if waiting := [name for name in waiting if rename(name) not in where]:
+            raise PlanError(
+                f"buffer {waiting[0]} of this {type(model).__name__} is on the meta device and {self.path} does not hold it: build "
+                "the model so that its buffers have values (accelerate.init_empty_weights() does)"
+            )
+        missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and rename(name) not in where]
+        if missing:
+            trained = [name for name in missing if model.get_parameter(name).requires_grad]
+            others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+            advice = "name the model's own checkpoint, or say by rename= what its weights are called there"
+            if trained:
+                advice = "what is trained anew, as adapters are, is made outside of init_empty_weights, so that it has values"
+            raise PlanError(
+                f"{self.path} holds no {rename(missing[0])}, which {missing[0]} of this {type(model).__name__} waits for{others}: "
+                f"{advice}"
+            )
+
+    def load(self, model: nn.Module, compared: Collection[str] = ()) -> dict[str, Sum]:
+        """Put the weights into the model, on its device; those that a plan in force stores straight into their formats.
+
+        Args:
+            compared: weights of which ranks are to see that theirs are the same.
+
+        Returns:
+            Checksums of these, by name; none of what had values before.
+
+        Raises:
+            PlanError: when a file cannot be read, or holds a weight of another shape or in a format that is no float of 16 or 32
+                bits.
+        """
         with _Files() as files:
-            loaded: dict[int, torch.Tensor] = {}
-            kept: list[torch.Tensor] = []
+            loading = _Loading(_files_of(Path(self.path)), files, torch.device(self.device), self._renamed, frozenset(compared))
             for prefix, module in model.named_modules():
-                _load_module(module, f"{prefix}." if prefix else "", where, files, target, rename, loaded, kept)
-    except BaseException:
-        applied.remove()
-        raise
-    return applied
+                loading.fill(module, f"{prefix}." if prefix else "")
+        return loading.sums
+
+    @property
+    def _renamed(self) -> Callable[[str], str]:
+        return self.rename or _without_adapters
 
 
-def _load_module(
-    module: nn.Module,
-    prefix: str,
-    where: Mapping[str, Path],
-    files: _Files,
-    target: torch.device,
-    rename: Callable[[str], str],
-    loaded: dict[int, torch.Tensor],
-    kept: list[torch.Tensor],
-) -> None:
-    """Load what a module itself holds; ``loaded``: tensors that others may hold too, by the identity of those on the meta device,
-    which are ``kept`` so that no other gets it."""
-    held: HeldWeight | None = module.__dict__.get(STORED)
-    if held is not None:
-        name = rename(f"{prefix}weight")
-        if held.device.type == "meta":
-            held.write(files.read(where[name], name, held.shape).to(held.dtype), target)
-            held.original = partial(_read_as, where[name], name, held.shape, held.dtype)
-        else:
-            held.to_device(target)
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    for kind in tables:
-        for leaf, tensor in kind.items():
-            if tensor is None:
-                continue
-            if id(tensor) in loaded:
-                kind[leaf] = loaded[id(tensor)]
-                continue
-            if tensor.device.type != "meta":
-                tensor.data = tensor.data.to(target)
-                continue
-            name = rename(f"{prefix}{leaf}")
-            value = files.read(where[name], name, tuple(tensor.shape)).to(target, tensor.dtype)
-            kind[leaf] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-            loaded[id(tensor)] = kind[leaf]
-            kept.append(tensor)
+@attrs.define(eq=False)
+class _Loading:
+    """One pass over a model.
+
+    ``loaded`` are tensors that several modules may hold, by the identity of those on the meta device, which are ``kept`` so that no
+    other gets it.
+    """
+
+    where: Mapping[str, Path]
+    files: _Files
+    device: torch.device
+    rename: Callable[[str], str]
+    compared: frozenset[str]
+    sums: dict[str, Sum] = attrs.field(factory=dict)
+    loaded: dict[int, torch.Tensor] = attrs.field(factory=dict)
+    kept: list[torch.Tensor] = attrs.field(factory=list)
+
+    def fill(self, module: nn.Module, prefix: str) -> None:
+        """Load what a module itself holds."""
+        held: HeldWeight | None = module.__dict__.get(STORED)
+        if held is not None:
+            if held.device.type == "meta":
+                held.write(self._read(f"{prefix}weight", held.shape, held.dtype), self.device)
+                name = self.rename(f"{prefix}weight")
+                held.original = partial(_read_as, self.where[name], name, held.shape, held.dtype)
+            else:
+                held.to_device(self.device)
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for leaf, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) in self.loaded:
+                    table[leaf] = self.loaded[id(tensor)]
+                    continue
+                if tensor.device.type != "meta":
+                    tensor.data = tensor.data.to(self.device)
+                    continue
+                value = self._read(f"{prefix}{leaf}", tuple(tensor.shape), tensor.dtype).to(self.device)
+                table[leaf] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+                self.loaded[id(tensor)] = table[leaf]
+                self.kept.append(tensor)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        there = self.rename(name)
+        value = self.files.read(self.where[there], there, shape).to(dtype)
+        if name in self.compared:
+            self.sums[name] = sum_of(value)
+        return value
 
 
 def _without_adapters(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -266,11 +267,9 @@ class Operator:
             input, weight, bias, settings: as that function takes them; or what is stored of a weight.
             kind: which function.
         """
-        if isinstance(weight, HeldWeight):
-            return self._run_stored(input, weight, bias, kind, settings)
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
-            if weight.dtype is not self._held:  # as fully_shard may gather it
+            if not isinstance(weight, HeldWeight) and weight.dtype is not self._held:  # as fully_shard may gather it
                 check_weight_dtype(self.op_id.fqn, weight, self._in_force.caller)
             self._in_force.compiler_reads()
         if type(input) not in PLAIN_TENSORS:
@@ -282,14 +281,17 @@ class Operator:
         if kind is not self._kind or settings != self._prepared:
             geometry = None
             if kind.prepare is not None:
-                input, geometry = kind.prepare(input, weight, settings)
+                shaped = torch.empty(weight.shape, device="meta") if isinstance(weight, HeldWeight) else weight
+                input, geometry = kind.prepare(input, shaped, settings)
             binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
+        if isinstance(weight, HeldWeight):
+            return self._run_stored(input, weight, bias, binding)
         if is_compiling:
             if binding.turns_weight:
                 weight = operand_of(weight, binding.called)
             if binding.is_quantized:
                 return lowered_node(input, weight, bias, binding, self._seeds(weight), self._factor(binding, weight))
-            with DisableTorchFunction():  # casts of the plan are none of the model's
+            with DisableTorchFunction(), self._compiled_format(weight.device):  # casts of the plan are none of the model's
                 return run_product(input, weight, bias, binding, _NO_SEEDS)
         try:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
@@ -313,26 +315,19 @@ class Operator:
         except NumericsError as error:
             raise self._named(error) from None
 
+    def _compiled_format(self, device: torch.device) -> AbstractContextManager[Any]:
+        """What keeps the autocast of compiled code from casting operands to its format, where the plan has another one."""
+        base = self._in_force.base
+        if base is Precision.FLOAT32 or self.assigned.variant.compute is base:
+            return nullcontext()
+        return torch.autocast(device.type, enabled=False)
+
     def _run_stored(
-        self, input: torch.Tensor, held: HeldWeight, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings
+        self, input: torch.Tensor, held: HeldWeight, bias: torch.Tensor | None, binding: OperatorBinding
     ) -> torch.Tensor:
-        is_compiling = torch.compiler.is_compiling()
-        if is_compiling:
-            self._in_force.compiler_reads()
-        if type(input) not in PLAIN_TENSORS:
-            if kind is OF_ROWS and _is_jagged(input):
-                return self._of_jagged(input, held, bias)
-            if not is_compiling and _has_functions(input):
-                return _by_class(self.run, input, held, bias, kind, settings)
-        binding = self._binding
-        if kind is not self._kind or settings != self._prepared:
-            geometry = None
-            if kind.prepare is not None:
-                input, geometry = kind.prepare(input, torch.empty(held.shape, device="meta"), settings)
-            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
         stored = held.tensors
-        if is_compiling:
-            with DisableTorchFunction():
+        if torch.compiler.is_compiling():
+            with DisableTorchFunction(), self._compiled_format(held.device):
                 return run_stored(input, stored, held.storage, held.shape, bias, binding, self._seeds(stored.values))
         try:
             with DisableTorchFunction():

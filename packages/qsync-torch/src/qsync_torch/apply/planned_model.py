@@ -88,6 +88,11 @@ class PlannedModel:
             any_size = SIZE_FLAG in planned.allow_flags
             self._first_pass = PlannedPass.of(planned.plan, planned.group, model, planned.caller, any_size=any_size)
 
+    @property
+    def holds_base(self) -> bool:
+        """Whether weights are held in the base themselves, so that the job may run without autocast."""
+        return self._in_force.held
+
     def take_place(self, place: PlaceInJob) -> None:
         """Know the ranks of the job, as all have told each other, before the operators are installed."""
         self.place = place

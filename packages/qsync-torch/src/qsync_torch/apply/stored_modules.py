@@ -140,7 +140,7 @@ class KeptWeight(HeldWeight):
 
     def __init__(self, fqn: str, parameter: nn.Parameter) -> None:
         self.fqn, self.storage, self.parameter = fqn, Storage.AS_IS, parameter
-        self.shape, self.original = tuple(parameter.shape), parameter.detach
+        self.shape, self.dtype, self.original = tuple(parameter.shape), parameter.dtype, parameter.detach
 
     @property
     def device(self) -> torch.device:
@@ -191,7 +191,7 @@ class ReadWeight(torch.Tensor):
     """A stored weight as code reads it, dequantized; what is written to its ``data``, or into it, is stored."""
 
     held: HeldWeight
-    is_data = False
+    is_data = is_view = False
 
     @classmethod
     def of(cls, held: HeldWeight) -> ReadWeight:
@@ -222,16 +222,27 @@ class ReadWeight(torch.Tensor):
         changed = args[0] if args and _is_in_place(name) and isinstance(args[0], ReadWeight) else None
         if changed is not None and not changed.is_data:
             held = changed.held
+            what = f"a view of {held.fqn}" if changed.is_view else held.fqn
             raise PlanError(
-                f"{name} changes {held.fqn} in place, which a plan stores as {held.storage}: change weight.data, which is stored, "
-                "or call remove() first"
+                f"{name} changes {what} in place, which a plan stores as {held.storage}: change weight.data as a whole, which is "
+                "stored, or call remove() first"
             )
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
         if changed is not None:
             changed.held.overwrite(changed.as_subclass(torch.Tensor))
             return result
-        return result.as_subclass(torch.Tensor) if isinstance(result, ReadWeight) and name != "as_subclass" else result
+        if not isinstance(result, torch.Tensor) or name == "as_subclass":
+            return result
+        read = args[0] if args and isinstance(args[0], ReadWeight) else None
+        if result is read:  # as ``float()`` gives
+            return result
+        is_view = read is not None and (read.is_data or read.is_view) and result._is_view() and name != "detach"
+        result = result.as_subclass(torch.Tensor)
+        if read is not None and is_view:  # what is written into it would be lost
+            result = result.as_subclass(ReadWeight)
+            result.held, result.is_view = read.held, True
+        return result
 
 
 def _is_in_place(name: str) -> bool:
@@ -334,14 +345,30 @@ def stored_names(plan: PrecisionPlan | None, entries: Mapping[OpId, Any]) -> tup
     return tuple(dict.fromkeys(f"{fqn}.weight" for fqn in found))
 
 
-def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """What tells whether ranks hold the same frozen weights, by the format in which they hold them; none for those on meta."""
-    sums: dict[str, list[torch.Tensor]] = {}
-    for name in names:
-        weight = model.get_parameter(name).detach()
-        if weight.device.type != "meta":
-            sums.setdefault(str(weight.dtype).removeprefix("torch."), []).append(checksum(weight.contiguous()))
-    return {dtype: hashlib.sha256(str(torch.stack(found).tolist()).encode()).hexdigest()[:16] for dtype, found in sums.items()}
+Sum = tuple[str, torch.Tensor]
+"""A weight's format, and the checksum of its bits."""
+
+
+def sum_of(weight: torch.Tensor) -> Sum:
+    """What tells a weight from others."""
+    return str(weight.dtype).removeprefix("torch."), checksum(weight.detach().contiguous())
+
+
+def checksums(model: nn.Module, names: Iterable[str]) -> dict[str, Sum]:
+    """Checksums of weights, by name; none of those on the meta device."""
+    weights = {name: model.get_parameter(name) for name in names}
+    return {name: sum_of(weight) for name, weight in weights.items() if weight.device.type != "meta"}
+
+
+def fingerprints(sums: Mapping[str, Sum]) -> dict[str, str]:
+    """What tells whether ranks hold the same frozen weights, by the format in which they hold them."""
+    by_format: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, (dtype, found) in sorted(sums.items()):
+        by_format.setdefault(dtype, []).append((name, found))
+    return {
+        dtype: hashlib.sha256(f"{[name for name, _ in found]}{[int(one) for _, one in found]}".encode()).hexdigest()[:16]
+        for dtype, found in by_format.items()
+    }
 
 
 def stored_tensors(model: nn.Module) -> list[torch.Tensor]:

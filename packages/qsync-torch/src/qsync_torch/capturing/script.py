@@ -55,6 +55,22 @@ class _Handover:
     job: Job | None = None
     caller: Caller | None = None
     says_compiled: bool = False
+    backend: str = ""
+
+
+@attrs.frozen
+class Said:
+    """What a script says.
+
+    Attributes:
+        job: what it trains.
+        caller: what it calls to say so.
+        backend: of its process group, where that has no NCCL, so that measurements are to have none either; else empty.
+    """
+
+    job: Job
+    caller: Caller
+    backend: str = ""
 
 
 _running: _Handover | None = None
@@ -82,11 +98,13 @@ def hand_over(job: Job, caller: Caller, *, says_compiled: bool = False) -> NoRet
     """
     assert _running is not None
     _running.job, _running.caller, _running.says_compiled = job, caller, says_compiled
+    if in_process_group() and "nccl" not in dist.get_backend_config():
+        _running.backend = dist.get_backend()
     raise LineReached(f"{_running.script} has said what it trains")
 
 
-def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job, Caller]:
-    """The job that a training script trains, and what it calls to say so.
+def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Said:
+    """The job that a training script trains, what it calls to say so, and by what its ranks communicate.
 
     The script runs as ``python path arguments`` does, up to its line.  What stands before the line runs whole, ``finally`` blocks
     too; what it prints goes to standard error.  A script without the line is not trained to its end: where its source shows that it
@@ -129,7 +147,8 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job,
     if how is not None or not handover.says_compiled:
         by_text = _compiles(path)
         how = by_text or how if handover.says_compiled else how or by_text
-    return attrs.evolve(job, compiles=how, communication=job.communication or said_of_wrapper(path)), handover.caller
+    job = attrs.evolve(job, compiles=how, communication=job.communication or said_of_wrapper(path))
+    return Said(job, handover.caller, handover.backend)
 
 
 def unsaid_autocast(path: str | Path, job: Job) -> str:

@@ -65,21 +65,19 @@ def graph_named(job: str, arguments: Sequence[str], batch_size: int | None) -> P
     from qsync_core.artifacts.files import load
     from qsync_core.ir.dag import PrecisionDag
     from qsync_torch.capturing.script import job_of_script
-    from qsync_torch.fits.load import is_script
-    from qsync_torch.load_job import job_code, load_job
+    from qsync_torch.load_job import is_script, job_code, load_job
     from qsync_torch.tracing.trace import trace
 
-    if arguments and not is_script(job):
-        raise QSyncError(f"{job} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
+    of_script = is_script(job, arguments)
     path = Path(job)
     if path.exists() and not path.is_dir() and path.suffix != ".py":
         if batch_size is not None:
             raise QSyncError(f"{job} is a graph, whose batch size is fixed; give --batch-size to 'qsync trace'")
         return load(path, PrecisionDag)
     with job_code(job):
-        if not is_script(job):
+        if not of_script:
             return trace(load_job(job, batch_size))
-        found, _ = job_of_script(job, arguments)
+        found = job_of_script(job, arguments).job
         return trace(found if batch_size is None else attrs.evolve(found, batch_size=batch_size))
 
 

@@ -72,8 +72,9 @@ def prepare(
     """
     quieten_torch()
     from qsync_torch.distributed.ranks import KIND_OF_DEVICE, members_to_be, together
+    from qsync_torch.load_job import is_script
     from qsync_torch.prepare.asked import Asked
-    from qsync_torch.prepare.flow import Request, is_script
+    from qsync_torch.prepare.flow import Request
     from qsync_torch.prepare.flow import prepare as run_prepare
     from qsync_torch.prepare.folder import WHAT
     from qsync_torch.prepare.participants import Wish
@@ -81,9 +82,7 @@ def prepare(
     wanted = dict(map(Wish.parse, wishes))
     if cluster_path is not None and wanted:
         raise QSyncError("--cluster and --group both describe groups; use one of them")
-    if arguments and not is_script(job):
-        raise QSyncError(f"{job} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
-    if chains and is_script(job):
+    if is_script(job, arguments) and chains:
         raise QSyncError(
             f"--chains plans fused kernels, which run where a model is compiled by qsync.compile(model, plan), and {job} says "
             "qsync.hybrid(...), which runs it eagerly: prepare the job as file.py:function, or leave --chains out"

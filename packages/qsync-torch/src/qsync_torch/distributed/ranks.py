@@ -34,8 +34,9 @@ KIND_OF_DEVICE = "kind of device"
 
 
 @contextmanager
-def process_group_from_environment(device: torch.device) -> Iterator[int]:
-    """This process's rank; under torchrun inside a process group (nccl for CUDA devices, else gloo), alone as rank 0.
+def process_group_from_environment(device: torch.device, backend: str = "") -> Iterator[int]:
+    """This process's rank; under torchrun inside a process group (``backend``, by default nccl for CUDA devices, else gloo), alone
+    as rank 0.
 
     A process group that exists already is used and left as it is.  A new one has keys of its own in torchrun's store: those of an
     earlier one of this process, whose ranks listen there no longer, are still in it.
@@ -54,7 +55,7 @@ def process_group_from_environment(device: torch.device) -> Iterator[int]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     keys = store.under(f"qsync/group{next(_NUMBERS)}").store
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     with naming_lost_ranks("init_process_group"):
         dist.init_process_group(backend, store=keys, rank=place.rank, world_size=place.world, timeout=collective_timeout())
     try:

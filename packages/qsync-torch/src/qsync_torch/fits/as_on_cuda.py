@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from qsync_core.ir.functions import UnderAutocast, function_of
-from qsync_core.kinds import KINDS
+from qsync_core.kinds import KINDS, kind_of
 from qsync_torch.torch_internals import pytree
 
 _MOST_HEAD = 256
 """Elements of a head in fused attention."""
 _FUSED = {operator.__name__: operator for operator in flop_registry}
 """Operators whose operations PyTorch counts, fused attention among them."""
-_OTHER_NAMES = {"cross_entropy": "cross_entropy_loss", "multi_head_attention_forward": "linear"}
+_OTHER_NAMES = {"cross_entropy": "cross_entropy_loss", "multi_head_attention_forward": kind_of(None).name}
 """Functions of ``torch.nn.functional`` by the name of the row that tells their format."""
 
 

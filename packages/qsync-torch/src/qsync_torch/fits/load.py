@@ -10,12 +10,7 @@ import torch
 from qsync_core.errors import QSyncError
 from qsync_torch.capturing.script import job_of_script
 from qsync_torch.job import Job
-from qsync_torch.load_job import load_job
-
-
-def is_script(job: str) -> bool:
-    """Whether a job is what a script says at its line, and not a function of a file."""
-    return job.endswith(".py") and ".py:" not in job
+from qsync_torch.load_job import is_script, load_job
 
 
 def job_without_memory(text: str, arguments: Sequence[str] = (), batch_size: int | None = None) -> Job:
@@ -24,11 +19,9 @@ def job_without_memory(text: str, arguments: Sequence[str] = (), batch_size: int
     Raises:
         QSyncError: when it names none, or arguments are given to one that is no script.
     """
-    if is_script(text):
-        job, _ = job_of_script(text, arguments)
+    if is_script(text, arguments):
+        job = job_of_script(text, arguments).job
         return job if batch_size is None else attrs.evolve(job, batch_size=batch_size)
-    if arguments:
-        raise QSyncError(f"{text} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
     try:
         with torch.device("meta"):
             return load_job(text, batch_size)

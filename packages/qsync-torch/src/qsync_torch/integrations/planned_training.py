@@ -109,7 +109,7 @@ def apply_for_trainer(
         undo.callback(applied.remove)
         with together("qsync_torch.integrations, comparing the trainer's settings"):
             if settings is not None:
-                _check_autocast(applied.base, settings, caller)
+                _check_autocast(applied, settings, caller)
         undo.pop_all()
     assert applied.plan is not None
     return PlannedTraining(applied, applied.plan)
@@ -132,8 +132,9 @@ def refuse_loss_scaling(planned: PlannedTraining, trainer: str, caller: Caller) 
     )
 
 
-def _check_autocast(base: Precision, settings: TrainerSettings, caller: Caller) -> None:
-    if settings.autocast is base:
+def _check_autocast(applied: AppliedPlan, settings: TrainerSettings, caller: Caller) -> None:
+    base = applied.base
+    if settings.autocast is base or (applied.in_model.holds_base and settings.autocast is Precision.FLOAT32):
         return
     found, planned = (
         "without autocast" if precision is Precision.FLOAT32 else f"under autocast to {precision}"

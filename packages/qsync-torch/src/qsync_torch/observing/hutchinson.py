@@ -26,6 +26,7 @@ from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
+from qsync_torch.observing.joint_errors import MOST, Direction, Split, displaced, orthonormal
 from qsync_torch.observing.kept_inputs import CopyScales, KeptInputs
 from qsync_torch.observing.mask_flips import FLIP_FACTOR, Mask, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
@@ -94,7 +95,8 @@ class HutchinsonCollector:
         half of it, small kernels the rest (rows I6 of docs/results/indicator.json)."""
         masks = any(operator.kind in ("relu", "max_pool1d", "max_pool2d") for operator in dag.operators)
         stored = any(v.storage.is_quantized and operator.runs_in(v) for v in variants for operator in dag.adjustable)
-        return (_PASSES_WITH_MASKS if masks else _PASSES) + (_PASS_AGAIN * (len(terms.SHIFTS) - 1) if stored else 0.0)
+        again = _PASS_AGAIN * (len(terms.SHIFTS) - 1) + MOST + 1
+        return (_PASSES_WITH_MASKS if masks else _PASSES) + (again if stored else 0.0)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """All terms of one step.
@@ -157,10 +159,10 @@ class _Pass:
         self._grad_inputs = {casts.grad_input for casts in gradients if casts.grad_input}
         self._grad_weights = {casts.grad_weight for casts in gradients if casts.grad_weight}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
-        self._stored = {noise.stored for noise in self._noise.values() if noise.stored}
+        self._stored = list(dict.fromkeys(noise.stored for noise in self._noise.values() if noise.stored))
         self._shifts: defaultdict[tuple[OpId, StoredError, int], DeferredSum] = defaultdict(DeferredSum)
         self._quantized: dict[tuple[str, Storage], StoredWeight] = {}
-        self._turn = 0
+        self._turn, self._split = 0, Split((), len(terms.SHIFTS))
         self._kept = kept_formats(self._noise)
         self._kept_sums: defaultdict[tuple[OpId, Precision], DeferredSum] = defaultdict(DeferredSum)
         by_group: defaultdict[str, list[OpId]] = defaultdict(list)
@@ -186,6 +188,8 @@ class _Pass:
         parameters = [p for p in step.model.parameters() if p.requires_grad]
         self._direction = dict(zip(parameters, random_signs(parameters, step.seed + _DIRECTION_SEED), strict=True))
         self._whole = parts == 1
+        if self._stores:
+            self._split = Split(self._joint_directions(parts, parameters), len(terms.SHIFTS))
         for number, (part, share) in enumerate(_split(step.batch, parts, mean=step.dag.loss_reduction == "mean")):
             self._one(number, part, share, parameters)
         with torch.no_grad():
@@ -262,11 +266,52 @@ class _Pass:
         """Whether some weight may be stored otherwise: a fixed error has one derivative, which few directions do not tell."""
         return any(not op.not_stored_as(stored.storage) for op in self._step.dag.adjustable for stored in self._stored)
 
+    def _joint_directions(self, parts: int, parameters: Sequence[torch.Tensor]) -> list[Direction]:
+        """Find in which directions all weights that can be stored move the gradients together, one for each storage."""
+        step, found = self._step, []
+        kept = dict(step.job.model.named_parameters())  # of which the step's model has a copy, and what is frozen stays so
+        before: dict[torch.Tensor, torch.Tensor] | None = None
+        for stored in self._stored[:MOST]:
+            stores = {op.op_id.fqn for op in step.dag.adjustable if not op.not_stored_as(stored.storage)}
+            weights = {f"{fqn}.weight": step.model.get_parameter(f"{fqn}.weight") for fqn in stores}
+
+            def read(name: str, stored: StoredError = stored) -> torch.Tensor:
+                weight = kept[name].to(weights[name])  # noqa: B023
+                return weight + self._error_of(name.removesuffix(".weight"), weight, stored)
+
+            if before is None:
+                before = self._gradient(parts, parameters)
+            with displaced(weights, read, kept):
+                after = self._gradient(parts, parameters)
+            found.append({parameter: after[parameter] - value for parameter, value in before.items()})
+        return orthonormal(found)
+
+    def _gradient(self, parts: int, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        found = {parameter: torch.zeros_like(parameter) for parameter in parameters}
+        for part, share in _split(self._step.batch, parts, mean=self._step.dag.loss_reduction == "mean"):
+            with self._step.undisturbed():
+                loss = share * self._step.job.compute_loss(part, self._step.model)
+                gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    found[parameter] += gradient
+        return found
+
     def _turned(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
         """The direction of a pass: the same in all parts of a batch."""
         self._turn = number
-        if not number:
-            return self._direction
+        if not self._split.is_random(number):
+            return {p: value * (self._scale * self._known_length) for p, value in self._split.known[number - 1].items()}
+        direction = self._direction if not number else self._random_direction(number)
+        self._split.meet(number, direction, self._scale)
+        return direction
+
+    @property
+    def _known_length(self) -> float:
+        """The length of random directions, which the known ones get for the sake of float32."""
+        return math.sqrt(sum(parameter.numel() for parameter in self._direction))
+
+    def _random_direction(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
         parameters = list(self._direction)
         signs = random_signs(parameters, self._step.seed + _DIRECTION_SEED + _NEXT_DIRECTION * number)
         return {parameter: u.mul_(self._scale) for parameter, u in zip(parameters, signs, strict=True)}
@@ -277,18 +322,17 @@ class _Pass:
         for stored in self._stored:
             if site.operator.not_stored_as(stored.storage):
                 continue
-            error = self._stored_error(site, stored)
+            error = self._error_of(op_id.fqn, site.weight, stored)
             if phase is Phase.FLIPS:
                 norm = torch.linalg.vector_norm(error * h)
                 self._sums[phase][op_id, Place.X, stored].squares.add(norm, norm)
             else:
                 self._shifts[self._calls[op_id][0], stored, self._turn].add(_dot(error, h))
 
-    def _stored_error(self, site: Site, stored: StoredError) -> torch.Tensor:
-        key = (site.operator.op_id.fqn, stored.storage)
-        if key not in self._quantized:
-            self._quantized[key] = quantize_weight(site.weight, stored.storage)
-        return stored_error(site.weight, stored, self._quantized[key])
+    def _error_of(self, fqn: str, weight: torch.Tensor, stored: StoredError) -> torch.Tensor:
+        if (fqn, stored.storage) not in self._quantized:
+            self._quantized[fqn, stored.storage] = quantize_weight(weight, stored.storage)
+        return stored_error(weight, stored, self._quantized[fqn, stored.storage])
 
     def _respond(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
         if phase is Phase.RESPONSE:
@@ -411,9 +455,12 @@ class _Pass:
                 if operator.not_stored_as(v.storage):
                     continue
                 if (stored := rounded.stored) is not None:
-                    for number, term in enumerate(terms.SHIFTS):
+                    along = []
+                    for number in range(len(terms.SHIFTS)):
                         shift = self._shifts.get((op_id, stored, number))  # the first call's, which is that of all
-                        found[op_id, v, term] = 0.0 if shift is None else fetched.value(shift) / self._scale
+                        length = self._scale if self._split.is_random(number) else self._scale * self._known_length
+                        along.append(0.0 if shift is None else fetched.value(shift) / length)
+                    found |= {(op_id, v, term): value for term, value in zip(terms.SHIFTS, self._split.numbers(along), strict=True)}
                     if self._has_masks:
                         response = total(Phase.FLIPS, op_id, Place.X, stored)
                         found[op_id, v, terms.STORED_FLIPS] = FLIP_FACTOR * response

@@ -26,6 +26,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.run_folder import RunFolder, key_of
 from qsync_torch.caller import Caller
+from qsync_torch.capturing.script import Said, job_of_script, unsaid_autocast
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.bounded_store import rank_timeout_s
 from qsync_torch.distributed.mailbox import Mailbox
@@ -41,7 +42,7 @@ from qsync_torch.distributed.ranks import (
 from qsync_torch.distributed.watch import watched
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import check_store
-from qsync_torch.load_job import job_code, load_job
+from qsync_torch.load_job import is_script, job_code, load_job
 from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
@@ -54,9 +55,12 @@ from qsync_torch.prepare.roles import (
     compared,
     contradiction,
     described_groups,
+    frozen_fills,
+    memory_of,
     otherwise,
     renamed,
     roles_said,
+    short_of_memory,
     to_repeat,
     with_storages,
 )
@@ -104,11 +108,6 @@ class Request:
     quiet: bool = False
 
 
-def is_script(job: str) -> bool:
-    """Whether a job is what a script says at its line, and not a function of a file."""
-    return job.endswith(".py") and ".py:" not in job
-
-
 @attrs.frozen
 class PlannedGroups:
     """A set of groups that may be left: its plan, or why there is none."""
@@ -149,9 +148,9 @@ def prepare(request: Request) -> Prepared:
     started = time.monotonic()
     with watched(WHAT, members_to_be("watch") or Mailbox.of_group(None)):
         # A script runs before there is a process group, because it may make that itself.
-        load = _of_script(request) if is_script(request.job) else lambda: (load_job(request.job, request.batch_size), None)
-        with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
-            return _prepare(request, load, rank, started)
+        said = _of_script(request) if is_script(request.job) else None
+        with process_group_from_environment(request.device, said.backend if said else "") as rank, naming_lost_ranks(WHAT):
+            return _prepare(request, _load(request, said), rank, started)
 
 
 def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepared:
@@ -170,18 +169,23 @@ def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepare
     )
 
 
-def _of_script(request: Request) -> Load:
-    """Runs the script now, on every rank or on none; what it said is there when it is asked for.
+def _load(request: Request, said: Said | None) -> Load:
+    """How the job is loaded: a script's is there already."""
+    if said is None:
+        return lambda: (load_job(request.job, request.batch_size), None)
+    job = said.job if request.batch_size is None else attrs.evolve(said.job, batch_size=request.batch_size)
+    return lambda: (job, said.caller)
+
+
+def _of_script(request: Request) -> Said:
+    """Run the script now, on every rank or on none.
 
     Raises:
         QSyncError: on every rank, also where one does not come to its line while another has.
     """
-    from qsync_torch.capturing.script import job_of_script
-
     members = members_to_be("script", rank_timeout_s())
     with together(f"the line of {Path(request.job).name}", group=members, may_hang=True):
-        job, caller = job_of_script(request.job, request.arguments)
-    return lambda: (job if request.batch_size is None else attrs.evolve(job, batch_size=request.batch_size), caller)
+        return job_of_script(request.job, request.arguments)
 
 
 @attrs.define(eq=False)
@@ -217,11 +221,8 @@ class _Flow:
             facts["optimizer"] = describe_optimizer(job)
             facts[KIND_OF_DEVICE] = request.device.type
             self.board.stage("loading the job")(1, 1, "")
-        if folder.rank == 0 and is_script(request.job):
-            from qsync_torch.capturing.script import unsaid_autocast
-
-            if note := unsaid_autocast(request.job, job):
-                self.board.note(note, of_job=True)
+        if folder.rank == 0 and is_script(request.job) and (note := unsaid_autocast(request.job, job)):
+            self.board.note(note, of_job=True)
         self._communication = job.communication
         if folder.rank == 0 and job.communication:
             self.board.note(
@@ -390,7 +391,8 @@ class _Flow:
             probes = self._probes(bench, groups)
             text = ""
             if self.folder.rank == 0:
-                formed = described_groups(groups, probes, self.request.wishes, self._profiled(bench.dag, groups))
+                wishes = short_of_memory(groups, probes, self.request.wishes, bench.dag)
+                formed = described_groups(groups, probes, wishes, self._profiled(bench.dag, groups))
                 formed = with_storages(formed, bench.dag)
                 links = with_links(formed, *self._hop(bench.dag, groups)) if len(groups) > 1 else ()
                 text = cluster_text(bench.dag.model, formed, links)
@@ -402,8 +404,8 @@ class _Flow:
         return parse_cluster(self._text, str(self.folder.run.cluster))
 
     def _probes(self, bench: Bench, groups: Sequence[Group]) -> dict[str, Probe]:
-        """The parts ``probe GROUP``; none where one group is all there is, which trains."""
-        if len(groups) == 1 and not self.request.wishes:
+        """The parts ``probe GROUP``; none where one group is all there is, which trains, unless its memory may be short."""
+        if len(groups) == 1 and not self.request.wishes and not frozen_fills(bench.dag, memory_of(groups[0], {})):
             return {}
         self._probe(groups, bench.probe)
         self._probe(to_repeat(groups, self._probes_of(groups)), bench.probe_again)

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest, load, save, to_bytes
@@ -19,11 +20,12 @@ from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
+from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
-from qsync_torch.distributed.process_group import rank_count
+from qsync_torch.distributed.process_group import in_process_group, rank_count
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
 from qsync_torch.observing.observe import ObserveRequest, observe
@@ -65,6 +67,11 @@ class Probe:
     spread_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
     again_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
     again_spread_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has memory for the step."""
+        return self.step_ns < _TOO_LARGE_NS
 
     @classmethod
     def of(cls, value: str) -> Probe:
@@ -321,6 +328,8 @@ def collective_inputs(dag: PrecisionDag, groups: Iterable[Group]) -> dict[str, s
         device = f"{len(group.ranks)} × {first.device.name} at {first.device.share:.0%} on {hosts} machines"
         versions = ", ".join(f"{name} {first.software.get(name, '')}" for name in ("torch", "qsync-torch", "cuda", "driver"))
         found[f"group {group.name}"] = f"{device}, {versions}"
+        if first.device.kind is DeviceKind.CUDA and in_process_group() and "nccl" not in dist.get_backend_config():
+            found["backend"] = dist.get_backend()  # as the script has it
     return found
 
 

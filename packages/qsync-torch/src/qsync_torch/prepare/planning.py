@@ -139,12 +139,15 @@ class Planning:
         sensitivity = from_bytes(self.folder.read("sensitivity"), Sensitivity, name="the sensitivity")
         made: dict[str, Made] = {}
         sets = list(survivors(self.cluster))
+        joint = self._costs(sets[0])
         progress = self.board.stage("planning")
         for done, names in enumerate(sets):
             key = key_of(names)
             progress(done, len(sets), key)
             cluster = part_of(self.cluster, names, profiles)
-            costs = self._costs(names)
+            costs = joint if names == sets[0] else self._costs(names)
+            if costs is None and len(names) > 1:  # as the verdict on all groups has it
+                costs = joint
             inputs = {
                 "graph": digest(self.dag),
                 "sensitivity": self.folder.parts["sensitivity"].sha256,
@@ -157,8 +160,7 @@ class Planning:
             }
             if self.folder.is_kept(f"plan {key}", inputs):
                 continue
-            own = {name: profiles[name] for name in names}
-            made |= self._planned(key, names, cluster, own, sensitivity, costs, inputs)
+            made |= self._planned(key, names, cluster, profiles, sensitivity, costs, inputs)
         progress(len(sets), len(sets), "")
         wanted = {f"plan {key_of(names)}" for names in sets}
         without = {name for name, one in made.items() if not one.data}
@@ -179,14 +181,14 @@ class Planning:
         """The plan of some groups; where one that was to train has no memory for it, each in its own role."""
         described = attrs.evolve(cluster, groups=tuple(group for group in self.cluster.groups if group.name in names))
         request = Request(**self.asked.said, communication=self._decided(costs), communication_said=_AS_SCRIPT)
-        matched = Inputs(self.dag, cluster, profiles, sensitivity, communication=costs)
+        matched = self._matched(cluster, profiles, sensitivity, costs)
         try:
             try:
                 found = allocate(matched, request)
             except InfeasibleError:
                 if cluster == described:
                     raise
-                matched = Inputs(self.dag, described, profiles, sensitivity, communication=costs)
+                matched = self._matched(described, profiles, sensitivity, costs)
                 found = allocate(matched, request)
         except InfeasibleError as error:
             if len(names) == len(self.cluster.groups):
@@ -197,6 +199,17 @@ class Planning:
         if set(found.local_batches.values()) <= {self.dag.batch_size}:  # of others no single operator's cost is known
             made[f"timeline {key}"] = Made(inputs, _timeline(found, matched))
         return made
+
+    def _matched(
+        self, part: Cluster, profiles: Mapping[str, Profile], sensitivity: Sensitivity, costs: CollectiveCosts | None
+    ) -> Inputs:
+        """What a part of the cluster is planned with; ``costs`` were measured among its groups, or among more."""
+        own = {group.name: group for group in part.groups}
+        if costs is None or set(costs.ranks) == set(own):
+            return Inputs(self.dag, part, {name: profiles[name] for name in own}, sensitivity, communication=costs)
+        groups = tuple(own.get(group.name, group) for group in self.cluster.groups)
+        whole = attrs.evolve(self.cluster, groups=groups)
+        return Inputs(self.dag, whole, profiles, sensitivity, communication=costs).part(own)
 
     def _decided(self, costs: CollectiveCosts | None) -> dict[str, Any]:
         """What the script decides of communication, as far as plans can be for it: where it was measured, and of its buckets."""

@@ -50,7 +50,6 @@ def described_groups(
         ladder = probes[group.name].ladder if role is Role.INFER else (Variant.plain(Precision.FLOAT32),)
         if wish.memory_bytes and device.kind is DeviceKind.CPU and len(ladder) == 1 and role is Role.INFER:
             ladder = CPU_LADDER[1:]  # which saves memory, whatever it takes
-        memory = round(min(member.memory_bytes for member in group.members) * device.share)
         found.append(
             DeviceGroup(
                 name=group.name,
@@ -59,26 +58,60 @@ def described_groups(
                 role=role,
                 base=Precision.FLOAT32,
                 ladder=ladder,
-                memory_bytes=wish.memory_bytes or (memory if device.kind is DeviceKind.CUDA else 0),
+                memory_bytes=memory_of(group, wishes),
                 share=device.share,
             )
         )
     return found
 
 
-def with_storages(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> list[DeviceGroup]:
-    """The groups, with frozen weights in int8 and NF4 on the ladders of those whose memory they are much of."""
-    base = Variant.plain(dag.base)
-    stored = tuple(attrs.evolve(base, storage=storage) for storage in _STORAGES)
+def _stored_rungs(dag: PrecisionDag) -> tuple[Variant, ...]:
+    return tuple(attrs.evolve(Variant.plain(dag.base), storage=storage) for storage in _STORAGES)
+
+
+def frozen_fills(dag: PrecisionDag, memory_bytes: int) -> bool:
+    """Whether frozen weights that can be stored otherwise are much of a memory; of one without a limit they are not."""
+    stored = _stored_rungs(dag)
     modules = {operator.op_id.fqn: operator for operator in dag.adjustable if operator.runs_in(stored[0])}
     frozen_bytes = sum(operator.stored_bytes(Storage.AS_IS) for operator in modules.values())
+    return memory_bytes > 0 and frozen_bytes >= _MUCH * memory_bytes
+
+
+def memory_of(group: Group, wishes: Mapping[str, Wish]) -> int:
+    """The memory that each rank of a group may use; 0 where there is no limit."""
+    wished, device = wishes.get(group.name, Wish()).memory_bytes, group.first.device
+    own = round(min(member.memory_bytes for member in group.members) * device.share)
+    return wished or (own if device.kind is DeviceKind.CUDA else 0)
+
+
+def short_of_memory(
+    groups: Sequence[Group], probes: Mapping[str, Probe], wishes: Mapping[str, Wish], dag: PrecisionDag
+) -> Mapping[str, Wish]:
+    """The wishes; a group that is all there is infers where its memory is short and frozen weights fill it.
+
+    It keeps up with nobody, but what it stores, and how, is to be planned.  Its memory is short where a person gives a budget, or a
+    step did not fit.
+    """
+    if len(groups) != 1 or roles_said(groups, wishes):
+        return wishes
+    (group,) = groups
+    wish = wishes.get(group.name, Wish())
+    short = wish.memory_bytes or (group.name in probes and not probes[group.name].fits)
+    if not short or not frozen_fills(dag, memory_of(group, wishes)):
+        return wishes
+    return {**wishes, group.name: attrs.evolve(wish, role=Role.INFER)}
+
+
+def with_storages(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> list[DeviceGroup]:
+    """The groups, with frozen weights in int8 and NF4 on the ladders of those whose memory they are much of."""
+    base, stored = Variant.plain(dag.base), _stored_rungs(dag)
 
     def of(group: DeviceGroup) -> DeviceGroup:
-        much = group.memory_bytes and frozen_bytes >= _MUCH * group.memory_bytes
-        if group.role is not Role.INFER or base not in group.ladder or not much:
+        if group.role is not Role.INFER or not frozen_fills(dag, group.memory_bytes):
             return group
-        at = group.ladder.index(base)
-        return attrs.evolve(group, ladder=(*group.ladder[:at], *stored, *group.ladder[at:]))
+        below = [rung for rung in group.ladder if rung != base and rung.under(dag.base) is not None]
+        above = [rung for rung in group.ladder if rung.under(dag.base) is None]
+        return attrs.evolve(group, ladder=(*below, *stored, base, *above))
 
     return [of(group) for group in groups]
 
@@ -155,7 +188,12 @@ def compared(groups: Sequence[Group], probes: Mapping[str, Probe], base: Precisi
     steps = {group.name: _step(probes, group.name) for group in groups if group.name in probes}
     if len(steps) < 2:
         return ""
-    told = ", ".join(f"{format_ns(round(step.value))} ± {format_ns(round(step.spread))} on {name}" for name, step in steps.items())
+    told = ", ".join(
+        f"{format_ns(round(step.value))} ± {format_ns(round(step.spread))} on {name}"
+        if probes[name].fits
+        else f"more than the memory of {name}"
+        for name, step in steps.items()
+    )
     said = f"a step in {_named(base)} takes {told}"
     if not all_alike(groups, probes):
         return said

@@ -135,11 +135,14 @@ class Bench:
         choices: Mapping[OpId, KernelChoice],
         base: StepMeasurement | None,
         lowered: tuple[OpId, ...] | None = None,
+        *,
+        may_not_fit: bool = False,
     ) -> StepMeasurement:
         """Whole steps with every adjustable operator in one variant, or some of them.
 
         Raises:
             JobError: when they fail, naming the line.
+            torch.OutOfMemoryError: when memory is short, and ``may_not_fit``.
         """
         name = f"step {variant}" if lowered is None else f"step {variant} of {' '.join(map(str, lowered))}"
         known = self.store.read(name, StepMeasurement)
@@ -149,6 +152,8 @@ class Bench:
             with self._noting(f"whole step in {variant.label}"):
                 measured = measure_step(runner, variant, self.dag, self.stopwatch, self.efforts.steps, base, choices, lowered)
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and may_not_fit:
+                raise
             # Of a function that fails under a plan, a forward says what a script can do; here a rung is what cannot run.
             failed = error.__cause__ if isinstance(error, PlanError) else error
             if failed is None or isinstance(failed, QSyncError):

@@ -144,7 +144,7 @@ def measure_communication(
     Raises:
         RankError: outside a process group of two or more ranks; when another rank does not come or fails.
         QSyncError: when the graph is of another model or has no gradients; when groups are not as ``counts`` says, or one has
-            devices of two types; when two ranks have one GPU.  On every rank.
+            devices of two types; when two ranks have one GPU, over NCCL.  On every rank.
     """
     job_group = None if among is None else among.group
     check_not_alone(job_group)
@@ -155,8 +155,8 @@ def measure_communication(
         check_same_model(job, dag)
         sizes = bucket_sizes(dag)
         mine = _Member.here(group, target, share)
-    members = _heard(mine, counts, job_group)
     with_nccl = target.type == "cuda" and "nccl" in str(dist.get_backend(job_group))
+    members = _heard(mine, counts, job_group, one_rank_a_gpu=with_nccl)
     tried = MAX_CTAS if with_nccl and not variables else (0,)
     if with_nccl and variables:
         note(f"{variables} in the environment stands above what a process group asks of NCCL, so only that is measured")
@@ -260,7 +260,9 @@ def bucket_sizes(dag: PrecisionDag) -> tuple[int, ...]:
     return tuple(sizes[position * (len(sizes) - 1) // (_MOST_SIZES - 1)] for position in range(_MOST_SIZES))
 
 
-def _heard(mine: _Member, counts: Mapping[str, int] | None, among: dist.ProcessGroup | None) -> dict[int, _Member]:
+def _heard(
+    mine: _Member, counts: Mapping[str, int] | None, among: dist.ProcessGroup | None, *, one_rank_a_gpu: bool
+) -> dict[int, _Member]:
     """The members of all ranks of the job, which all of them judge alike.
 
     Raises:
@@ -286,10 +288,10 @@ def _heard(mine: _Member, counts: Mapping[str, int] | None, among: dist.ProcessG
         if len(devices) > 1:
             which = " and ".join(sorted(f"{device.name} at {device.share:.0%}" for device in devices))
             raise PlanError(f"group {name!r} has devices of different types ({which}, {rank_list(ranks)}): give each its own group")
-    if twice := next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None):
+    if one_rank_a_gpu and (twice := next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None)):
         raise RankError(
             f"{rank_list(twice)} have the same GPU, which NCCL refuses: give each process its own, with --device or "
-            "CUDA_VISIBLE_DEVICES"
+            "CUDA_VISIBLE_DEVICES, or communicate over gloo"
         )
     return members
 

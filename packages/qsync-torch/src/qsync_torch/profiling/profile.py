@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,14 @@ import attrs
 import torch
 
 from qsync_core.artifacts.files import digest
+from qsync_core.errors import JobError
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import (
     AlternatingDispatch,
     ChainCost,
+    Compiled,
     Compiler,
     DeviceKind,
     DeviceMemory,
@@ -53,7 +55,7 @@ from qsync_torch.profiling.handing_on import handed_on
 from qsync_torch.profiling.items import FLOAT32, Item, RightKernels, distinct_items, layer_kinds, refuse_wrong_base, right_kernels
 from qsync_torch.profiling.memory import outside_bytes
 from qsync_torch.profiling.resume_store import ResumeStore
-from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating
+from qsync_torch.profiling.whole_step import StepRunner, lowered_steps, may_bind, measure_alternating
 from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import is_run_loss
@@ -200,7 +202,7 @@ def profile(
         for chain, choice in fused.items():
             counted(f"chains: {chain.chain.producer}")
             chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
-        runner = StepRunner.start(job, target, compiled=compiled)
+        runner = _runner(job, target, compiled, complete, note)
         for operator in filter(is_run_loss, dag.operators):
             counted("loss")
             index[operator.op_id] = {FLOAT32: len(costs)}
@@ -208,10 +210,11 @@ def profile(
         bench.watch_autocast(runner.model)
         if compiled is not None and runner.compiled is None:
             note("ranks communicate in the model's forward, where one is compiled with the others only: whole steps are eager ones")
-        if runner.compiled is not None:
+        if runner.compiled is not None and runner.apart is None:
             runner.forward(0)  # no compiler is to read who watches
         steps = _steps(bench, runner, complete, choices, counted)
-        mixed = [] if runner.compiled is None else _kinds_alone(bench, runner, complete, choices, counted, steps[0], costs, index)
+        whole = runner.compiled is not None and runner.apart is None
+        mixed = _kinds_alone(bench, runner, complete, choices, counted, steps[0], costs, index) if whole else []
         if runner.compile_s:
             count = len(steps) + len(mixed)
             said = "1 whole step was" if count == 1 else f"{count} whole steps were"
@@ -219,10 +222,12 @@ def profile(
         counted.stay("alternating steps")
         alternating = _alternating(bench, runner, complete, choices, steps)
         counted.stay("what is handed on")
-        if not runner.optimizer.state:
-            runner.train_step(0)
-        # A graph is traced on a CPU.
-        handing_on = () if target.type == "cpu" else handed_on(runner.model, dag, lambda: runner.forward(0))
+        with nullcontext() if runner.apart is None else lowered_steps(runner, dag.index, steps[0].variant, dag, {}):
+            if not runner.optimizer.state:
+                runner.train_step(0)
+            # A graph is traced on a CPU.
+            handing_on = () if target.type == "cpu" else handed_on(runner.model, dag, lambda: runner.forward(0))
+            synchronises = runner.watch_synchronising(target)
         state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
         counted("all-reduce")
     collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if asked.with_collectives else None
@@ -250,7 +255,7 @@ def profile(
         input_bytes=input_bytes,
         collective=collective,
         steps=tuple(steps),
-        synchronises=runner.watch_synchronising(target),
+        synchronises=synchronises,
         memory=memory,
         chains=tuple(chains),
         handed_on=tuple(op_id for op_id in handing_on if op_id in index),
@@ -346,14 +351,45 @@ def _of_variant(choices: Mapping[Item, KernelChoice], variant: Variant) -> dict[
     return {op_id: choice for item, choice in choices.items() if item.variant == variant for op_id in item.holders}
 
 
+def _runner(job: Job, device: torch.device, compiled: Compiled | None, complete: Iterable[Variant], note: Note) -> StepRunner:
+    """The copy of the model that steps are measured of; one that does not fit on its device waits for its weights to be stored."""
+    try:
+        return StepRunner.start(job, device, compiled=compiled)
+    except torch.OutOfMemoryError:
+        if not any(variant.storage.is_quantized for variant in complete):
+            raise
+    note(
+        f"{job.name} does not fit on this device as its script has it: whole steps are measured with frozen weights stored "
+        "otherwise alone, and those of other plans follow from the sum of their operators"
+    )
+    return StepRunner.start(job, device, compiled=compiled, apart=True)
+
+
 def _steps(
     bench: Bench, runner: StepRunner, complete: Sequence[Variant], choices: Mapping[Item, KernelChoice], counted: _Counted
 ) -> list[StepMeasurement]:
-    """Whole steps in each variant, the base's first."""
+    """Whole steps in each variant, the base's first; where weights may be stored otherwise, those alone that fit.
+
+    Raises:
+        JobError: when none does.
+    """
     steps: list[StepMeasurement] = []
+    stores = any(variant.storage.is_quantized for variant in complete)
     for variant in sorted(complete, key=lambda v: v != Variant.plain(bench.dag.base)):
         counted(f"whole step {variant.label}{'' if runner.compiled is None else ', compiled'}")
-        steps.append(bench.step(runner, variant, _of_variant(choices, variant), steps[0] if steps else None))
+        if runner.apart is not None and not variant.storage.is_quantized:
+            continue
+        first, chosen = steps[0] if steps else None, _of_variant(choices, variant)
+        try:
+            steps.append(bench.step(runner, variant, chosen, first, may_not_fit=stores))
+        except torch.OutOfMemoryError:
+            runner.optimizer.zero_grad(set_to_none=True)
+            bench.note(f"a whole step in {variant.label} does not fit on this device, and is not measured")
+    if not steps:
+        raise JobError(
+            f"no training step of {runner.job.name} fits on this device, whichever of {', '.join(v.label for v in complete)} its "
+            "weights are stored in: take a smaller batch, checkpoint activations, or leave this device out"
+        )
     if runner.communicates:
         bench.note(
             "ranks communicate in the model's forward: it is measured as if all others did as this rank does, so that step "
@@ -402,7 +438,9 @@ def _alternating(
     """Steps with every other operator lowered, where the CPU may bind them; no call goes through a plan in compiled graphs."""
     base = Variant.plain(bench.dag.base)
     rung = next((v for v in complete if v != base and not v.compute.needs_scale), complete[0])
-    of_rung = next(step for step in steps if step.variant == rung)
+    of_rung = next((step for step in steps if step.variant == rung), None)
+    if runner.apart is not None or steps[0].variant != base or of_rung is None:
+        return None
     mixes = bench.stopwatch.device.type == "cuda" and rung != base and len(bench.dag.adjustable) > 1
     if not mixes or runner.compiled is not None or not may_bind(steps[0], of_rung):
         return None

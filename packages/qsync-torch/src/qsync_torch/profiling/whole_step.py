@@ -71,8 +71,9 @@ class StepRunner:
     ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU;
     ``synchronises`` says whether a step waits for the device, once that was looked for; ``rungs`` is the memory of the steps
     measured on a CUDA device; ``compiled`` says how the script compiles the model, and ``compile_s`` is how many seconds that
-    took.  ``alone`` answers collectives in the model for the ranks that do not step meanwhile; None where
-    there are no other ranks, or none is asked.
+    took.  ``apart`` is the device of a model that does not fit there as the script has it: it waits on the CPU, and is there while
+    some of its weights are stored otherwise.  ``alone`` answers collectives in the model for the ranks that do not step meanwhile;
+    None where there are no other ranks, or none is asked.
     """
 
     job: Job
@@ -85,6 +86,7 @@ class StepRunner:
     alone: Alone | None = None
     compiled: Compiled | None = None
     compile_s: float = 0.0
+    apart: torch.device | None = None
 
     @classmethod
     def start(
@@ -95,20 +97,22 @@ class StepRunner:
         compiled: Compiled | None = None,
         *,
         widened: bool = False,
+        apart: bool = False,
     ) -> StepRunner:
         """Copy the job's model to ``device`` in training mode; the job's own is not touched.
 
         Args:
             widened: 16-bit parameters and buffers are float32 in the copy.
+            apart: leave the copy on the CPU until weights are stored; steps are run under :meth:`present`.
         """
-        model = job.copy_model().to(device).train()
+        model = job.copy_model().to("cpu" if apart else device).train()
         for tensor in (*model.parameters(), *model.buffers()) if widened else ():
             if tensor.dtype in LOW_FLOATS:
                 tensor.data = tensor.data.float()
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         given = [job.batch(step, job.batch_size).to(device) for step in range(batches)]
-        runner = cls(job, model, optimizer, given, compiled=compiled)
-        if rank_count() > 1 and batches:
+        runner = cls(job, model, optimizer, given, compiled=compiled, apart=device if apart else None)
+        if rank_count() > 1 and batches and not apart:
             runner._meet_collectives(device)
         return runner
 
@@ -178,6 +182,19 @@ class StepRunner:
             self.model = plain
             torch.compiler.reset()
 
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Have a model that waits apart on its device; stored weights come in the formats in which they are."""
+        if self.apart is None:
+            yield
+            return
+        try:
+            self.model.to(self.apart)
+            yield
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.model.to("cpu")
+
     @property
     def saved_bytes(self) -> int:
         """Bytes that autograd keeps of a forward for its backward, beside what lives anyway; runs one."""
@@ -228,7 +245,7 @@ def measure_step(
     ``chosen`` are the kernels of each operator, PyTorch's own where it says nothing.  ``base`` is an earlier measurement of the
     same model: where its step is long, the optimizer's time, which no variant changes, is not measured again.
     """
-    with _lowered(runner, dag.index if lowered is None else lowered, variant, dag, chosen or {}) as applied:
+    with lowered_steps(runner, dag.index if lowered is None else lowered, variant, dag, chosen or {}) as applied:
         runner.watch_synchronising(stopwatch.device)
         known = _known_optimizer_ns(stopwatch.device, base)
         cut = runner.compiled is not None and runner.compiled.around_ddp and rank_count() > 1
@@ -285,7 +302,7 @@ def measure_alternating(
     steps = itertools.count()
 
     def issued(lowered: Sequence[OpId]) -> tuple[int, ...]:
-        with _lowered(runner, lowered, variant, dag, chosen):
+        with lowered_steps(runner, lowered, variant, dag, chosen):
             return repeat(lambda: _issue_times(runner, next(steps), stopwatch), _TURN_EFFORT).median_ns
 
     found, none = [], issued(())
@@ -298,7 +315,7 @@ def measure_alternating(
 
 
 @contextmanager
-def _lowered(
+def lowered_steps(
     runner: StepRunner, lowered: Collection[OpId], variant: Variant, dag: PrecisionDag, chosen: Mapping[OpId, KernelChoice]
 ) -> Iterator[AppliedPlan | None]:
     """A plan with some operators in a variant and the others at the base precision; none at all where it lowers none."""
@@ -315,7 +332,8 @@ def _lowered(
         entries[op_id] = Assignment(run, kernel.backend, kernel.config, "")
     applied = apply_(runner.model, entries, base=dag.base, keep_stored=True)
     try:
-        yield applied
+        with runner.present():
+            yield applied
     finally:
         applied.remove()
 

@@ -12,6 +12,7 @@ from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS
 from qsync_torch.batch_axes import batch_axes
 from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
@@ -143,7 +144,7 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
                 draft.not_storable = "it is read by a functional call, and weights of modules alone are stored in another format"
             elif others:
                 draft.not_storable = f"{others[0]} reads it too"
-            elif draft.kind == "conv_transpose2d":
+            elif KINDS[draft.kind].transposed:
                 draft.not_storable = "the weight of a transposed convolution has its input channels first"
 
 

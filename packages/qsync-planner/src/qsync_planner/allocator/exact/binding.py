@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
-from qsync_planner.allocator.exact.network import Network, Row, dense
+from qsync_planner.allocator.exact.network import Mixture, Network, Row, dense
 from qsync_planner.allocator.exact.stages import Numbers
+
+_MEAN_ROUNDING = 1e-7
+"""Part of a limit by which a mean of paths may miss it without a row."""
 
 
 class BindingRows:
@@ -54,6 +59,40 @@ class BindingRows:
             return False
         self._apart = True
         return True
+
+    def add_exceeded(self, values: Numbers, plan: Replayed, limit_ns: float, budget_bytes: float) -> bool:
+        """Add the rows of what a plan exceeds (limits of 0: none); False where there is none."""
+        added = bool(limit_ns) and plan.period_ns > limit_ns and self.add_late(values, limit_ns)
+        if budget_bytes and plan.peak_bytes > budget_bytes:
+            added = self.add_moment(plan.peak_moment) or added
+        return added or self.add_apart(plan)
+
+    def add_exceeded_by_mean(
+        self, network: Network, mixture: Mixture, limit_ns: float, budget_bytes: float, offer: Callable[[Replayed], object]
+    ) -> tuple[list[tuple[int, ...]], bool]:
+        """Add the rows of what the mean of a mixture's plans exceeds the most (limits of 0: none).
+
+        Args:
+            offer: receives every plan that is replayed for it.
+
+        Returns:
+            The plans, and whether some row is new.
+        """
+        program, columns, units = self._program, self._program.program.columns, len(self._program.choices.columns)
+        plans = [network.rungs(path, units) for path in mixture.paths]
+        values: Numbers = np.zeros(columns)
+        for path, weight in zip(mixture.paths, mixture.weights, strict=True):
+            values += weight * network.values(path, columns)
+        added = bool(plans and limit_ns) and self.add_late(values, limit_ns, _MEAN_ROUNDING * limit_ns)
+        if budget_bytes and plans:
+            moments = np.zeros(1)
+            for rungs, weight in zip(plans, mixture.weights, strict=True):
+                offer(program.replay(rungs))
+                moments = moments + weight * program.bytes_by_moment()
+            worst = int(np.argmax(moments))
+            if moments[worst] > budget_bytes * (1 + _MEAN_ROUNDING):
+                added = self.add_moment(worst) or added
+        return plans, added
 
     def of_time(self, network: Network, limit_ns: float) -> list[Row]:
         """The rows of time that were added."""

@@ -52,6 +52,8 @@ class Counting:
     cut: tuple[tuple[int, ...], ...]
     prices: Numbers
     surplus: float
+    is_unchanged: bool = False
+    """Whether the counts stay what they are."""
 
     def added(self, taken: Numbers, amounts: Numbers) -> Numbers:
         """The counts after arcs that take ``amounts`` of the rows, of shape (labels, rows) or (rows,)."""
@@ -131,7 +133,7 @@ def _unchanged(counts: list[tuple[int, ...]], prices: Numbers) -> Counting:
     """What a stage does in which no two rows begin or cease to differ."""
     every = np.arange(len(counts))
     rows = np.asarray([members[0] for members in counts], dtype=np.int64)
-    return Counting(every, rows, every, (), tuple(counts), prices.copy(), 0.0)
+    return Counting(every, rows, every, (), tuple(counts), prices.copy(), 0.0, is_unchanged=True)
 
 
 def _differences(amounts: Numbers, first: Indices) -> tuple[Indices, Indices]:

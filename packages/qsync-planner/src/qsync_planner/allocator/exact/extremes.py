@@ -16,8 +16,7 @@ import numpy as np
 from qsync_planner.allocator.exact.binding import BindingRows
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.labels import best_path
-from qsync_planner.allocator.exact.network import Mixture, Network, Priced, Row, best_prices
-from qsync_planner.allocator.exact.stages import Numbers
+from qsync_planner.allocator.exact.network import Network, Priced, Row, best_prices
 
 _ROUNDS = 200
 _ARCS, _WIDER, _PART = 64, 2, 0.1
@@ -31,8 +30,6 @@ _MANY, _FARTHER = 300, 1.5
 """Labels from which on they grow fast, and times as far that one looks then."""
 _ROUNDING = 1e-9
 """Part of a size that sums of numbers of so many sizes may be off by."""
-_MEAN_ROUNDING = 1e-7
-"""Part of a size by which a mean of paths may exceed it without a row."""
 
 
 class ExtremeSearch:
@@ -108,7 +105,7 @@ class ExtremeSearch:
 
     def _priced(self) -> tuple[Network, list[Row], list[Row], Priced]:
         """The weights of the highest bound, after the rows of all sums that the mixture of paths of this size exceeds."""
-        program, rows, columns = self._program, self._rows, self._program.program.columns
+        program, rows = self._program, self._rows
         while True:
             columns = program.program.columns
             network = Network(program.stages(), np.zeros(columns), 0.0, math.inf)
@@ -121,31 +118,15 @@ class ExtremeSearch:
             self._bound(priced.bound)
             if self.is_near() or self._is_late():
                 return network, sums, limits, priced
-            plans = [network.rungs(path, self._units) for path in mixture.paths]
+            limit_ns, budget = self._within(priced.bound)
+            plans, added = rows.add_exceeded_by_mean(network, mixture, limit_ns, budget, self._offer)
             self._known = [self.best.rungs, *plans]
-            if not self._add_exceeded(network, mixture, plans, priced.bound):
+            if not added:
                 return network, sums, limits, priced
 
-    def _add_exceeded(self, network: Network, mixture: Mixture, plans: Sequence[tuple[int, ...]], size: float) -> bool:
-        """Add the rows of what a mixture of this size exceeds; False where there is none."""
-        program, columns = self._program, self._program.program.columns
-        values: Numbers = np.zeros(columns)
-        for path, weight in zip(mixture.paths, mixture.weights, strict=True):
-            values += weight * network.values(path, columns)
-        of_time, of_memory = self._quantity is Quantity.TIME, self._quantity is Quantity.MEMORY
-        added, limit_ns = False, size if of_time else float(self._limit_ns)
-        if limit_ns:
-            added = self._rows.add_late(values, limit_ns, _MEAN_ROUNDING * limit_ns)
-        budget = size if of_memory else float(self._budget)
-        if budget and plans:
-            moments = np.zeros(1)
-            for rungs, weight in zip(plans, mixture.weights, strict=True):
-                self._offer(program.replay(rungs))
-                moments = moments + weight * program.bytes_by_moment()
-            worst = int(np.argmax(moments))
-            if moments[worst] > budget * (1 + _MEAN_ROUNDING):
-                added = self._rows.add_moment(worst) or added
-        return added
+    def _within(self, size: float) -> tuple[float, float]:
+        """The time limit and the memory budget of plans of at most a size."""
+        return (size, self._budget) if self._quantity is Quantity.TIME else (self._limit_ns, size)
 
     def _look(self, network: Network, sums: Sequence[Row], limits: Sequence[Row], priced: Priced) -> bool:
         """Look for plans of sizes from the bound on; True where rows were added that they have to keep too."""
@@ -173,7 +154,8 @@ class ExtremeSearch:
                 plan = self._program.replay(network.rungs(labelled.path, self._units))
                 self._known.append(plan.rungs)
                 if not self._offer(plan) or self.size(plan) > sought:
-                    return self._add_violated(network.values(labelled.path, self._program.program.columns), plan, sought)
+                    values = network.values(labelled.path, self._program.program.columns)
+                    return self._rows.add_exceeded(values, plan, *self._within(sought))
                 halves, looked_farther, cap, among = True, False, max(cap, _FEW), math.inf
             elif among < math.inf:
                 among = math.inf
@@ -190,12 +172,3 @@ class ExtremeSearch:
             else:
                 return False
         return False
-
-    def _add_violated(self, values: Numbers, plan: Replayed, sought: int) -> bool:
-        """Add the rows of what a plan exceeds; False where there is none."""
-        of_time = self._quantity is Quantity.TIME
-        limit_ns, budget = (sought, self._budget) if of_time else (self._limit_ns, sought)
-        added = bool(limit_ns) and plan.period_ns > limit_ns and self._rows.add_late(values, limit_ns)
-        if budget and plan.peak_bytes > budget:
-            added = self._rows.add_moment(plan.peak_moment) or added
-        return added or self._rows.add_apart(plan)

@@ -17,7 +17,7 @@ from qsync_planner.allocator.exact.choices import Choice, Choices
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, segments_of
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import CONSTANT, Limits, OnImproved, Program, Solved
-from qsync_planner.allocator.exact.stages import Stage, stages_of
+from qsync_planner.allocator.exact.stages import KnownTables, Stage, stages_of
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem, Unit
 from qsync_planner.replayer.contention import joint_step
@@ -69,6 +69,7 @@ class GroupProgram:
     Args:
         group, replayer: the group and the job.
         rest: all other ranks, for a program of the whole job's time; None for deadlines of the group's own.
+        tables: of stages, which programs of one structure share.
 
     Attributes:
         program, choices: what HiGHS solves, and what its columns stand for.
@@ -78,8 +79,11 @@ class GroupProgram:
         deadlines, dispatch: as in :class:`~qsync_planner.allocator.exact.time_rows.TimeRows`; none where they are no sums.
     """
 
-    def __init__(self, group: GroupProblem, replayer: Replayer, rest: Rest | None = None) -> None:
+    def __init__(
+        self, group: GroupProblem, replayer: Replayer, rest: Rest | None = None, tables: KnownTables | None = None
+    ) -> None:
         self._group, self._replayer, self._rest = group, replayer, rest
+        self._tables: KnownTables = {} if tables is None else tables
         self._state: GroupState | None = None
         self._rungs: tuple[int, ...] = ()
         self._spare: int | None = None
@@ -175,7 +179,7 @@ class GroupProgram:
             NoStages: where the units hang together too much.
         """
         if self._stages is None or self._stages[0] != self.program.columns:
-            self._stages = self.program.columns, stages_of(self.program, self.choices.columns, self._order)
+            self._stages = self.program.columns, stages_of(self.program, self.choices.columns, self._order, self._tables)
         return self._stages[1]
 
     def deadline(self, number: int) -> tuple[Values, float]:

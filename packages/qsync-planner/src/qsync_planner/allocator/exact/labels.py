@@ -78,18 +78,30 @@ def best_path(
     ways = _Ways.of(network, rows, priced, near)
     labels = _Labels(np.zeros(1, dtype=np.int64), np.zeros((1, min(1, len(ways.limits)))), np.zeros(1), np.zeros(1))
     back: list[tuple[Indices | None, Indices]] = []
+    at: int | None = 0
+    """The state of all labels, where that is one."""
+    passed: Numbers | None = None
     complete, largest = nearest >= distance, 1
+    by_arc = (network.source[near], network.target[near], network.cost[near])
+    first, source, target, cost = (entry.tolist() for entry in (ways.first, *by_arc))
     for number, counting in enumerate(countings(ways.amounts, ways.limits, ways.prices, ways.first)):
-        own = slice(int(ways.first[number]), int(ways.first[number + 1]))
-        arcs, amounts = near[own], ways.amounts[own]
-        if len(arcs) == 1 and (labels.state == network.source[arcs[0]]).all():
-            (arc,) = arcs
-            taken, unused = counting.merged(counting.added(labels.taken, amounts[0]))
-            labels = _Labels(
-                np.full(len(taken), network.target[arc]), taken, labels.cost + network.cost[arc], labels.excess + unused
-            )
-            back.append((None, arcs))
+        begin, end = first[number], first[number + 1]
+        is_decided = end - begin == 1 and at == source[begin]
+        if passed is not None and not (is_decided and counting.is_unchanged):
+            labels.taken, passed = labels.taken + passed, None
+        if is_decided:
+            at, labels.cost = target[begin], labels.cost + cost[begin]
+            back.append((None, near[begin:end]))
+            if counting.is_unchanged:  # most stages: what all labels take is added up for later
+                taken = ways.amounts[begin, counting.row]
+                passed = taken if passed is None else passed + taken
+            else:
+                labels.taken, unused = counting.merged(counting.added(labels.taken, ways.amounts[begin]))
+                labels.excess = labels.excess + unused
             continue
+        arcs, amounts = near[begin:end], ways.amounts[begin:end]
+        if at is not None:
+            labels.state = np.full(len(labels.cost), at)
         before, chosen = _pairs(labels, network.source[arcs], priced.reduced[arcs], distance)
         arc = arcs[chosen]
         taken, unused = counting.merged(counting.added(labels.taken[before], amounts[chosen]))
@@ -112,6 +124,7 @@ def best_path(
         if not len(survivors):
             return Labelled(None, complete, largest)
         labels = new[survivors]
+        at = labels.state[0] if (labels.state == labels.state[0]).all() else None
         back.append((before[kept][survivors], arc[kept][survivors]))
     place = int(np.argmin(labels.cost))
     path = []

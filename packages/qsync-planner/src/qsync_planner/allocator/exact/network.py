@@ -159,8 +159,9 @@ class Network:
         rest = [math.inf] * self.states
         rest[-1] = 0.0
         for (source, target), cost in zip(reversed(self._ends), reversed(least), strict=True):
-            if cost + rest[target] < rest[source]:
-                rest[source] = cost + rest[target]
+            whole = cost + rest[target]
+            if whole < rest[source]:
+                rest[source] = whole
         return rest
 
     def _forward(self, least: Sequence[float]) -> list[float]:

@@ -11,6 +11,7 @@ import importlib.util
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import attrs
@@ -322,10 +323,15 @@ class Program:
 
 def silent_solver() -> Any:
     """A solver that leaves stdout to its caller: since 1.16 it prints its name while it is made, before an option can be set."""
+    return _silent_class()()
+
+
+@cache
+def _silent_class() -> type[Any]:
     import highspy
 
     def enable_callbacks(solver: Any) -> None:
         solver.setOptionValue("output_flag", False)
         highspy.Highs.enableCallbacks(solver)
 
-    return type("Silent", (highspy.Highs,), {"enableCallbacks": enable_callbacks})()
+    return type("Silent", (highspy.Highs,), {"enableCallbacks": enable_callbacks})

@@ -10,7 +10,7 @@ from qsync_planner.allocator.exact.extremes import ExtremeSearch
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.joint_rows import Rest
 from qsync_planner.allocator.exact.program import Limits
-from qsync_planner.allocator.exact.stages import NoStages
+from qsync_planner.allocator.exact.stages import KnownTables, NoStages
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.prediction import GroupPrediction
@@ -31,6 +31,7 @@ class Programs:
         self._kinds: list[GroupProblem] = []
         self._kind_of: dict[str, int] = {}
         self._built: dict[int, GroupProgram] = {}
+        self._tables: KnownTables = {}
         self._leanest: dict[int, Replayed | None] = {}
         self._at_rungs: dict[int, tuple[GroupPrediction, ...]] = {}
         self.contended = any(replayer.slowdown(group.name) for group in replayer.cluster.groups)
@@ -49,7 +50,7 @@ class Programs:
         """The program of a group."""
         kind = self.kind(group)
         if kind not in self._built:
-            self._built[kind] = GroupProgram(group, self._replayer)
+            self._built[kind] = GroupProgram(group, self._replayer, tables=self._tables)
         return self._built[kind]
 
     def joint(self, group: GroupProblem, variants: Mapping[str, Variants], alike: Set[str], limit_ns: int) -> GroupProgram:

@@ -7,7 +7,7 @@ depends on a solver's tolerances but how good the prices are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from qsync_planner.allocator.exact.binding import BindingRows
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
 from qsync_planner.allocator.exact.labels import Labelled, best_path
-from qsync_planner.allocator.exact.network import Mixture, Network, Priced, Row, best_prices
+from qsync_planner.allocator.exact.network import Network, Priced, Row, best_prices
 from qsync_planner.allocator.exact.stages import Indices, NoStages, Numbers
 from qsync_planner.allocator.problem import GroupProblem
 
@@ -30,8 +30,6 @@ _BETTER = 0.9
 """Part of a distance to the bound down to which a better plan is worth looking again with it."""
 _ROUNDING = 1e-9
 """Part of a size that sums of numbers of so many sizes may be off by."""
-_MEAN_ROUNDING = 1e-7
-"""Part of a limit by which a mean of paths may miss it without a row."""
 _RESCALED = 20.0
 """How many times better a plan makes it worth to find prices anew."""
 
@@ -141,7 +139,7 @@ class StagedSearch:
                 if self._size() * _RESCALED < size:
                     continue
                 break
-            if not self._add_violated(network.values(path, program.program.columns), plan):
+            if not self._binding.add_exceeded(network.values(path, program.program.columns), plan, self._limit_ns, self._budget):
                 return None
         return Found(self._best, min(max(0.0, self._bound), self._size()))
 
@@ -162,29 +160,10 @@ class StagedSearch:
             if self._is_near() or self._is_late():
                 return network, rows, priced
             # Only what this mixture is made of speeds up the next round.
-            plans = [network.rungs(path, self._units) for path in mixture.paths]
+            plans, added = self._binding.add_exceeded_by_mean(network, mixture, self._limit_ns, self._budget, self._offer)
             self._known = [*self._known[:1], *plans]
-            if not self._add_violated_by_mean(network, mixture, plans):
+            if not added:
                 return network, rows, priced
-
-    def _add_violated_by_mean(self, network: Network, mixture: Mixture, plans: Sequence[tuple[int, ...]]) -> bool:
-        """Add the rows of what a mixture exceeds the most; False where there is none."""
-        if not plans:
-            return False
-        program, columns = self._program, self._program.program.columns
-        values: Numbers = np.zeros(columns)
-        for path, weight in zip(mixture.paths, mixture.weights, strict=True):
-            values += weight * network.values(path, columns)
-        added = self._binding.add_late(values, self._limit_ns, _MEAN_ROUNDING * self._limit_ns)
-        if self._budget:
-            moments = np.zeros(1)
-            for rungs, weight in zip(plans, mixture.weights, strict=True):
-                self._offer(program.replay(rungs))
-                moments = moments + weight * program.bytes_by_moment()
-            worst = int(np.argmax(moments))
-            if moments[worst] > self._budget * (1 + _MEAN_ROUNDING):
-                added = self._binding.add_moment(worst) or added
-        return added
 
     def _size(self) -> float:
         return math.inf if self._best is None else self._goal.size(self._best)
@@ -259,10 +238,3 @@ class StagedSearch:
             else:
                 break
         return found, proven
-
-    def _add_violated(self, values: Numbers, plan: Replayed) -> bool:
-        """Add the rows of what a plan exceeds the most; False where there is none."""
-        added = plan.period_ns > self._limit_ns and self._binding.add_late(values, self._limit_ns)
-        if self._budget and plan.peak_bytes > self._budget:
-            added = self._binding.add_moment(plan.peak_moment) or added
-        return added or self._binding.add_apart(plan)

@@ -97,20 +97,25 @@ class _Formula:
         return frozenset((column, factor) for at, column, factor in self.terms if at < time)
 
 
-def stages_of(program: Program, columns: Sequence[Sequence[int]], order: Sequence[int]) -> list[Stage]:
+KnownTables = dict[object, tuple[Table, Indices, Numbers]]
+"""Tables by the structure of their stages, with the states that each arc leads to."""
+
+
+def stages_of(program: Program, columns: Sequence[Sequence[int]], order: Sequence[int], known: KnownTables) -> list[Stage]:
     """The stages of a program as it is now.
 
     Args:
         program: whose derived columns are all defined.
         columns: of each unit, by rung.
         order: the units in the order in which they are decided.
+        known: tables of earlier calls, of this program or another; those that are new are added.
 
     Raises:
         NoStages: where some stage would have too many arcs, or none.
     """
     if not order:
         raise NoStages("there is nothing to decide")
-    return _Builder(program, columns, order).build()
+    return _Builder(program, columns, order).build(known)
 
 
 class _Builder:
@@ -167,19 +172,16 @@ class _Builder:
             cuts.append(best[cuts[-1]][1])
         return cuts[::-1]
 
-    def build(self) -> list[Stage]:
+    def build(self, known: KnownTables) -> list[Stage]:
         """The stages, first to last."""
         found: list[Stage] = []
-        known: dict[object, tuple[Table, Indices, Numbers]] = {}
         states: Numbers = np.zeros((1, 0))
         for begin, end in itertools.pairwise(self._cuts()):
             stage, states = self._stage(begin, end, states, known)
             found.append(stage)
         return found
 
-    def _stage(
-        self, begin: int, end: int, states: Numbers, known: dict[object, tuple[Table, Indices, Numbers]]
-    ) -> tuple[Stage, Numbers]:
+    def _stage(self, begin: int, end: int, states: Numbers, known: KnownTables) -> tuple[Stage, Numbers]:
         units = self._order[begin:end]
         columns = [column for unit in units for column in self._columns[unit]]
         columns += sorted(column for time in range(begin, end) for column in self._derived[time])

@@ -1,0 +1,1 @@
+"""Jobs of four and more ranks in two and three groups (``bench/four.py``)."""

@@ -1,0 +1,137 @@
+"""The script that jobs prepare and train, in the environment of torchrun: a plain loop.
+
+``MODEL``, ``SIZE``: which (``models.py``); ``AMP``: the format of its autocast, empty for float32 without TF32; ``COMPILED``: 1
+where the model is compiled; ``RUN``: the run folder; ``BACKEND``: of the process group, NCCL or gloo by default; ``STEPS``;
+``MODES``: ways to train, one after the other, each from the same weights: ``plan`` (the one line of QSync's README), ``full``
+(without it), ``alone`` (the same, by the first ``FIRST`` ranks), or the path of a plan.
+
+Rank 0 ends each with a line ``STEP {…}``: the mode, the median step and its quartiles, every rank's median step without
+communication and its peak of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import qsync_torch as qsync
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from jobs.models import Task
+
+AMP = os.environ.get("AMP") or None
+COMPILED = os.environ.get("COMPILED") == "1"
+SIZE = os.environ.get("SIZE", "full")
+WARMUP = 8
+"""Steps before those that are timed; DistributedDataParallel makes its buckets anew in the second."""
+LOCAL_WARMUP, LOCAL_STEPS = 2, 8
+"""Steps of a rank for itself, without communication."""
+
+
+def main() -> None:
+    """Train for some steps in each way."""
+    cuda = torch.cuda.is_available() and SIZE != "small"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        if AMP is None:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(os.environ.get("BACKEND") or ("nccl" if cuda else "gloo"))
+    task = Task.make(os.environ["MODEL"], SIZE)
+    count = int(os.environ.get("FIRST", "1"))
+    first = dist.new_group(range(count))
+    for mode in os.environ.get("MODES", "plan").split():
+        if mode != "alone":
+            train(task, mode, device, None)
+        elif dist.get_rank() < count:
+            train(task, "full", device, first, name=mode)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup | None, name: str = "") -> None:
+    """Some steps in one way, by the ranks of a group."""
+    batch, cuda = task.batch, device.type == "cuda"
+    torch.compiler.reset()
+    gc.collect()  # the model of the way before, with what its hooks hold
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    model = copy.deepcopy(task.model).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loader = DataLoader(task.data, batch, shuffle=True, drop_last=True)
+    applied: Any = None
+    if mode == "plan":
+        applied = qsync.hybrid(model, optimizer, task.loss_fn, loader, run=os.environ["RUN"], amp=AMP, compiles=COMPILED)
+    elif mode != "full":
+        applied = qsync.apply_(model, mode)
+    if applied is not None and applied.local_batch != batch:
+        batch = applied.local_batch
+        loader = DataLoader(task.data * (1 + batch // len(task.data)), batch, shuffle=True, drop_last=True)
+    inside = model
+    if COMPILED:
+        inside = qsync.compile(applied) if applied is not None else torch.compile(model)
+    options = applied.ddp_options() if applied is not None else {}
+    ddp = DistributedDataParallel(inside, process_group=group, **options)
+    uneven = applied is not None and len(set(applied.batch_sizes)) > 1
+    if uneven:
+        applied.weight_gradients(ddp)
+    batches = [_moved(b, device) for _, b in zip(range(4), loader, strict=False)]
+
+    def step(number: int) -> float:
+        began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16) if AMP else contextlib.nullcontext():
+            loss = task.call(ddp, batches[number % len(batches)])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        losses.append(loss.detach())
+        return 1e3 * (time.perf_counter() - began)
+
+    losses: list[torch.Tensor] = []
+    late = sorted([step(number) for number in range(int(os.environ.get("STEPS", "28")))][WARMUP:])
+    loss = losses[-1].item()
+    here = {"batch": batch, "local_ms": None if uneven else _local_ms(ddp, step)}
+    here["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, here, group=group)
+    if dist.get_rank() == 0:
+        quartiles = [late[len(late) // 4], late[3 * len(late) // 4]]
+        found = {"ms": statistics.median(late), "quartiles": quartiles, "loss": loss}
+        found |= {"samples": sum(rank["batch"] for rank in ranks)}
+        found |= {key: [rank[key] for rank in ranks] for key in ("local_ms", "peak_gib")}
+        print("STEP " + json.dumps({"mode": name or mode, **found}), flush=True)
+
+
+def _local_ms(ddp: DistributedDataParallel, step: Callable[[int], float]) -> float:
+    """The median step of this rank that communicates with none."""
+    with ddp.no_sync():
+        return statistics.median([step(number) for number in range(LOCAL_WARMUP + LOCAL_STEPS)][LOCAL_WARMUP:])
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, dict):
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return [tensor.to(device) for tensor in batch]
+
+
+if __name__ == "__main__":
+    main()

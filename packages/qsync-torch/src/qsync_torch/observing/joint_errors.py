@@ -1,0 +1,97 @@
+"""Directions in which stored weights move the gradients together: what random directions tell slowly is measured along these.
+
+See docs/design/indicator.md#stored-weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+Direction = Mapping[torch.Tensor, torch.Tensor]
+"""A tensor for each trained parameter."""
+MOST = 4
+"""Such directions, of those that an update takes in all."""
+_NEW = 1e-2
+"""What a change has of its own beside others, at least, to be a direction."""
+
+
+@contextmanager
+def displaced(
+    weights: Mapping[str, torch.nn.Parameter], read: Callable[[str], torch.Tensor], kept: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """A block in which frozen weights hold other values.
+
+    Args:
+        weights: those of the model; read: their other values; kept: what they hold, for the end.
+    """
+    try:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.data.copy_(read(name))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.data.copy_(kept[name])
+
+
+def orthonormal(changes: Iterable[Direction]) -> list[Direction]:
+    """The changes of the gradients, of length 1 and at right angles; without those that are others' sums, or not finite."""
+    found: list[Direction] = []
+    for change in changes:
+        length = math.sqrt(dot(change, change))
+        if not 0 < length < math.inf:
+            continue
+        rest = {parameter: value / length for parameter, value in change.items()}
+        for _ in range(2):  # the second time takes out what rounding left
+            for one in found:
+                along = dot(rest, one)
+                rest = {parameter: value - along * one[parameter] for parameter, value in rest.items()}
+        own = math.sqrt(dot(rest, rest))
+        if own > _NEW:
+            found.append({parameter: value / own for parameter, value in rest.items()})
+    return found
+
+
+def dot(a: Direction, b: Direction) -> float:
+    """The inner product."""
+    parts = [torch.sum(value * b[parameter], dtype=torch.float64) for parameter, value in a.items()]
+    return float(torch.stack([part.cpu() for part in parts]).sum()) if parts else 0.0
+
+
+class Split:
+    """Directions of an update: some known ones, and random ones of which these are taken out.
+
+    The mean of the squares of :meth:`numbers` estimates the squared length of a change, and has no error in the span of the known.
+    """
+
+    def __init__(self, known: Sequence[Direction], count: int) -> None:
+        self.known, self._count = known, count
+        self._overlaps: dict[int, list[float]] = {}
+
+    def is_random(self, number: int) -> bool:
+        """Whether a direction is: the first one, and those behind the known."""
+        return not 1 <= number <= len(self.known)
+
+    def meet(self, number: int, direction: Direction, scale: float) -> None:
+        """Note what a random direction, which is ``scale`` times as long as it counts, has of the known."""
+        self._overlaps[number] = [dot(one, direction) / scale for one in self.known]
+
+    def numbers(self, along: Sequence[float]) -> list[float]:
+        """Numbers whose squares have the squared length of a change as their mean.
+
+        Args:
+            along: the inner products of the change with each direction, the known of length 1.
+        """
+        known = [value for number, value in enumerate(along) if not self.is_random(number)]
+        weight = math.sqrt(self._count / (self._count - len(known)))
+        return [
+            weight * (value - math.fsum(a * b for a, b in zip(known, self._overlaps.get(number, ()), strict=False)))
+            if self.is_random(number)
+            else math.sqrt(self._count) * value
+            for number, value in enumerate(along)
+        ]
