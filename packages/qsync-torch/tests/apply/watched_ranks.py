@@ -1,4 +1,4 @@
-"""What one of two ranks runs: ``watched_ranks.py RANK STORE``; the second is slow in each phase in turn.  Prints JSON for each.
+"""What one of two ranks runs: ``watched_ranks.py RANK STORE``; the second is slow in each phase in turn, and then for a moment.  Prints JSON for each.
 
 Each rank has a clock of its own, which only what makes it slow moves, so that what is found follows from nothing else.
 """
@@ -72,8 +72,8 @@ def trial(phase: str, slow: bool) -> dict[str, Any]:
     said, written = [], []
     watch = qsync_torch.watch(ddp, say=said.append)
     watch.log_scalars(lambda name, value, step: written.append([name, value, step]))
-    for _ in range(14):
-        if slow and phase == "input":
+    for step in range(20):
+        if slow and (phase == "input" or (phase == "a moment" and step < 10)):
             nap()
         for micro_batch in range(2):
             with ddp.no_sync() if micro_batch == 0 else torch.enable_grad():
@@ -101,7 +101,7 @@ def main() -> None:
     watching.WARM_UP, watching.WINDOW = 4, 6
     watching._machine = lambda: f"machine {rank}"
     moments.time = CLOCK
-    phases = ["input", "forward", "backward", "communication", "optimizer"]
+    phases = ["input", "forward", "backward", "communication", "optimizer", "a moment"]
     print(json.dumps({phase: trial(phase, rank == 1) for phase in phases}))
     dist.barrier()
     dist.destroy_process_group()

@@ -113,6 +113,10 @@ class Slowest:
     delay_ns: float
     window: int
 
+    def names_the_same(self, other: Slowest | None) -> bool:
+        """Whether another window names the same rank and phase."""
+        return other is not None and (self.rank, self.phase) == (other.rank, other.phase)
+
     @property
     def sentence(self) -> str:
         """What a person reads."""

@@ -23,8 +23,9 @@ from qsync_torch.watching.phases import Phase, PhaseTimes, StepPhases, wrapper_i
 
 WARM_UP = 5
 """Steps that are not looked at: buckets are formed, memory is found, kernels are chosen."""
-WINDOW = 20
-"""Steps that are summed up together: a rank that becomes slow at any step is named within twice as many and some."""
+WINDOW = 12
+"""Steps that are summed up together.  A rank is named where two windows behind each other say the same, so that a moment in which
+something else keeps its cores busy names nobody; one that becomes slow at any step is named within three windows and some."""
 _LATE = 3
 """Forwards from the end of a window until rank 0 looks what others have told; those of a later rank are not waited for."""
 _WATCHES = itertools.count()
@@ -57,6 +58,7 @@ class RankWatch:
         self._skip, self._window, self._to_judge = WARM_UP, 0, -1
         self._told: Told | None = None
         self._all_told: dict[int, Told] = {}
+        self._suspected: Slowest | None = None
         self._found: Slowest | None = None
         self._said: set[tuple[int, Phase]] = set()
         self._writers: list[WriteScalar] = []
@@ -82,7 +84,7 @@ class RankWatch:
         return {} if self._told is None else {own_rank(): self._told}
 
     def log_scalars(self, write: WriteScalar) -> None:
-        """Write this rank's phases from now on, in milliseconds, a point for every 20 steps: ``qsync/input_ms`` and so on.
+        """Write this rank's phases from now on, in milliseconds, a point for every 12 steps: ``qsync/input_ms`` and so on.
 
         On rank 0 also ``qsync/slowest_rank``, -1 where none is slow, and ``qsync/slowest_delay_ms``.
 
@@ -132,7 +134,9 @@ class RankWatch:
                 heard = {rank: Told(**said) for rank, said in self._members.heard(_TOLD).items()}
                 told |= {rank: one for rank, one in heard.items() if one.window == self._told.window}
         self._all_told = told
-        self._found = found = slowest(told)
+        before, self._suspected = self._suspected, slowest(told)
+        found = self._suspected if before is not None and before.names_the_same(self._suspected) else None
+        self._found = found
         if self._members is not None:
             with suppress(dist.DistError):
                 self._members.post(_FOUND, None if found is None else attrs.asdict(found))
