@@ -1,4 +1,5 @@
-"""What one of two ranks runs: ``watched_ranks.py RANK STORE``; the second is slow in each phase in turn, and then for a moment.  Prints JSON for each.
+"""What one of two ranks runs: ``watched_ranks.py RANK STORE``; the second is slow in each phase in turn, and then for a moment.
+Prints JSON for each.
 
 Each rank has a clock of its own, which only what makes it slow moves, so that what is found follows from nothing else.
 """

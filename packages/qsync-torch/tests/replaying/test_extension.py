@@ -18,27 +18,27 @@ def nothing_loaded(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("said", [None, "", "0", "background"])
 def test_calls_run_in_python_unless_asked(said, monkeypatch):
-    monkeypatch.delenv(extension.VARIABLE, raising=False)
+    monkeypatch.delenv(extension.REPLAY_VARIABLE, raising=False)
     if said is not None:
-        monkeypatch.setenv(extension.VARIABLE, said)
+        monkeypatch.setenv(extension.REPLAY_VARIABLE, said)
     assert extension.want(CPU) is None
 
 
 def test_another_value_is_refused(monkeypatch):
-    monkeypatch.setenv(extension.VARIABLE, "yes")
+    monkeypatch.setenv(extension.REPLAY_VARIABLE, "yes")
     with pytest.raises(BackendError, match=r"QSYNC_REPLAY is 1 .*, background or 0 .*, got 'yes'"):
         extension.want(CPU)
 
 
 def test_a_compiler_that_fails_is_told(monkeypatch):
-    monkeypatch.setenv(extension.VARIABLE, "1")
+    monkeypatch.setenv(extension.REPLAY_VARIABLE, "1")
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(BackendError, match=r"false does not compile replay\.cpp"):
         extension.want(CPU)
 
 
 def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch):
-    monkeypatch.setenv(extension.VARIABLE, "1")
+    monkeypatch.setenv(extension.REPLAY_VARIABLE, "1")
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(BackendError):
         extension.want(CPU)

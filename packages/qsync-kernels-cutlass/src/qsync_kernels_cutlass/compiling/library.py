@@ -131,7 +131,7 @@ class Library:
         if status != OK:
             raise BackendError(f"{describe()} failed: {describe_status(status)}")
         if HERE.recorder is not None:
-            from qsync_kernels_cutlass.kernels.operands import current_stream
+            from qsync_kernels_cutlass.streams import current_stream  # needs torch, which compiling does not
 
             function, stream = ctypes.cast(self._run, ctypes.c_void_p).value, (_STREAM_PLACE, Stream(current_stream))
             assert function is not None

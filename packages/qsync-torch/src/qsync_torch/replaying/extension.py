@@ -25,7 +25,7 @@ from torch.utils import cpp_extension
 from qsync_core.errors import BackendError
 from qsync_core.tuning.store import default_store_path
 
-VARIABLE = "QSYNC_REPLAY"
+REPLAY_VARIABLE = "QSYNC_REPLAY"
 """Environment variable: 1 replays calls, and compiles the extension before the first one if it is missing; ``background``
 compiles it beside training on a GPU.  Without it all calls run in Python, until replays have been measured on GPUs."""
 _SOURCE = Path(__file__).with_name("replay.cpp")
@@ -55,9 +55,11 @@ def want(device: torch.device) -> Any:
 
 
 def _make(device: torch.device) -> None:
-    said = os.environ.get(VARIABLE, "")
+    said = os.environ.get(REPLAY_VARIABLE, "")
     if said not in ("", "0", "1", _BACKGROUND):
-        raise BackendError(f"{VARIABLE} is 1 (wait for the compiler), {_BACKGROUND} or 0 (run all calls in Python), got {said!r}")
+        raise BackendError(
+            f"{REPLAY_VARIABLE} is 1 (wait for the compiler), {_BACKGROUND} or 0 (run all calls in Python), got {said!r}"
+        )
     if said == "1":
         _load()
     elif said == _BACKGROUND and device.type == "cuda":
