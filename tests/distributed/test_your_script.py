@@ -51,7 +51,7 @@ def test_strangers_scripts_become_jobs(tmp_path, monkeypatch, name, operators, b
     script = STRANGERS[name]
     assert script.added() == [IMPORT, script.line]
     (tmp_path / name).write_text(script.hybrid)
-    job, _ = job_of_script(tmp_path / name)
+    job = job_of_script(tmp_path / name).job
     assert len(trace(job).adjustable) == operators
     assert job.batch_size == batch_size
     runner = StepRunner.start(job, torch.device("cpu"), batches=2)

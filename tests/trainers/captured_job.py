@@ -11,7 +11,8 @@ from qsync_torch.capturing.script import job_of_script
 from qsync_torch.job import describe_optimizer
 from qsync_torch.tracing.trace import trace
 
-job, caller = job_of_script(sys.argv[1])
+said = job_of_script(sys.argv[1])
+job, caller = said.job, said.caller
 batch = job.batch(0, job.batch_size)
 found = {
     "name": job.name,

@@ -26,7 +26,8 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def test_the_script_runs_up_to_its_line_with_its_own_arguments(tmp_path, capfd):
     before = sys.argv, sys.modules["__main__"], Path.cwd()
-    job, caller = job_of_script(write(tmp_path), ["--lr", "0.25", "--batch-size", "8"])
+    said = job_of_script(write(tmp_path), ["--lr", "0.25", "--batch-size", "8"])
+    job, caller = said.job, said.caller
     assert (sys.argv, sys.modules["__main__"], Path.cwd()) == before
     assert (job.name, job.batch_size, job.amp) == ("Net", 8, None)
     assert caller.line(tmp_path / "run") == f"qsync.hybrid(..., run='{tmp_path}/run')"
@@ -46,7 +47,7 @@ def test_the_script_runs_up_to_its_line_with_its_own_arguments(tmp_path, capfd):
 
 def test_loaders_with_workers_are_read(tmp_path):
     path = write(tmp_path)
-    alone, forked = (job_of_script(path, ["--workers", n])[0] for n in "02")
+    alone, forked = (job_of_script(path, ["--workers", n]).job for n in "02")
     assert all(torch.equal(a, b) for a, b in zip(alone.batch(1, 4).tensors, forked.batch(1, 4).tensors, strict=True))
 
 
@@ -116,7 +117,7 @@ def test_what_a_script_does_after_its_line_is_of_no_interest(tmp_path, ending):
         f"        {ending}\n",
     )
     assert ending in text
-    assert job_of_script(write(tmp_path, "import sys\n" + text.replace("\n    ", "\n")))[0].name == "Net"
+    assert job_of_script(write(tmp_path, "import sys\n" + text.replace("\n    ", "\n"))).job.name == "Net"
 
 
 def test_what_the_line_refuses_is_said_as_it_is(tmp_path):
@@ -160,7 +161,7 @@ def test_a_wrapped_model_is_taken_out_or_refused(tmp_path):
 def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop, amp, said):
     text = PLAIN.replace('print("beyond the line")', loop).replace(", loader)\n", f", loader{amp})\n")
     path = write(tmp_path, text)
-    note = unsaid_autocast(path, job_of_script(path)[0])
+    note = unsaid_autocast(path, job_of_script(path).job)
     assert ("write qsync.hybrid(..., amp='bfloat16')" in note) == said
 
 
@@ -179,7 +180,7 @@ def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop
 )
 def test_a_script_that_compiles_its_model_is_known(tmp_path, loop, said):
     path = write(tmp_path, PLAIN.replace('print("beyond the line")', loop))
-    assert job_of_script(path)[0].compiles == said
+    assert job_of_script(path).job.compiles == said
 
 
 OWN = {"gradient_as_bucket_view": False}
@@ -230,7 +231,7 @@ WITHOUT_BROADCAST = {name: value for name, value in DEFAULTS.items() if name != 
 )
 def test_what_a_script_gives_its_wrapper_by_itself_is_known(tmp_path, loop, said):
     path = write(tmp_path, PLAIN.replace('print("beyond the line")', loop))
-    assert job_of_script(path)[0].communication == said
+    assert job_of_script(path).job.communication == said
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_what_a_script_gives_its_wrapper_by_itself_is_known(tmp_path, loop, said
 )
 def test_the_line_says_whether_the_model_is_compiled(tmp_path, loop, says, said):
     text = PLAIN.replace('print("beyond the line")', loop).replace(", loader)\n", f", loader, compiles={says})\n")
-    assert job_of_script(write(tmp_path, text))[0].compiles == said
+    assert job_of_script(write(tmp_path, text)).job.compiles == said
 
 
 def test_a_script_whose_other_rank_has_left_says_that_all_come_to_the_line(tmp_path):

@@ -88,7 +88,8 @@ def test_the_planner_begins_from_a_step_that_was_measured(whole_model_does_not_f
     for step in steps:
         wanted = step.forward_compute_ns + step.backward_compute_ns
         assert sum(times_of(dag, model, step.variant)) == pytest.approx(wanted, rel=1e-3)
-    assert sum(times_of(dag, model, BASE)) == pytest.approx(2 * sum(times_of(dag, alone, BASE)), rel=0.2)
+    scaled = sum(times_of(dag, model, BASE)) / sum(times_of(dag, alone, BASE))
+    assert 0.8 * 2 < scaled < 1.2 * 3  # as the steps are that were measured
 
 
 def times_of(dag, model, variant):
