@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
 from qsync_kernels_triton.backend import TritonBackend
+
+pytest.importorskip("qsync_torch", reason="operators need qsync-torch, which the backend does not")
+
 from qsync_torch import apply_
 from qsync_torch.kernels import selection
 from qsync_torch.operators import casts, products, replays
