@@ -23,7 +23,7 @@ class Recorder(Protocol):
         """Call ``function(*tensors, *after)``, whose own operations do not count, and return its result."""
 
     def called_in_c(
-        self, function: int, arguments: bytes, pointers: Sequence[int], stream: tuple[int, Stream], fails: Callable[[int], None]
+        self, function: int, arguments: bytes, pointers: Sequence[int], stream: int, fails: Callable[[int], None]
     ) -> None:
         """Hear of a C function of one structure.
 
@@ -31,7 +31,7 @@ class Recorder(Protocol):
             function: its address; it returns 0, or a status, which ``fails`` raises an error for.
             arguments: the structure.
             pointers: where in it pointers to tensors lie, in bytes.
-            stream: where the stream lies, and what reads it.
+            stream: where the stream lies: PyTorch's current one, in each call.
         """
 
     def refuse(self, reason: str) -> None:

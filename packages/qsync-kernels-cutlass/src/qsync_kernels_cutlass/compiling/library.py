@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync_core.errors import BackendError
-from qsync_core.kernels.launches import HERE, Stream
+from qsync_core.kernels.launches import HERE
 from qsync_kernels_cutlass.sources import KernelSource
 
 OK = 0
@@ -131,11 +131,9 @@ class Library:
         if status != OK:
             raise BackendError(f"{describe()} failed: {describe_status(status)}")
         if HERE.recorder is not None:
-            from qsync_kernels_cutlass.streams import current_stream  # needs torch, which compiling does not
-
-            function, stream = ctypes.cast(self._run, ctypes.c_void_p).value, (_STREAM_PLACE, Stream(current_stream))
+            function = ctypes.cast(self._run, ctypes.c_void_p).value
             assert function is not None
-            HERE.recorder.called_in_c(function, bytes(arguments), _POINTER_PLACES, stream, _failing(describe()))
+            HERE.recorder.called_in_c(function, bytes(arguments), _POINTER_PLACES, _STREAM_PLACE, _failing(describe()))
 
     def workspace_bytes(self, arguments: Arguments, describe: Callable[[], str]) -> int:
         """Bytes of workspace that a call with these arguments needs.

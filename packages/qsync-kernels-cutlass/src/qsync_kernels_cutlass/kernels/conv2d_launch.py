@@ -16,8 +16,7 @@ from qsync_core.geometry import Geometry
 from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, Library, describe_call
 from qsync_kernels_cutlass.configs.config import ConvConfig, Family
 from qsync_kernels_cutlass.configs.problem import CHANNEL_ALIGNMENT, folded_channels, folded_taps
-from qsync_kernels_cutlass.kernels.operands import FORMATS, round_up, sm_count
-from qsync_kernels_cutlass.streams import current_stream
+from qsync_kernels_cutlass.kernels.operands import FORMATS, current_stream, round_up, sm_count
 
 INT32_MAX = 2**31 - 1
 DEVICE_TYPE = "cuda"

@@ -14,13 +14,13 @@ from qsync_kernels_cutlass.configs.validity import ALIGNMENT_BYTES
 from qsync_kernels_cutlass.kernels.operands import (
     DTYPES,
     FORMATS,
+    current_stream,
     is_ready,
     operand_copies,
     round_up,
     sm_count,
 )
 from qsync_kernels_cutlass.sources import gemm_source, rows_contiguous
-from qsync_kernels_cutlass.streams import current_stream
 from qsync_kernels_cutlass.support import SIZE_LIMIT
 
 _FRESH = Arguments.from_buffer_copy

@@ -89,6 +89,10 @@ def _are_near(ones: Tensors, others: Tensors) -> bool:
     return all(bool((x.float() - y.float()).norm() <= 0.01 * y.float().norm()) for x, y in _pairs(ones, others))
 
 
+def _current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def _extent(x: torch.Tensor) -> int:
     """The bytes from its first element to the end of its last one."""
     if not x.numel():
@@ -152,11 +156,11 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def called_in_c(
-        self, function: int, arguments: bytes, pointers: Sequence[int], stream: tuple[int, Stream], fails: Callable[[int], None]
+        self, function: int, arguments: bytes, pointers: Sequence[int], stream: int, fails: Callable[[int], None]
     ) -> None:
         words = ((pointer, int.from_bytes(arguments[pointer : pointer + 8], "little")) for pointer in pointers)
         places = [(pointer, *found) for pointer, address in words if (found := self._place(address)) is not None]
-        self.program.c_call(function, arguments, places, stream[0], stream[1].read, fails)
+        self.program.c_call(function, arguments, places, stream, _current_stream, fails)
 
     def _place(self, address: int) -> tuple[int, int] | None:
         """Slot and offset of an address; None of no memory.
