@@ -394,7 +394,7 @@ def test_operators_that_were_not_measured_at_a_rung_run_higher() -> None:
         plan = allocate(without_rung(case, BFLOAT16_RUNG, lacking).inputs, Request("uniform"))
         if any("uniform precision of group infer0 is bfloat16" in note for note in plan.notes):
             break
-    but = f"1 of {len(names)} operators were not measured so and run higher"
+    but = f"1 of {len(names)} operators may not run so, or were not measured so, and run higher"
     assert any("uniform precision of group infer0 is bfloat16" in note and but in note for note in plan.notes), plan.notes
     for op_id, assignment in plan.group("infer0").assignments.items():
         assert assignment.reason.endswith("but this operator was not measured so") == (op_id in lacking)

@@ -49,7 +49,7 @@ def test_wording(rung: int, history: History, sentence: str) -> None:
 
 def test_a_ladder_of_one_rung_says_so() -> None:
     unit = attrs.evolve(UNIT, rungs=LADDERS[0][2:], omega=(0.0,))
-    assert reason(unit, 0, History(0), 0) == "float32: the only variant of the ladder that was measured for it"
+    assert reason(unit, 0, History(0), 0) == "float32: the only variant that it may take"
 
 
 @pytest.mark.parametrize(

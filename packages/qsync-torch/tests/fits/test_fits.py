@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -241,6 +243,19 @@ def test_a_script_on_two_gpus_as_json(tmp_path: Path) -> None:
             assert way["bytes"][CONTEXT] == 808_321_024
             assert way["samples_per_s"] == pytest.approx(16 / way["step_ns"] * 1e9, rel=1e-3)
     assert any("never compared" in note and note.startswith("L4") for note in data["notes"])
+
+
+def test_a_script_that_makes_a_process_group_is_a_job_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nassert dist.get_world_size() == 1\n" + SCRIPT
+    )
+    result = run(script, "--device", "L4", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["batch_size"] == 16
+    assert "RANK" not in os.environ
+    assert not dist.is_initialized()
 
 
 def test_what_people_read_says_that_it_is_estimated() -> None:

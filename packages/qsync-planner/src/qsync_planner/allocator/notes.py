@@ -78,7 +78,11 @@ def uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[
         else:
             wanted = group.group.ladder[index]
             higher = sum(wanted not in unit.rungs for unit in group.units)
-            but = f"; {higher} of {len(group.units)} operators were not measured so and run higher" if higher else ""
+            but = (
+                f"; {higher} of {len(group.units)} operators may not run so, or were not measured so, and run higher"
+                if higher
+                else ""
+            )
             why = starts[group.name].why
             because = "" if why == EXPECTED or len(group.group.ladder) == 1 else f", {why}"
             notes.append(f"uniform precision of group {group.name} is {wanted.label}{because}{but}")

@@ -188,7 +188,7 @@ def reason(unit: Unit, rung: int, history: History, slack_ns: int) -> str:
     if parts:
         return "; ".join(parts)
     if len(unit.rungs) == 1:
-        return f"{label}: the only variant of the ladder that was measured for it"
+        return f"{label}: the only variant that it may take"
     return f"{label} from the start: the fastest choice is already the base precision"
 
 

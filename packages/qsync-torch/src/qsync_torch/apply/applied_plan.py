@@ -126,7 +126,7 @@ class AppliedPlan:
     def slowest(self) -> Slowest | None:
         """The rank that the others wait for, its phase, and by how much more than the plan expects; None where no rank is slow.
 
-        It is of the last 20 steps that were summed up, and None before there are any (docs/slow-ranks.md).
+        It is of the last 24 steps that were summed up, and None before there are any (docs/slow-ranks.md).
         """
         watch = self.in_model.lag_watch
         return None if watch is None or watch.ranks is None else watch.ranks.slowest()

@@ -69,6 +69,7 @@ def _print(found: RankWatch) -> None:
     from qsync_core.cli.output import print_table
     from qsync_core.units import format_ns
     from qsync_torch.watching.phases import Phase
+    from qsync_torch.watching.watch import WINDOW
 
     told = found.phases()
     found.close()
@@ -78,4 +79,4 @@ def _print(found: RankWatch) -> None:
         (f"rank {rank}", format_ns(one.step_ns), *(format_ns(one.phases_ns[phase]) for phase in Phase))
         for rank, one in sorted(told.items())
     ]
-    print_table(Console(stderr=True), ("the last 20 steps", "step", *map(str, Phase)), rows)
+    print_table(Console(stderr=True), (f"the last {WINDOW} steps", "step", *map(str, Phase)), rows)

@@ -160,13 +160,17 @@ def check_scalar(name: str, values: list[Any]) -> None:
     if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].dim() == 0:
         return
     found = ", ".join(map(_what, values)) or "nothing"
-    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found}; reduce it with .mean() or .sum()")
+    is_one = len(values) == 1 and not isinstance(values[0], (dict, list, tuple))
+    advice = "reduce it with .mean() or .sum()" if is_one else "return the one that backward() is called on"
+    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found}; {advice}")
 
 
 def _what(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return "None" if value is None else "a Python number"
+    if value is None or isinstance(value, (bool, int, float, complex)):
+        return "None" if value is None else "a Python number"
+    return f"a {type(value).__name__}"
 
 
 @contextmanager

@@ -267,7 +267,7 @@ def _reason(state: SearchState, group: str, index: int, limit_ns: int, history: 
     unit, rung, before = state.problem.by_name[group].units[index], state.rung(group, index), state.prediction.groups[group]
     label = unit.rungs[rung].label
     if len(unit.rungs) == 1:
-        return f"{label}: the only variant of the ladder that was measured for it"
+        return f"{label}: the only variant that it may take"
     if rung < unit.top and history.refusals:
         return f"kept {label}: {refusal_text(unit, history.refusals[0])}"
     if rung < unit.top and unit.omega[rung] <= unit.omega[rung + 1]:
