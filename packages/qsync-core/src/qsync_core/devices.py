@@ -217,7 +217,7 @@ def precision_problem(device: str, precision: Precision) -> str | None:
         return None
     has = ", ".join(p for p in Precision if p in chip.precisions)
     if precision in chip.emulated:
-        return f"{chip.name} has no {precision} hardware and to emulate it is no support; it has {has}"
+        return f"{chip.name} has no {precision} hardware and its emulation is not support; it has {has}"
     return f"{chip.name} has no {precision} hardware; it has {has}"
 
 

@@ -108,7 +108,7 @@ def _device_lines(index: int) -> list[DoctorLine]:
         lines.append(
             DoctorLine(
                 f"cuda:{index} {precision}",
-                f"not in hardware (needs compute capability {needed[0]}.{needed[1]}); to emulate it is no support",
+                f"not in hardware (needs compute capability {needed[0]}.{needed[1]}); an emulation is not support",
                 Status.INFO,
                 advice,
             )
