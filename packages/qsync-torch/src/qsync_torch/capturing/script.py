@@ -23,7 +23,7 @@ from qsync_torch.caller import Caller
 from qsync_torch.capturing.sources import may_have_line
 from qsync_torch.capturing.wrapper import said_of_wrapper
 from qsync_torch.distributed.meeting import store_of_environment
-from qsync_torch.distributed.process_group import in_process_group
+from qsync_torch.distributed.process_group import backend_without_nccl, in_process_group
 from qsync_torch.distributed.ranks import is_of_lost_rank
 from qsync_torch.job import Job
 
@@ -98,8 +98,7 @@ def hand_over(job: Job, caller: Caller, *, says_compiled: bool = False) -> NoRet
     """
     assert _running is not None
     _running.job, _running.caller, _running.says_compiled = job, caller, says_compiled
-    if in_process_group() and "nccl" not in dist.get_backend_config():
-        _running.backend = dist.get_backend()
+    _running.backend = backend_without_nccl()
     raise LineReached(f"{_running.script} has said what it trains")
 
 

@@ -24,6 +24,11 @@ def rank_count(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if in_process_group() else 1
 
 
+def backend_without_nccl() -> str:
+    """The backend of this process's group where that has no NCCL; else empty."""
+    return dist.get_backend() if in_process_group() and "nccl" not in dist.get_backend_config() else ""
+
+
 _KEPT: list[dist.ProcessGroup] = []
 
 

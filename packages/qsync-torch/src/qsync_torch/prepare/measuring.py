@@ -11,7 +11,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest, load, save, to_bytes
@@ -25,7 +24,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
-from qsync_torch.distributed.process_group import in_process_group, rank_count
+from qsync_torch.distributed.process_group import backend_without_nccl, rank_count
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
 from qsync_torch.observing.observe import ObserveRequest, observe
@@ -328,8 +327,8 @@ def collective_inputs(dag: PrecisionDag, groups: Iterable[Group]) -> dict[str, s
         device = f"{len(group.ranks)} × {first.device.name} at {first.device.share:.0%} on {hosts} machines"
         versions = ", ".join(f"{name} {first.software.get(name, '')}" for name in ("torch", "qsync-torch", "cuda", "driver"))
         found[f"group {group.name}"] = f"{device}, {versions}"
-        if first.device.kind is DeviceKind.CUDA and in_process_group() and "nccl" not in dist.get_backend_config():
-            found["backend"] = dist.get_backend()  # as the script has it
+        if first.device.kind is DeviceKind.CUDA and (backend := backend_without_nccl()):
+            found["backend"] = backend  # as the script has it
     return found
 
 
