@@ -250,8 +250,8 @@ def test_where_all_groups_are_alike_there_is_nothing_to_do():
 def test_where_profiles_tell_groups_apart_there_is_something_to_do():
     probes, unlike = probed({"a": 2_000_000, "b": 2_200_000}), {"a": 3_000_000, "b": 2_000_000}
     assert alike_at_last(CPUS, probes, unlike, Precision.FLOAT32) == (
-        "groups whose first steps were alike are not by their profiles, which plans go by: a step in full precision takes 3.00 ms on "
-        "a, 2.00 ms on b; where a is not the slower one, something else ran there: prepare again with --fresh while nothing does"
+        "groups whose first steps were alike are not by their profiles, which plans go by: a step in full precision takes 3.00 ms "
+        "on a, 2.00 ms on b; where a is not the slower one, something else ran there: prepare again with --fresh while nothing does"
     )
     again = probed({"a": 3_000_000, "b": 2_000_000}, again_ns={"a": 3_000_000, "b": 2_000_000})
     assert alike_at_last(CPUS, again, unlike, Precision.FLOAT32) == "", "the first steps had said so"

@@ -182,7 +182,7 @@ def _overlap(one: Group, other: Group, own: Uncertain, its: Uncertain) -> bool:
 
 
 def _part_alike(one: Group, other: Group) -> float:
-    """By less than which part of the slower one's step two groups differ that are alike."""
+    """The part of the slower one's step by less than which two groups that are alike differ."""
     equal = one.first.device == other.first.device and one.first.software == other.first.software
     return SAME_DEVICE if equal else ALIKE
 
@@ -210,8 +210,8 @@ def alike_at_last(groups: Sequence[Group], probes: Mapping[str, Probe], profiled
     more = 1 - profiled[fast.name] / profiled[slow.name]
     if more < _part_alike(slow, fast):
         return (
-            "these groups are alike by their profiles too: none has to keep up with another, and where all have the memory there is "
-            "nothing for QSync to do; train without it"
+            "these groups are alike by their profiles too: none has to keep up with another, and where all have the memory there "
+            "is nothing for QSync to do; train without it"
         )
     told = ", ".join(f"{format_ns(profiled[group.name])} on {group.name}" for group in groups)
     return (
