@@ -71,6 +71,7 @@ def test_the_json_holds_times_shares_and_errors(qsync, install):
         assert row["tflops"] == pytest.approx(2 * 16 * 24 * 8 / row["median_ns"] / 1e3)
         limits = found["peaks"]
         compute = limits["bfloat16" if "bfloat16" in (row["contender"], row["formats"].split()[0]) else "int8"]
+        assert (row["wrong"], row["share_note"] != "") == (False, row["share"] >= 1.005)
         assert row["bound"] == "bandwidth" or row["share"] == pytest.approx(row["tflops"] * 1e12 / compute)
     assert found["left_out"] == {}
 
@@ -103,11 +104,13 @@ def test_a_wrong_kernel_is_told_and_the_page_is_there_all_the_same(qsync, instal
     install(SpoiltBackend("short", forgets_the_last_row))
     done = qsync(*SHAPE, "--backend", "short", "--html", "page.html", "--op", "output")
     said = refused(done)
-    assert "short is wrong on linear.output int8→bfloat16 16×24×8: its relative error against float64 is 2." in said
+    assert "short is wrong on linear.output int8→bfloat16 16×24×8: its relative error against float64 is 1.0e+00" in said
     assert "3.1e-02 is what its formats explain" in said
     assert "pytest --pyargs qsync_torch.conformance --backend short" in said
     assert done.exit_code == 1
-    assert " WRONG" in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if line.endswith(" WRONG"))
+    assert line.split()[-3:] == ["–", "1.0e+00", "WRONG"]  # neither a share nor, three columns before, a factor
+    assert "*" not in line
     standings = [line.split() for line in done.stdout.splitlines()[-4:-1]]
     assert standings[0][:5] == ["contender", "ran", "fastest", "(*)", "wrong"]
     assert standings[1][:5] == ["short", "1", "0", "1", "–"]

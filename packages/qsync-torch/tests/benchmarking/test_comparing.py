@@ -17,7 +17,7 @@ from qsync_torch.benchmarking.page import render
 from qsync_torch.benchmarking.peaks import Peaks, measure_peaks
 from qsync_torch.benchmarking.problems import Problem, problems, quantization
 from qsync_torch.benchmarking.race import Measured, is_lost, race
-from qsync_torch.benchmarking.results import NOT_FINITE, Row, Suite, fastest_of, speedup, standings
+from qsync_torch.benchmarking.results import NOT_FINITE, Row, Suite, as_data, fastest_of, speedup, standings
 from qsync_torch.benchmarking.shapes import ShapeSet, product_of_rows
 
 from .doubles import (
@@ -25,7 +25,9 @@ from .doubles import (
     draws_the_transposed_copy_anew,
     forgets_the_last_row,
     forgets_the_transposed_copy,
+    hands_out_earlier_results,
     spoils_a_scale_of_the_last_column,
+    spoils_the_last_scale_a_little,
     writes_nothing,
 )
 
@@ -100,6 +102,32 @@ def test_who_was_not_checked_is_not_called_the_fastest():
     assert not unknown.is_right
 
 
+def test_who_is_wrong_is_compared_with_nobody_and_nobody_with_it():
+    assert speedup(BROKEN, SUITE.rows) is None
+    wrong = attrs.evolve(OWN, error=0.9)
+    assert speedup(FAST, [FAST, wrong]) is None
+    found = as_data(SUITE)["rows"]
+    assert [(row["contender"], row["wrong"], row["fastest"], row["speedup"]) for row in found] == [
+        ("aten", False, False, 1.5), ("bfloat16", False, False, 1.0), ("a<b", False, True, 3.0), ("broken", True, False, None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bound", "error", "note"), [
+    ("bandwidth", 0.002, "from cache"),
+    ("compute", None, "beyond every product that was checked"),
+    ("bandwidth", 0.9, ""),  # a wrong one has no share at all
+])  # fmt: skip
+def test_a_share_above_1_comes_with_a_word(bound, error, note):
+    row = attrs.evolve(ROW, share=1.31, bound=bound, error=error)
+    suite = attrs.evolve(SUITE, rows=(row,))
+    assert as_data(suite)["rows"][0]["share_note"] == note
+    body = ElementTree.fromstring(f"<body>{render(suite).partition('<body>')[2].partition('</html>')[0]}")
+    lines = [line for line in body.iter("tr") if line.get("class") is not None]
+    (cells,) = (["".join(cell.itertext()) for cell in line] for line in lines)
+    assert cells[4] == (f"131%{bound}{note}" if note else "–")
+    assert attrs.evolve(row, share=1.004).share_note == ""
+
+
 def test_the_mean_leaves_out_what_is_wrong():
     other = [attrs.evolve(row, shape="8×8×8") for row in (attrs.evolve(ROW, contender="broken"), OWN)]
     (found,) = (one for one in standings(attrs.evolve(SUITE, rows=(*SUITE.rows, *other))) if one.contender == "broken")
@@ -156,6 +184,27 @@ def test_a_kernel_that_writes_too_little_is_found_out(install):
     assert {row.contender for row in found.rows} == {"aten", "bfloat16", "empty", "short"}
     assert set(found.left_out.values()) == {"no: never"}
     assert len(found.left_out) == len(chosen)
+
+
+def test_who_hands_out_what_it_found_earlier_is_wrong_however_fast_it_is(install):
+    install(SpoiltBackend("stale", hands_out_earlier_results()))
+    found = compare([Problem(Op.LINEAR_OUTPUT, product_of_rows(16, 8, 24), INT8), quantization((8, 16))], Backends(), CPU, rounds=5)
+    assert [(row.contender, row.is_wrong) for row in found.rows] == [
+        ("aten", False), ("stale", True), ("bfloat16", False), ("aten", False), ("stale", True),
+    ]  # fmt: skip
+
+
+def test_one_row_of_thousands_that_is_wrong_is_found(install):
+    install(SpoiltBackend("short", forgets_the_last_row))
+    found = compare([Problem(Op.LINEAR_OUTPUT, product_of_rows(4096, 8, 8), INT8)], Backends(), CPU, rounds=5)
+    assert {row.contender: row.is_wrong for row in found.rows} == {"aten": False, "short": True, "bfloat16": False}
+
+
+@pytest.mark.parametrize("by", [Granularity.PER_ROW, Granularity.PER_CHANNEL])
+def test_a_scale_that_is_off_by_a_hundredth_is_found(install, by):
+    install(SpoiltBackend("off", spoils_the_last_scale_a_little))
+    found = compare([quantization((33, 40), by)], Backends(), CPU, rounds=5)
+    assert {row.contender: row.is_wrong for row in found.rows} == {"aten": False, "off": True}
 
 
 @pytest.mark.parametrize("by", Granularity)

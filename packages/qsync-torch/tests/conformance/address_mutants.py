@@ -15,11 +15,14 @@ class KeepsByAddress(Mutant):
     keyword = ""
     """Name of the argument where it is a named one."""
 
+    def key(self, x):
+        return (x.data_ptr(), x.shape, x.stride())
+
     def wrap(self, kernel, request):
         kept = {}
 
         def of_first_call(x):
-            key = (x.data_ptr(), x.shape, x.stride())
+            key = self.key(x)
             kept.setdefault(key, (x, x.clone(memory_format=torch.preserve_format)))  # the address stays taken
             return kept[key][1]
 
@@ -99,7 +102,7 @@ class KeepsParametersOfALayerNorm(KeepsByAddress):
 class KeepsSumsOverWeights(Affine):
     """Which correct for a zero point."""
 
-    wrap = KeepsByAddress.wrap
+    wrap, key = KeepsByAddress.wrap, KeepsByAddress.key
     position, keyword = 2, ""
 
 
@@ -114,6 +117,45 @@ class KeepsScalesOfTensors(Mutant):
         def quantize(x, q, scale, *others, **named):
             kernel(x, q, scale, *others, **named)
             scale.copy_(kept.setdefault((x.data_ptr(), x.shape), (x, scale.clone()))[1])
+
+        return quantize
+
+
+class KeepsCopies(Mutant):
+    """Hands out the copy of an earlier call, as long as the tensor at this address has not changed by its version."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        kept = {}
+
+        def quantize(x, q, scale, stream, *others, **named):
+            outputs = [out for out in (q, scale, stream, named.get("transposed_out")) if out is not None]
+            key = (x.data_ptr(), x.shape, x.stride(), x._version, *map(int, others[:2]))
+            if key not in kept:
+                kernel(x, q, scale, stream, *others, **named)
+                kept[key] = (x, [out.clone() for out in outputs])
+            for out, copy in zip(outputs, kept[key][1], strict=True):
+                out.copy_(copy)
+
+        return quantize
+
+
+class KeepsWeightsOfAVersion(KeepsByAddress):
+    def key(self, x):
+        return (*super().key(x), x._version)
+
+
+class TakesTheScaleOfTheRowBefore(Mutant):
+    """For the last row, whose number is no multiple of what a program takes."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, *others, **named):
+            kernel(x, q, scale, *others, **named)
+            if str(request.variant.x_granularity) == "row" and is_plain_int8(request) and scale.numel() % 8 > 1:
+                scale[-1] = scale[-2]
 
         return quantize
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from . import address_mutants, mutants, producer_mutants
+from . import address_mutants, mutants, producer_mutants, stride_mutants
 
 SUITE = "qsync_torch.conformance"
 
@@ -38,7 +38,7 @@ def put_to(mutant, *selected):
 
 
 found = {}
-for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL):
+for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL, *stride_mutants.ALL):
     if sys.argv[1:] and mutant.__name__ not in sys.argv[1:]:
         continue
     verdict = put_to(mutant, "-k", f"test_interface or {mutant.op}")  # where its mistake is most likely found

@@ -19,15 +19,15 @@ from qsync_torch.conformance.calls import Written
 from qsync_torch.conformance.table import TABLE
 from qsync_torch.kinds.convolution import convolution
 
-from . import address_mutants, mutants, producer_mutants
+from . import address_mutants, mutants, producer_mutants, stride_mutants
 
 HERE = Path(__file__).parent
 REPRESENTATIVES = {
     "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "RoundsAlikeWhateverTheData", "DelaysTheScale",
-    "KeepsWeights",
+    "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients",
 }  # fmt: skip
-"""One for each operator's part of the suite: a product, a convolution, a quantization, its numbers, a producer; one in place."""
-MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL)]
+"""One for each operator's part of the suite: a product, a convolution, a quantization, its numbers, a producer; stale; strides."""
+MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL, *stride_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {
     **os.environ,
@@ -90,6 +90,39 @@ def test_the_entries_of_a_new_kind_follow_from_its_row(row, function, module):
             wrong[(-1,) * wrong.dim()] += 1 + wrong.abs().max()
             with pytest.raises(AssertionError, match=r"1 of .* differ|errors up to"):
                 call.check(Written(out=wrong.float()))
+
+
+def test_a_random_case_says_in_its_name_what_it_draws():
+    drawn = [case for entry in TABLE.values() for case in entry.values if ", random " in case.name]
+    assert len(drawn) == 24 * 4 + 12 * 10
+    for case in drawn:
+        call = case.draw(torch.device("cpu"))
+        if isinstance(call, products.Product):
+            (m, k), (n, _) = call.size.x, call.size.w
+            assert f": {m}x{k}x{n} to {call.out}, scales by {call.variant.x_granularity} and " in case.name
+        else:
+            first = call.operands["kept" if "kept" in call.operands else "x"]
+            assert f" {tuple(first.shape)}" in case.name
+
+
+def test_a_failure_says_how_to_make_the_call_again():
+    case = next(case for case in TABLE["linear.grad_weight"].ones if "24x40x1, int8" in case.name)
+    call = case.draw(torch.device("cpu"))
+    with pytest.raises(AssertionError) as caught:
+        call.check(Written(out=torch.full((1, 40), 5e7)))
+    said = str(caught.value)
+    assert said.startswith("linear.grad_weight in int8;out=float32;save=int8;gi=int8;gw=int8;")
+    assert (
+        "; grad int8 [24, 1] of strides (1, 1); x int8 [24, 40] of strides (40, 1); x_scale float32 [1] of strides (1,): " in said
+    )
+    assert "40 of 40 elements differ" in said
+
+    def fails(*arguments):
+        raise ValueError("not today")
+
+    with pytest.raises(ValueError, match="not today") as raised:
+        call.launch(fails, Written(out=torch.zeros(1, 40)))
+    assert raised.value.__notes__ == [f"raised by the kernel of {call}"]
 
 
 def test_a_wrong_command_line_is_one_sentence(tmp_path):

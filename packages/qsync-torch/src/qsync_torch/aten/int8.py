@@ -112,7 +112,8 @@ def _as_words(x_BHWC: torch.Tensor) -> torch.Tensor:
     """The same bytes as the widest integers that the channels divide into: copies move up to eight channels at a time."""
     for dtype, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if x_BHWC.numel() and x_BHWC.shape[3] % size == 0 and x_BHWC.storage_offset() % size == 0 and x_BHWC.is_contiguous():
-            return x_BHWC.view(dtype)
+            # By way of a vector: a dimension of size 1 may have any stride, which words of several bytes need not divide.
+            return x_BHWC.view(-1).view(dtype).view(*x_BHWC.shape[:3], -1)
     return x_BHWC
 
 

@@ -20,7 +20,7 @@ from qsync_core.kernels.roofline import operations
 from qsync_core.kinds import KINDS
 from qsync_torch.benchmarking.shapes import ProductShape, ShapeSet, times
 from qsync_torch.devices import device_facts
-from qsync_torch.kernels.operands import Arguments
+from qsync_torch.kernels.operands import Arguments, make_operands
 from qsync_torch.tuning.kernel_timing import rotating_sets
 
 
@@ -135,6 +135,13 @@ class Problem:
                     value = torch.randn(operand.shape, device=device)
                     operand.copy_((value * (127.0 / value.abs().max())).round())
         return sets
+
+
+def renew(arguments: Arguments, problem: Problem, device: torch.device) -> None:
+    """Write other random numbers into the memory of a problem's arguments, so that no tensor's version says so."""
+    for kept, new in zip(arguments, make_operands(problem.asked(device), device), strict=True):
+        if isinstance(kept, torch.Tensor):
+            kept.data.copy_(new)
 
 
 def quantization(

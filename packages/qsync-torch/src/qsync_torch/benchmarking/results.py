@@ -23,7 +23,8 @@ class Row:
         median_ns, spread, samples: time of one call, its interquartile range over the median, and the number of samples.
         tflops: 10¹² operations per second of a product, 10⁹ bytes per second (of the floor) where there are none.
         unit: of ``tflops``: ``TFLOP/s`` or ``GB/s``.
-        share, bound: share of what the measured peak (``compute``) or copy rate (``bandwidth``) allows.
+        share, bound: share of what the measured peak (``compute``) or copy rate (``bandwidth``) allows; above 1 see
+            :attr:`share_note`.
         error, allowed: relative error against float64, and its bound; None where it was not looked at.
     """
 
@@ -58,6 +59,17 @@ class Row:
     def is_wrong(self) -> bool:
         """Whether its error is more than its formats explain."""
         return self.error is not None and self.allowed is not None and not self.error <= self.allowed
+
+    @property
+    def share_note(self) -> str:
+        """Why its share is above 1, to a percent; empty where it is not.
+
+        Bytes that come faster than a large copy moves them come from a cache; a product that is faster than the large one raises
+        that limit, unless its error is not known.
+        """
+        if self.share < 1.005 or self.is_wrong:
+            return ""
+        return "from cache" if self.bound == "bandwidth" else "beyond every product that was checked"
 
     @property
     def is_right(self) -> bool:
@@ -102,8 +114,9 @@ BASELINES = ("bfloat16", "float16")
 
 
 def baseline_of(rows: Sequence[Row]) -> Row | None:
-    """PyTorch's own 16-bit product among the rows of a problem, the faster where there are two."""
-    return min((row for row in rows if row.contender in BASELINES), key=lambda row: row.median_ns, default=None)
+    """PyTorch's own 16-bit product among the rows of a problem, the faster where there are two, unless it is wrong."""
+    of_pytorch = (row for row in rows if row.contender in BASELINES and not row.is_wrong)
+    return min(of_pytorch, key=lambda row: row.median_ns, default=None)
 
 
 def fastest_of(rows: Sequence[Row]) -> Row | None:
@@ -112,9 +125,9 @@ def fastest_of(rows: Sequence[Row]) -> Row | None:
 
 
 def speedup(row: Row, rows: Sequence[Row]) -> float | None:
-    """How many times faster it is than PyTorch's own 16-bit product, on the same problem; None where there is none."""
+    """How many times faster it is than PyTorch's own 16-bit product of the problem; None where there is none, or it is wrong."""
     baseline = baseline_of(rows)
-    return None if baseline is None else baseline.median_ns / row.median_ns
+    return None if baseline is None or row.is_wrong else baseline.median_ns / row.median_ns
 
 
 @attrs.frozen
@@ -142,7 +155,7 @@ def standings(suite: Suite) -> list[Standing]:
     found = []
     for name in dict.fromkeys(row.contender for row in suite.rows):
         own = [(row, rows) for rows in groups for row in rows if row.contender == name]
-        ratios = [ratio for row, rows in own if not row.is_wrong and (ratio := speedup(row, rows)) is not None]
+        ratios = [ratio for row, rows in own if (ratio := speedup(row, rows)) is not None]
         found.append(
             Standing(
                 contender=name,
@@ -153,6 +166,17 @@ def standings(suite: Suite) -> list[Standing]:
                 largest_error=max((row.error for row, _ in own if row.error is not None), default=None),
             )
         )
+    return found
+
+
+def as_data(suite: Suite) -> dict[str, Any]:
+    """All of it for programs; of each row also whether it is ``wrong`` or the ``fastest``, its ``speedup`` and ``share_note``."""
+    found = attrs.asdict(suite)
+    groups = by_problem(suite.rows)
+    for row, data in zip(suite.rows, found["rows"], strict=True):
+        rows = groups[row.problem]
+        data |= {"wrong": row.is_wrong, "fastest": fastest_of(rows) is row, "speedup": speedup(row, rows)}
+        data["share_note"] = row.share_note
     return found
 
 

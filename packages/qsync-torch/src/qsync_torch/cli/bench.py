@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from qsync_core.artifacts.atomic_file import write_atomically
@@ -62,6 +61,7 @@ def bench(
     from qsync_torch.benchmarking.bench import compare
     from qsync_torch.benchmarking.contenders import Backends
     from qsync_torch.benchmarking.page import render
+    from qsync_torch.benchmarking.results import as_data
 
     if job is None and batch_size is not None:
         raise QSyncError("--batch-size is for a JOB; a --shape has its rows")
@@ -72,7 +72,7 @@ def bench(
     _check_that_some_ran(found, tuple(backends.by_name))
     if html is not None:
         write_atomically(html, render(found).encode())
-    emit(json_flag, attrs.asdict(found), lambda console: _render(found, html, console))
+    emit(json_flag, as_data(found), lambda console: _render(found, html, console))
     if found.wrong:
         raise BackendError(_what_is_wrong(found.wrong))
 
@@ -136,7 +136,8 @@ def _render(found: Suite, html: Path | None, console: Console) -> None:
             )
             who = f"{row.contender} {row.config}".strip() + (" *" if row is fastest else "")
             error = relative(row.error) + (" WRONG" if row.is_wrong else "")
-            share = f"{row.share:.0%} {row.bound}"
+            note = f", {row.share_note}" if row.share_note else ""
+            share = "–" if row.is_wrong else f"{row.share:.0%} {row.bound}{note}"
             rate = f"{figure(row.tflops)} {row.unit}"
             lines.append(
                 (*head, who, f"{format_ns(round(row.median_ns))} ±{row.spread:.0%}", _ratio(speedup(row, rows)), rate, share, error)

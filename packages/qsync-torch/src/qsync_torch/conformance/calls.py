@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 import torch
 
+from qsync_core.geometry import NEUTRAL
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.random_bits import Offset
-from qsync_torch.conformance.operands import Outputs
+from qsync_torch.conformance.operands import Outputs, described
 
 if TYPE_CHECKING:
     from qsync_torch.conformance.subject import Kernel, Subject
@@ -72,12 +73,28 @@ class Call(abc.ABC):
         """Make all outputs that are wanted."""
 
     @abc.abstractmethod
-    def check(self, written: Written) -> None:
+    def compare(self, written: Written) -> None:
         """Compare everything that was written with float64.
 
         Raises:
             AssertionError: where something is off by more than the operator's arithmetic explains.
         """
+
+    def check(self, written: Written) -> None:
+        """The same, and a failure says of which call it is.
+
+        Raises:
+            AssertionError: where something is off by more than the operator's arithmetic explains.
+        """
+        with when(lambda: str(self)):
+            self.compare(written)
+
+    def __str__(self) -> str:
+        """Operator, variant, further fields of the request and each operand's format, shape and strides: to make the call again."""
+        asked = self.asked
+        fields = (f"{name} {value}" for name, value in asked.fields.items() if value and value != NEUTRAL)
+        operands = (f"{name} {described(self.argument(x))}" for name, x in self.operands.items())
+        return "; ".join((f"{asked.op} in {self.variant}", *fields, *operands))
 
     def argument(self, x: torch.Tensor) -> torch.Tensor:
         """An operand or an output as the kernel takes it."""
@@ -114,9 +131,13 @@ class Call(abc.ABC):
             else:
                 positional.append(value)
         before = {name: x.clone() for name, x in inputs.items()} if watched else {}
-        kernel(*positional, **named)
+        try:
+            kernel(*positional, **named)
+        except Exception as error:
+            error.add_note(f"raised by the kernel of {self}")
+            raise
         for name, kept in before.items():
-            assert is_same(inputs[name], kept), f"the kernel changed its input {name}, of shape {list(kept.shape)}"
+            assert is_same(inputs[name], kept), f"{self}: the kernel changed its input {name}"
 
     def run(self, kernel: Kernel, outputs: Outputs, **numbers: Any) -> Written:
         """Call the kernel on fresh outputs; ``numbers`` are others than the call's own seed and offset."""
@@ -155,6 +176,7 @@ class Entry:
 
     Attributes:
         values: compared with float64.
+        ones: of which operands have dimensions of size 1, in memory of any strides.
         typical: a few, also run after each operand was changed in place, with other strides, and on CUDA under graphs and streams;
             the first one stands for the requests that a backend has no reason to refuse.
         edges: with the operand whose largest value a scale must see, and that value; it is put to every edge.
@@ -164,6 +186,7 @@ class Entry:
 
     values: list[Case]
     typical: list[Case]
+    ones: list[Case]
     edges: list[tuple[Case, str, float]] = attrs.Factory(list)
     drawn: list[Case] = attrs.Factory(list)
     impossible: dict[str, Impossible] = attrs.Factory(dict)
@@ -177,9 +200,10 @@ def is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def when(circumstance: str) -> Iterator[None]:
-    """Say in which circumstance a check failed."""
+def when(circumstance: str | Callable[[], str]) -> Iterator[None]:
+    """Say in which circumstance a check failed; a function is asked only then."""
     try:
         yield
     except AssertionError as error:
-        raise AssertionError(f"{circumstance}: {error}") from None
+        said = circumstance if isinstance(circumstance, str) else circumstance()
+        raise AssertionError(f"{said}: {error}") from None

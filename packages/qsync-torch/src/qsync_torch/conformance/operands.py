@@ -7,6 +7,8 @@ import math
 import torch
 
 LAYOUTS = ("row-major", "column-major", "padded rows", "every other column")
+STRIDES_OF_ONES = (0, 1, 7, 1 << 20)
+"""What the stride of a dimension of size 1 may be: ``is_contiguous()`` is true whatever it is."""
 _MARGIN = 1 << 10
 """Elements before and after an output; a multiple of every alignment that kernels ask for."""
 _SENTINEL = 96
@@ -27,6 +29,18 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     spread = torch.zeros((rows, columns, 2), dtype=x.dtype, device=x.device)
     spread[:, :, 0] = x
     return spread[:, :, 0]
+
+
+def with_ones_of_stride(x: torch.Tensor, stride: int) -> torch.Tensor:
+    """The values of a dense tensor, whose dimensions of size 1 have that stride, in memory between other numbers."""
+    memory = torch.full((x.numel() + 2 * _MARGIN,), _SENTINEL, dtype=torch.float32, device=x.device).to(x.dtype)
+    strides = [stride if size == 1 else own for size, own in zip(x.shape, x.stride(), strict=True)]
+    return memory.as_strided(x.shape, strides, _MARGIN).copy_(x)
+
+
+def described(x: torch.Tensor) -> str:
+    """Format, shape and strides, all that is needed to make such an operand."""
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} of strides {x.stride()}"
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ def copying_call(
     return call.changed(multiplier=multiplier, other=problem.backward(51).grad if parts == 2 else None)
 
 
-def random_call(op: str, number: int, device: torch.device) -> Call:
+def random_call(op: str, number: int) -> Case:
     """Shapes of no particular kind, in every combination of chains, formats and roundings."""
     choose = random.Random(number)
     name, _, part = op.partition(".")
@@ -136,8 +136,13 @@ def random_call(op: str, number: int, device: torch.device) -> Call:
     saved = INT8 if choose.random() < 0.5 and INT8 in _kept(form) else output
     variant = variant_of(saved=saved, output=output, granularity=granularity, rounding=choose.choice(list(Rounding)))
     mean, deviation = choose.choice((0.0, 4.0)), choose.choice((1.0, 1e-3 if part == "output" else 0.1, 30.0))
-    problem = Producer.of(form, variant, shape, device, number, mean=mean, deviation=deviation)
-    return problem if part == "output" else problem.backward(number)
+
+    def draw(device: torch.device) -> Call:
+        problem = Producer.of(form, variant, shape, device, number, mean=mean, deviation=deviation)
+        return problem if part == "output" else problem.backward(number)
+
+    how = f"to {output}, kept in {saved}, by {granularity} {variant.rounding}, mean {mean:g}, deviation {deviation:g}"
+    return Case(f"{op}, random {number}: {form} {shape} {how}", draw)
 
 
 def entry_of(op: str) -> Entry:
@@ -153,8 +158,14 @@ def entry_of(op: str) -> Entry:
     found = Entry(
         values=[one for form in forms for one in values(form)],
         typical=[case(f"kept in {saved}", form, _nearest(form, saved), (56, 40)) for form in forms for saved in _kept(form)],
+        ones=[
+            case(f"{shape}, kept in {saved}", form, _nearest(form, saved), shape)
+            for form in forms
+            for saved in _kept(form)
+            for shape in ((1, 1), (1, 40), (42, 1))
+        ],
     )
-    found.values.extend(Case(f"{op}, random {number}", functools.partial(random_call, op, number)) for number in range(12))
+    found.values.extend(random_call(op, number) for number in range(12))
     affine = attrs.evolve(variant_of(), symmetric=False)
     found.impossible["a zero point"] = affine, found.typical[0].draw(torch.device("cpu")).asked.shapes
     if part == "output":

@@ -246,7 +246,7 @@ class Producer(_OfProducer):
             r, error = r * factor, error * factor.abs() + FINE * (r * factor).abs()
         return Expected(s, mean, var, xhat, affine, z, r, xhat_error, error)
 
-    def check(self, written: Written) -> None:
+    def compare(self, written: Written) -> None:
         """Statistics, the sum, the result, both copies, bits and the stream."""
         expected, variant, x = self.expected(written), self.variant, self.x
         if "stream" in written:
@@ -425,7 +425,7 @@ class Backward(_OfProducer):
         spread = given(self.spread).double()
         return (spread + EPS).rsqrt()[None] if self.name == BATCH_NORM else spread[:, None]
 
-    def check(self, written: Written) -> None:
+    def compare(self, written: Written) -> None:
         """All gradients, by the formulas of docs/design/fused-chains.md in float64."""
         g = (self.grad if self.other is None else self.grad + self.other).double()
         (xhat, xhat_error), of_batch = self.normalized(), self.name == BATCH_NORM

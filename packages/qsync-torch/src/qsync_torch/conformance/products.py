@@ -53,6 +53,7 @@ class Kind:
     Attributes:
         sizes: by a name for people; the first two are where formats are multiplied with each other.
         typical: names of sizes at which all other checks are made.
+        ones: sizes of which some are 1, by a name.
         empty: by the part, sizes with nothing in x, w or the sum.
         large: by the part, sizes at which sums of one sign pass 2²⁴, up to which float32 would be exact.
         overflows: the request of an output whose int32 sum could overflow, and of one that only a zero point makes overflow.
@@ -61,6 +62,7 @@ class Kind:
     operator: OperatorKind
     sizes: dict[str, Size]
     typical: tuple[str, ...]
+    ones: dict[str, Size]
     empty: dict[str, dict[str, Size]]
     large: dict[str, dict[str, Size]]
     overflows: tuple[tuple[tuple[int, ...], ...], ...] = ()
@@ -166,7 +168,7 @@ class Product(Call):
             return scaled(first.transpose(0, 1), scale).transpose(0, 1), second
         return first, scaled(second, scale, zero_point)
 
-    def check(self, written: Written) -> None:
+    def compare(self, written: Written) -> None:
         """Integers: every element is the expected one, or a few roundings away; floats: the errors of all terms."""
         first, second = self.dequantized()
         product = self.product(first, second)
@@ -382,6 +384,18 @@ def typical(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]
         yield "zero point", Draw(variant=attrs.evolve(float32, symmetric=False), exact=False, zero_points=(3.0,))
 
 
+def of_ones(part: str, by: tuple[Granularity, ...]) -> Iterator[tuple[str, Draw]]:
+    """What operands with dimensions of size 1 are tried with; of a kind without 8-bit products the last ones."""
+    yield from typical(part, by)
+    if part != "output":
+        out = Precision.BFLOAT16 if part == "grad_input" else Precision.FLOAT32
+        yield "from bfloat16", Draw(variant=formats(part, Precision.BFLOAT16), out=out, exact=False)
+        if ROW in by:
+            rows = formats(part, Precision.INT8, x_granularity=ROW, channel_factors=True)
+            yield "int8 by row, channel factors", Draw(variant=rows)
+    yield "in float32", Draw(variant=Variant.of(Precision.FLOAT32), exact=False)
+
+
 def entry_of(kind: Kind, part: str) -> Entry:
     """The table's entry of one product of a kind."""
     op = f"{kind.operator.name}.{part}"
@@ -406,7 +420,7 @@ def entry_of(kind: Kind, part: str) -> Entry:
     ]
     values += [case(f"{size}, large sums", of, eight) for size, of in kind.large.get(part, {}).items() if runs(eight)]
     if kind.has_rows:
-        values += [Case(f"{op}, random {number}", functools.partial(random_matrices, kind, part, number)) for number in range(24)]
+        values += [random_matrices(kind, part, number) for number in range(24)]
     affine, size = attrs.evolve(INT8, symmetric=False), kind.sizes[kind.typical[0]]
     impossible: dict[str, Impossible] = {}
     if part == "output" and runs(eight):
@@ -419,23 +433,28 @@ def entry_of(kind: Kind, part: str) -> Entry:
     chosen = [
         case(f"{size}, {name}", kind.sizes[size], draw) for size in kind.typical for name, draw in typical(part, by) if runs(draw)
     ]
-    return Entry(values=values, typical=chosen or values[: len(kind.typical)], impossible=impossible)
+    ones = [case(f"{size}, {name}", of, draw) for size, of in kind.ones.items() for name, draw in of_ones(part, by) if runs(draw)]
+    return Entry(values=values, typical=chosen or values[: len(kind.typical)], ones=ones, impossible=impossible)
 
 
-def random_matrices(kind: Kind, part: str, number: int, device: torch.device) -> Product:
-    """A product of matrices of no particular kind, in any granularity and format of the result."""
+def random_matrices(kind: Kind, part: str, number: int) -> Case:
+    """A product of matrices of no particular kind, in any granularity, strides and format of the result."""
     choose = random.Random(number)
     m, k, n = (choose.choice((1, 2, 7, 8, 16, 31, 64, 100, 257)) for _ in range(3))
     output, x, w = choose.choice(FLOATS), choose.choice((TENSOR, ROW)), choose.choice((TENSOR, CHANNEL))
     variant = formats(part, Precision.INT8, output=output, x_granularity=x, w_granularity=w)
     out = Precision.FLOAT32 if part == "grad_weight" else output
-    call = Draw(variant=variant, out=out, bias=choose.random() < 0.5)(kind, part, Size((m, k), (n, k)), device, number)
-    return call.changed(**{name: laid_out_at_random(x, choose) for name, x in call.operands.items() if x.dim() == 2})
+    drawn = Draw(variant=variant, out=out, bias=choose.random() < 0.5)
+    names = [name for name in SIGNATURES[part].split() if name in ("grad", "x", "w")]
+    layouts = {name: choose.choice(LAYOUTS) for name in names}
 
+    def draw(device: torch.device) -> Product:
+        call = drawn(kind, part, Size((m, k), (n, k)), device, number)
+        return call.changed(**{name: laid_out(call.operands[name], layout) for name, layout in layouts.items()})
 
-def laid_out_at_random(x: torch.Tensor, choose: random.Random) -> torch.Tensor:
-    """The values of a matrix under other strides."""
-    return laid_out(x, choose.choice(LAYOUTS))
+    how = f"scales by {x} and {w}{', bias' if drawn.bias and part == 'output' else ''}"
+    where = ", ".join(f"{name} {layout}" for name, layout in layouts.items())
+    return Case(f"{kind.operator.name}.{part}, random {number}: {m}x{k}x{n} to {out}, {how}, {where}", draw)
 
 
 def matrices(*sizes: tuple[int, int, int]) -> dict[str, Size]:
@@ -478,7 +497,8 @@ def of_matrices(operator: OperatorKind) -> Kind:
     }
     overflows = ((64, 133_152), (64, 133_152)), ((64, 66_320), (64, 66_320))
     sizes = matrices(*ordinary, (17, 4100, 24), (48, 64, 32))
-    return Kind(operator, sizes, ("48x64x32", "9x21x5"), nothing, large, overflows)
+    ones = matrices(*(one for one in itertools.product((1, 24), (1, 40), (1, 72)) if 1 in one))
+    return Kind(operator, sizes, ("48x64x32", "9x21x5"), ones, nothing, large, overflows)
 
 
 IMAGES: Images = {
@@ -499,6 +519,18 @@ IMAGES: Images = {
 """What convolutions are tried at, in two dimensions."""
 
 
+ONES: Images = {
+    "one image": ((1, 16, 6, 5), (24, 16, 3, 3), {"padding": (1, 1)}),
+    "one channel": ((2, 1, 6, 5), (24, 1, 3, 3), {"padding": (1, 1)}),
+    "one filter": ((2, 16, 6, 5), (1, 16, 3, 3), {"padding": (1, 1)}),
+    "one line": ((2, 16, 1, 9), (24, 16, 1, 3), {}),
+    "one column": ((2, 16, 9, 1), (24, 16, 3, 1), {}),
+    "one position": ((3, 16, 1, 1), (24, 16, 1, 1), {}),
+    "one of each": ((1, 1, 1, 1), (1, 1, 1, 1), {}),
+}
+"""Images and filters with dimensions of size 1."""
+
+
 def of_images(operator: OperatorKind) -> Kind:
     """A kind of convolution."""
     extra: Images = {"one more": ((2, 32, 9, 10), (64, 32, 3, 3), {"padding": (1, 1), "stride": (2, 2), "output_padding": (1, 1)})}
@@ -507,7 +539,8 @@ def of_images(operator: OperatorKind) -> Kind:
     many: Images = {"many filters": ((1, 16, 5, 5), (512, 16, 3, 3), {"padding": (1, 1)})}
     large = {"output": images(operator, wide), "grad_input": images(operator, many)}
     typical = "3x3, padded", "1x1", "1x1, stride 2", "groups", "depthwise"
-    return Kind(operator, images(operator, IMAGES | (extra if operator.row.transposed else {})), typical, nothing, large)
+    sizes, ones = images(operator, IMAGES | (extra if operator.row.transposed else {})), images(operator, ONES)
+    return Kind(operator, sizes, typical, ones, nothing, large)
 
 
 KINDS = [(of_matrices if kind.row.of_rows else of_images)(kind) for kind in OPERATOR_KINDS.values() if kind.row.as_run is kind.row]

@@ -101,7 +101,7 @@ class Quantization(Call):
             return self.x
         return self.x.float() * (self.multiplier.view(1, -1, 1, 1) if self.x.dim() == 4 else self.multiplier)
 
-    def check(self, written: Written) -> None:
+    def compare(self, written: Written) -> None:
         """Scales, every value, zero points, the stream."""
         variant, q, scale = self.variant, written["q"], written["scale"]
         check_stream(written["stream"], self.offset, self.x)
@@ -269,25 +269,31 @@ def clamped(shape: tuple[int, ...], order: str, device: torch.device) -> torch.T
     return normal(shape, order=order)(device).clamp_(-3, 3)
 
 
-def at_random(number: int, device: torch.device) -> Quantization:
+def at_random(number: int) -> Case:
     """Shapes of no particular kind; sometimes outliers, zeros, equal values, or a very small or large magnitude."""
     choose = random.Random(number)
     shape = tuple(choose.choice((1, 2, 3, 5, 17, 33, 64, 129)) for _ in range(choose.randint(1, 4)))
-    x = floats(shape, torch.float32, device, choose.randrange(1000)) * 10.0 ** choose.choice((0, 0, -6, 4))
-    kind = choose.choice(("plain", "plain", "outlier", "zero", "equal", "sparse"))
-    if kind == "outlier":
-        x.view(-1)[choose.randrange(x.numel())] *= 1000
-    elif kind == "zero":
-        x.zero_()
-    elif kind == "equal":
-        x.fill_(x.view(-1)[0].item())
-    elif kind == "sparse":
-        x.mul_(torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(device) < 0.1)
-    granularity = choose.choice(list(Granularity))
-    x = x.clamp(-6e4, 6e4).to(choose.choice(DTYPES))
-    x = dense(x) if granularity is TENSOR and choose.random() < 0.5 else x
-    variant = variant_of(choose.choice(list(Rounding)), granularity)
-    return Quantization(variant=variant, x=x, seed=choose.getrandbits(63), offset=choose.getrandbits(63))
+    drawn, magnitude = choose.randrange(1000), 10.0 ** choose.choice((0, 0, -6, 4))
+    kind, place = choose.choice(("plain", "plain", "outlier", "zero", "equal", "sparse")), choose.randrange(math.prod(shape))
+    granularity, rounding, dtype = choose.choice(list(Granularity)), choose.choice(list(Rounding)), choose.choice(DTYPES)
+    is_dense, seed, offset = granularity is TENSOR and choose.random() < 0.5, choose.getrandbits(63), choose.getrandbits(63)
+
+    def draw(device: torch.device) -> Quantization:
+        x = floats(shape, torch.float32, device, drawn) * magnitude
+        if kind == "outlier":
+            x.view(-1)[place] *= 1000
+        elif kind == "zero":
+            x.zero_()
+        elif kind == "equal":
+            x.fill_(x.view(-1)[0].item())
+        elif kind == "sparse":
+            x.mul_(torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(device) < 0.1)
+        x = x.clamp(-6e4, 6e4).to(dtype)
+        variant = variant_of(rounding, granularity)
+        return Quantization(variant=variant, x=dense(x) if is_dense else x, seed=seed, offset=offset)
+
+    order = ", channels-last" if is_dense and len(shape) > 2 else ""
+    return Case(f"quantize, random {number}: {kind} {shape}{order} by {granularity} {rounding} {dtype}", draw)
 
 
 def values() -> list[Case]:
@@ -330,7 +336,21 @@ def values() -> list[Case]:
         for rounding, dtype in ((STOCHASTIC, torch.float32), (NEAREST, torch.bfloat16)):
             by_row, drawn = variant_of(rounding, ROW), normal(shape, dtype)
             found.append(case(f"columns of {shape}, {rounding}", drawn, by_row, multiplied=shape[1] > 3, transposed=True))
-    found += [Case(f"quantize, random {number}", functools.partial(at_random, number)) for number in range(24)]
+    return found + [at_random(number) for number in range(24)]
+
+
+def ones() -> list[Case]:
+    """Tensors with dimensions of size 1."""
+    found = [
+        case(f"{shape} {order} by {by}", normal(shape, order=order), variant_of(NEAREST, by))
+        for shape, by in itertools.product(((1, 1), (1, 33), (33, 1), (1, 1, 1, 1), (1, 8, 5, 1), (3, 1, 4, 6)), Granularity)
+        for order in (("", "channels-last") if len(shape) == 4 and by is not ROW else ("",))
+    ]
+    for shape in ((1, 24), (24, 1)):
+        found.append(case(f"multiplied {shape}", normal(shape), variant_of(NEAREST), multiplied=True))
+        found.append(case(f"zero point, {shape}", normal(shape), variant_of(NEAREST, ROW, symmetric=False)))
+        for by in (TENSOR, ROW):
+            found.append(case(f"transposed copy of {shape} by {by}", normal(shape), variant_of(NEAREST, by), transposed=True))
     return found
 
 
@@ -346,7 +366,12 @@ def edges() -> list[tuple[Case, str, float]]:
         affine = variant_of(NEAREST, by, symmetric=False)
         name = f"{shape} by {by}, zero point, {'largest' if sign > 0 else 'smallest'}"
         found.append((case(name, functools.partial(clamped, shape, ""), affine), "x", 254.0 * sign))
-    return found
+    for by, shape in itertools.product((ROW, CHANNEL), ((9, 129), (129, 9), (33, 200))):
+        found.append((case(f"{shape} by {by}", functools.partial(clamped, shape, ""), variant_of(NEAREST, by)), "x", 127.0))
+    of_columns = case(
+        "by row and column of (21, 65)", functools.partial(clamped, (21, 65), ""), variant_of(NEAREST, ROW), transposed=True
+    )
+    return [*found, (of_columns, "x", 127.0)]
 
 
 def entry() -> Entry:
@@ -369,7 +394,7 @@ def entry() -> Entry:
     impossible: dict[str, Impossible] = {
         "float8 with a zero point": (variant_of(NEAREST, TENSOR, Precision.FLOAT8_E4M3FN, symmetric=False), ((64, 128),))
     }
-    return Entry(values=values(), typical=typical, edges=edges(), drawn=drawn, impossible=impossible)
+    return Entry(values=values(), typical=typical, ones=ones(), edges=edges(), drawn=drawn, impossible=impossible)
 
 
 ENTRIES = {Op.QUANTIZE: entry()}

@@ -13,7 +13,7 @@ import torch
 
 from qsync_core.errors import NumericsError
 from qsync_torch.conformance.calls import Call, Case, Written, when
-from qsync_torch.conformance.operands import LAYOUTS, Outputs, between_others, laid_out
+from qsync_torch.conformance.operands import LAYOUTS, STRIDES_OF_ONES, Outputs, between_others, laid_out, with_ones_of_stride
 from qsync_torch.conformance.subject import Kernel, Subject, check_sentences
 from qsync_torch.conformance.table import TABLE
 from qsync_torch.torch_internals import occupy_stream
@@ -35,7 +35,11 @@ def test_values(subject: Subject, outputs: Outputs, case: Case) -> None:
 
 
 def change(x: torch.Tensor) -> None:
-    """Give a tensor other numbers, of which sums stay exact: integers of another sign, float numbers twice as large."""
+    """Give a tensor other numbers, of which sums stay exact: integers of another sign, float numbers twice as large.
+
+    Its version stays what it is, as where a kernel of no library writes, or where another tensor gets the same memory.
+    """
+    x = x.data
     if x.dtype is torch.int8:
         x.neg_()
     elif x.dtype is torch.uint8:
@@ -52,7 +56,7 @@ def after_each_change(call: Call) -> Iterator[str]:
             kept = operand.clone()
             change(operand)
             yield f"after {name} was changed in place"
-            operand.copy_(kept)
+            operand.data.copy_(kept)
 
 
 @to_each("typical")
@@ -85,6 +89,26 @@ def test_operands_of_any_strides(subject: Subject, outputs: Outputs, case: Case)
         with when("with " + ", ".join(f"{name} of strides {x.stride()}" for name, x in changes.items())):
             moved = call.changed(**changes)
             moved.check(moved.run(kernel, outputs))
+
+
+@to_each("ones")
+def test_dimensions_of_size_one(subject: Subject, outputs: Outputs, case: Case) -> None:
+    """One row, column, channel or image: its stride counts for nothing, and may be anything.
+
+    A tensor passes for contiguous then, so that ``contiguous()`` leaves the stride to a library that takes it for a row's length.
+    """
+    call = case.call(subject)
+    first, *others = call.kernels(subject)
+    for kernel in (first, *others):
+        call.check(call.run(kernel, outputs))
+    ones = {name: x for name, x in call.operands.items() if 1 in x.shape}
+    assert ones, f"{case.name} has no dimension of size 1"
+    strided = [{name: with_ones_of_stride(x, stride) for name, x in ones.items()} for stride in STRIDES_OF_ONES]
+    matrices = {name: x for name, x in call.operands.items() if name in call.asked.any_strides and x.dim() == 2}
+    strided += [{name: laid_out(x, layout) for name, x in matrices.items()} for layout in LAYOUTS[1:] if matrices]
+    for changes in strided:
+        moved = call.changed(**changes)
+        moved.check(moved.run(first, outputs))
 
 
 def edges(count: int) -> list[int]:
