@@ -72,3 +72,20 @@ def test_a_name_that_means_nothing_is_refused(name: str, said: str) -> None:
     case = random_case(2)
     with pytest.raises(PlanError, match=said):
         allocate(case.inputs, Request(keep=[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("proj", r"; all that have 'proj' in their names are 're:\.\*proj\.\*'$"),
+        ("norm", "; 1 that have 'norm' in their names keep their precision in every plan$"),
+        ("re:.*norm.*", "; 1 that have 'norm' in their names keep their precision in every plan$"),
+        ("absent", r"'qsync show' lists them\)$"),
+    ],
+)
+def test_a_part_of_names_is_told_what_bears_it(name: str, said: str) -> None:
+    g = GraphBuilder("named", batch_size=4)
+    x = g.linear("layers.1.proj", g.input("x", (4, 16)), 16)
+    g.loss(g.linear("head", g.unary("layers.1.norm", "layer_norm", x), 3))
+    with pytest.raises(PlanError, match=said):
+        kept_operators(g.build(first_bucket=1024, bucket=4096), [name])

@@ -44,6 +44,17 @@ def _meant(dag: PrecisionDag, name: str) -> Iterator[OpId]:
         near = difflib.get_close_matches(name.removeprefix(PATTERN), fqns, _MOST_NEAR, 0.0) or ["nothing"]
         raise PlanError(
             f"--keep {name!r} means no operator of {dag.model} whose precision a plan chooses; it has {len(fqns)}, among them "
-            f"{', '.join(near)} ('qsync show' lists them)"
+            f"{', '.join(near)} ('qsync show' lists them){_hint(dag, name, fqns)}"
         )
     yield from found
+
+
+def _hint(dag: PrecisionDag, name: str, fqns: Collection[str]) -> str:
+    """What else bears this name: operators that no plan lowers, or a part of longer names."""
+    word = name.removeprefix(PATTERN).strip(".*")
+    others = {operator.op_id.fqn for operator in dag.operators} - set(fqns)
+    if word and (count := sum(word in fqn for fqn in others)):
+        return f"; {count} that have {word!r} in their names keep their precision in every plan"
+    if word and not name.startswith(PATTERN) and any(word in fqn for fqn in fqns):
+        return f"; all that have {word!r} in their names are '{PATTERN}.*{re.escape(word)}.*'"
+    return ""
