@@ -45,13 +45,20 @@ def planned_workers(run: Path) -> dict[str, int]:
 
 
 def make_trainer(
-    run: Path, storage: Path, epochs: int, batch_size: int, workers: Mapping[str, int] | None = None, fewest: int | None = None
+    run: Path,
+    storage: Path,
+    epochs: int,
+    batch_size: int,
+    workers: Mapping[str, int] | None = None,
+    fewest: int | None = None,
+    cluster: Path | None = None,
 ) -> TorchTrainer:
     """One worker per rank, on a node of its group, each with a GPU where its nodes have any.
 
     Args:
         workers: ranks by group, the first of which has rank 0; by default the plan's.
         fewest: workers with which training goes on when nodes are lost; by default it waits for all of them.
+        cluster: a file that describes the groups, for preparing.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -63,12 +70,13 @@ def make_trainer(
     scaling = ScalingConfig(
         num_workers=len(placed) if fewest is None else (fewest, len(placed)), use_gpu=gpus, label_selector=placed
     )
-    settings = {"run": str(run.resolve()), "epochs": epochs, "batch_size": batch_size}
+    described = str(cluster.resolve()) if cluster else ""
+    settings = {"run": str(run.resolve()), "epochs": epochs, "batch_size": batch_size, "cluster": described}
     kept = RunConfig(name="hybrid", storage_path=str(storage.resolve()), failure_config=FailureConfig(max_failures=3))
     return TorchTrainer(train, train_loop_config=settings, scaling_config=scaling, run_config=kept)
 
 
-def prepare_where_unplanned(run: RunFolder, group: str, batch_size: int) -> None:
+def prepare_where_unplanned(run: RunFolder, group: str, batch_size: int, cluster: str = "") -> None:
     """``qsync prepare`` on every rank, where one of them finds no plan for the ranks that are here.
 
     What is measured already is kept, so that workers which have changed cost little more than a new plan.
@@ -82,6 +90,8 @@ def prepare_where_unplanned(run: RunFolder, group: str, batch_size: int) -> None
     port = [free_port()]
     dist.broadcast_object_list(port)
     command = [sys.executable, "-m", "qsync", "prepare", f"{EXAMPLES / 'digits_net.py'}:job", "-o", str(run.path)]
+    if cluster:
+        command += ["--cluster", cluster]
     environment = {**os.environ, "MASTER_PORT": str(port[0])}  # all else is as Ray has set it, and torchrun would
     subprocess.run([*command, "--batch-size", str(batch_size)], env=environment, check=True)
 
@@ -111,7 +121,7 @@ def train(settings: dict[str, Any]) -> None:
 
     group = os.environ["QSYNC_GROUP"] = ray.get_runtime_context().get_node_labels()[NODE_LABEL]
     run = RunFolder(settings["run"])
-    prepare_where_unplanned(run, group, settings["batch_size"])
+    prepare_where_unplanned(run, group, settings["batch_size"], settings["cluster"])
     qsync.use_share(run.cluster)  # before anything starts CUDA
     device = ray_train.torch.get_device()
     model = make_model().to(device)
@@ -156,6 +166,7 @@ def main() -> None:
         "--workers", action="append", default=[], metavar="GROUP=NUMBER", help="ranks of a group, rank 0's first; as planned"
     )
     parser.add_argument("--fewest", type=int, help="workers with which training goes on when nodes are lost")
+    parser.add_argument("--cluster", type=Path, help="cluster file by which to prepare, at the same path on every node")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and step")
     parser.add_argument("--storage", type=Path, default=Path("ray-results"), help="for checkpoints, on a disk that all nodes share")
@@ -164,7 +175,7 @@ def main() -> None:
 
     ray.init()
     workers = {group: int(number) for group, _, number in (text.partition("=") for text in args.workers)}
-    result = make_trainer(args.run, args.storage, args.epochs, args.batch_size, workers, args.fewest).fit()
+    result = make_trainer(args.run, args.storage, args.epochs, args.batch_size, workers, args.fewest, args.cluster).fit()
     print(f"loss after epoch {result.metrics['epoch']}: {result.metrics['loss']:.4f}")
 
 

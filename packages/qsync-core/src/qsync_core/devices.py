@@ -8,8 +8,9 @@ profile measured alone.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -208,6 +209,14 @@ def find_chip(device: str) -> Chip | None:
         if found := pattern.search(device.upper()):
             return None if _ANOTHER_CHIP.search(found[1]) else chip
     return None
+
+
+def chips_like(device: str, names: Iterable[str] = CHIPS) -> list[str]:
+    """Names that a person may have meant by one that no chip has: the longest within it (A100 in A100X), else similar ones."""
+    upper = {name.upper(): name for name in names}
+    within = max((name for name in upper if name in device.upper()), key=len, default="")
+    near = [within] if within else difflib.get_close_matches(device.upper(), upper, n=4, cutoff=0.7)
+    return [upper[name] for name in near]
 
 
 def precision_problem(device: str, precision: Precision) -> str | None:

@@ -63,6 +63,17 @@ def test_lines_start_prepare_on_every_rank_with_the_scripts_arguments_behind_it(
     assert machines[2]["environment"] == {"QSYNC_GROUP": "infer", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
 
 
+def test_a_gpu_that_no_known_chip_is_called_is_said_at_once(cluster):
+    assert "no known chip" not in launched("run", "--prepare", cluster, "--", "train.py")
+    cluster.write_text(CLUSTER.replace("NVIDIA H200", "A100X").replace("Tesla T4", "Telsa accelerator"))
+    said = launched("run", "--prepare", cluster, "--", "train.py")
+    assert (
+        "note: no known chip is called 'A100X', the device of group 'train' (did you mean A100?): 'qsync prepare' refuses ranks "
+        "whose device has another name"
+    ) in said
+    assert "'Telsa accelerator', the device of group 'infer': 'qsync prepare'" in said
+
+
 def test_a_jobset_prepares_in_pods_that_are_those_of_training_and_has_a_name_of_its_own(cluster):
     common = ("--prepare", cluster, "--jobset", "--image", "r/train:1", "--workdir", "/workspace", "--", "train.py:make_job")
     manifest = yaml.safe_load(launched("night_run", *common))

@@ -120,3 +120,11 @@ def test_a_wrong_command_line_is_one_sentence(tmp_path, arguments, sentence):
     done = CliRunner().invoke(cli, ["launch", str(tmp_path / "run"), *arguments])
     assert done.exit_code == 2
     assert sentence in done.output
+
+
+@pytest.mark.parametrize(("given", "restarts"), [([], "100"), (["--max-restarts", "3"], "3")])
+def test_machines_that_come_and_go_may_do_so_often(tmp_path, given, restarts):
+    run = run_folder(tmp_path / "run", GROUPS)
+    done = CliRunner().invoke(cli, ["launch", str(run.path), "--elastic", *given, "--json", "train.py"])
+    assert done.exit_code == 0, done.output
+    assert {options(machine["command"])["max-restarts"] for machine in json.loads(done.output)["machines"]} == {restarts}

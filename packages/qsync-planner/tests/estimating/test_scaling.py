@@ -242,6 +242,8 @@ def test_an_unknown_chip_is_refused_with_those_that_are_known() -> None:
         datasheet("my accelerator")
     with pytest.raises(PlanError, match=r"of 'RTX 4090 Laptop GPU' .* did you mean RTX 4090\? estimates know"):
         datasheet("RTX 4090 Laptop GPU")
+    with pytest.raises(PlanError, match=r"of 'A100X' .* did you mean A100\? estimates know"):
+        datasheet("A100X")
     with pytest.raises(PlanError, match=r"of 'RTX3O60' .* did you mean RTX 3060"):
         datasheet("RTX3O60")
 

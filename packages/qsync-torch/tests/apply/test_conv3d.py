@@ -85,7 +85,7 @@ def test_8_bit_is_refused_by_name():
 def test_aten_offers_it_in_float_formats_alone():
     offered = {spec.op: set(spec.compute) for spec in AtenBackend().kernel_specs()}
     floats = {str(precision) for precision in (Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32)}
-    assert set(Op.IN_FLOATS) == {"conv3d.output", "conv3d.grad_input", "conv3d.grad_weight"}
+    assert set(Op.IN_FLOATS) >= {"conv3d.output", "conv3d.grad_input", "conv3d.grad_weight"}
     assert all(offered[op] == floats for op in Op.IN_FLOATS)
     assert offered["conv2d.output"] == {"int8", *floats}
 

@@ -21,6 +21,7 @@ from qsync_torch.prepare.cluster_text import cluster_text
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Participant, Wish
 from qsync_torch.prepare.roles import (
+    alike_at_last,
     all_alike,
     compared,
     contradiction,
@@ -183,7 +184,7 @@ def test_equal_devices_are_told_apart_by_a_difference_that_repeats():
 def test_what_equal_devices_took_is_told_over_both_moments():
     probes = probed({"a": 6_000_000, "b": 4_000_000}, {"a": 200_000, "b": 100_000}, {"a": 4_000_000, "b": 4_000_000})
     assert compared(CPUS, probes, Precision.FLOAT32).startswith(
-        "a step in full precision takes 5.10 ms ± 1.10 ms on a, 4.00 ms ± 100.0 µs on b: these groups are alike"
+        "a step in full precision takes 5.10 ms ± 1.10 ms on a, 4.00 ms ± 100.0 µs on b: by these first steps the groups are alike"
     )
 
 
@@ -236,11 +237,25 @@ def test_what_the_first_steps_took_is_told_with_its_uncertainty():
 
 
 def test_where_all_groups_are_alike_there_is_nothing_to_do():
-    told = compared(CPUS, probed({"a": 2_000_000, "b": 2_200_000}, {"a": 90_000, "b": 90_000}), Precision.FLOAT32)
-    assert told == (
-        "a step in full precision takes 2.00 ms ± 90.0 µs on a, 2.20 ms ± 90.0 µs on b: these groups are alike, none has to keep "
-        "up with another, and where all have the memory there is nothing for QSync to do; train without it"
+    probes = probed({"a": 2_000_000, "b": 2_200_000}, {"a": 90_000, "b": 90_000})
+    assert compared(CPUS, probes, Precision.FLOAT32) == (
+        "a step in full precision takes 2.00 ms ± 90.0 µs on a, 2.20 ms ± 90.0 µs on b: by these first steps the groups are alike"
     )
+    assert alike_at_last(CPUS, probes, {"a": 2_000_000, "b": 2_400_000}, Precision.FLOAT32) == (
+        "these groups are alike by their profiles too: none has to keep up with another, and where all have the memory there is "
+        "nothing for QSync to do; train without it"
+    )
+
+
+def test_where_profiles_tell_groups_apart_there_is_something_to_do():
+    probes, unlike = probed({"a": 2_000_000, "b": 2_200_000}), {"a": 3_000_000, "b": 2_000_000}
+    assert alike_at_last(CPUS, probes, unlike, Precision.FLOAT32) == (
+        "groups whose first steps were alike are not by their profiles, which plans go by: a step in full precision takes 3.00 ms "
+        "on a, 2.00 ms on b; where a is not the slower one, something else ran there: prepare again with --fresh while nothing does"
+    )
+    again = probed({"a": 3_000_000, "b": 2_000_000}, again_ns={"a": 3_000_000, "b": 2_000_000})
+    assert alike_at_last(CPUS, again, unlike, Precision.FLOAT32) == "", "the first steps had said so"
+    assert alike_at_last(CPUS, probes, {"a": 3_000_000}, Precision.FLOAT32) == "", "nothing is known of b"
 
 
 def test_roles_of_equal_devices_are_no_contradiction_by_noise():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 from qsync_core.artifacts.files import save
 from qsync_core.ir.chain import ChainVariant
@@ -21,7 +22,14 @@ from qsync_torch.prepare.starting import Start, how_to_start
 
 CPU = DeviceType("cpu", DeviceKind.CPU)
 H200 = DeviceType("NVIDIA H200", DeviceKind.CUDA, 1.0, 0, "9.0")
+HOSTS = ("one", "two", "three")
 HALF = attrs.evolve(H200, share=0.5)
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch):
+    for variable in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def group(name: str, device: DeviceType, *places: tuple[str, str]) -> Group:
@@ -68,7 +76,7 @@ def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str
 def test_on_one_machine_it_is_one_line(tmp_path):
     groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""), ("here", ""))]
     fewer = found(tmp_path, groups, ("b",), "my train.py", "--lr", "1e-3", caller=HYBRID)
-    line = "QSYNC_GROUP=b torchrun --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=127.0.0.1 --master-port=29500 "
+    line = "QSYNC_GROUP=b torchrun --standalone --nproc-per-node=2 "
     assert fewer.commands == (("here", f"{line}'my train.py' --lr 1e-3"),)
     assert fewer.sentences(Path("run")) == [
         "a is better left out; train without, by:",
@@ -137,7 +145,27 @@ def test_each_machine_has_its_line_and_the_training_groups_is_the_first(tmp_path
 def test_the_gpus_of_a_machine_that_has_others_too_are_named(tmp_path):
     groups = [group("old", H200, ("here", "0"), ("here", "1")), group("new", attrs.evolve(H200, name="B200"), ("here", "5"))]
     fewer = found(tmp_path, groups, ("new",))
-    assert fewer.commands[0][1].startswith("QSYNC_GROUP=new CUDA_VISIBLE_DEVICES=5 torchrun --nnodes=1 ")
+    assert fewer.commands[0][1].startswith("QSYNC_GROUP=new CUDA_VISIBLE_DEVICES=5 torchrun --standalone ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "kept", "place"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, ("a", "b"), "--master-addr=10.0.0.1 --master-port=29777"),
+        ({}, ("a", "b"), "--master-addr=10.0.0.1 --master-port=29777"),  # of another launcher
+        ({"TORCHELASTIC_RUN_ID": "5f0c"}, ("a", "b"), "--master-addr=one --master-port=29500"),  # a port of this one time
+        ({"TORCHELASTIC_RUN_ID": "none"}, ("b", "c"), "--master-addr=two --master-port=29777"),  # node 0 is another machine
+        ({"TORCHELASTIC_RUN_ID": "5f0c"}, ("a",), "--standalone"),
+    ],
+)
+def test_training_meets_where_the_preparing_torchruns_met(tmp_path, monkeypatch, environment, kept, place):
+    for variable, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29777", **environment}.items():
+        monkeypatch.setenv(variable, value)
+    ranks = [
+        Participant(rank, host, host, (), CPU, 0, name, {}) for rank, (name, host) in enumerate(zip("abc", HOSTS, strict=True))
+    ]
+    start = found(tmp_path, [Group(rank.group, (rank,)) for rank in ranks], kept)
+    assert {host for host, line in start.commands if f" {place} " in line} == {HOSTS["abc".index(name)] for name in kept}
 
 
 def test_where_all_train_each_group_has_its_line_and_batches_that_differ_are_said(tmp_path):

@@ -98,11 +98,11 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
     if len(content) != length:
         state = "is truncated" if len(content) < length else "has bytes after its end"
         raise ArtifactError(
-            f"{name} {state}: its header announces {length} bytes of content, {len(content)} are there; copy or make the file again"
+            f"{name} {state}: its header announces {length} bytes of content, {len(content)} are there; {_again(stored_kind)}"
         )
     stored_digest = data[_FRONT.size : HEADER_BYTES]
     if _sha256(data[: _FRONT.size], content) != stored_digest:
-        raise ArtifactError(f"{name} was altered: its content does not match its digest; copy or make the file again")
+        raise ArtifactError(f"{name} was altered: its content does not match its digest; {_again(stored_kind)}")
     if kind is not None and KINDS[stored_kind] is not kind:
         raise ArtifactError(f"{name} holds {_with_article(stored_kind)}, but {_with_article(kind.__name__)} is needed here")
     current = schema_version(stored_kind)
@@ -156,6 +156,24 @@ def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
     return from_bytes(data, kind, name=name)
 
 
+_MADE_BY = {
+    "PrecisionDag": "trace",
+    "Profile": "profile",
+    "Observations": "observe",
+    "Sensitivity": "indicate",
+    "PrecisionPlan": "plan",
+    "Timeline": "replay",
+    "CollectiveCosts": "communicate",
+}
+"""The command that makes a kind, of those that people make files of."""
+
+
+def _again(kind: str = "") -> str:
+    """What to do about a file that was damaged."""
+    command = f", elsewhere with 'qsync {_MADE_BY[kind]}'" if kind in _MADE_BY else ""
+    return f"copy the file again, or make it anew: in a run folder with 'qsync prepare'{command}"
+
+
 def _with_article(kind: str) -> str:
     """``Observations`` is the name of one artifact."""
     return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
@@ -171,10 +189,12 @@ def _sha256(front: bytes, content: bytes | memoryview) -> bytes:
 
 def _read_front(data: bytes, name: str) -> tuple[str, int, int]:
     """Kind, schema version and announced content length, the first two checked."""
-    if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
+    if not data:
+        raise ArtifactError(f"{name} is empty; {_again()}")
+    if data[: len(MAGIC)] != MAGIC[: len(data)]:
         raise ArtifactError(f"{name} is not a QSync artifact: it starts with {data[:8]!r} instead of {MAGIC!r}")
     if len(data) < HEADER_BYTES:
-        raise ArtifactError(f"{name} is truncated: {len(data)} bytes, the header alone has {HEADER_BYTES}; make the file again")
+        raise ArtifactError(f"{name} is truncated: {len(data)} bytes, the header alone has {HEADER_BYTES}; {_again()}")
     _, padded_kind, version, length = _FRONT.unpack_from(data)
     kind = next((known for known in KINDS if known.encode("ascii").ljust(16, b"\0") == padded_kind), None)
     if kind is None:

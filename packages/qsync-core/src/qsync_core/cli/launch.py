@@ -11,7 +11,7 @@ import click
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.cli.options import output_option
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +33,7 @@ class _Assignment(click.ParamType[Any]):
         return key, rest
 
 
+_RESTARTS, _RESTARTS_ELASTIC = 3, 100
 _RANKS = _Assignment("GROUP=NUMBER", "infer=2")
 _SELECT = _Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
 _RESOURCE = _Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
@@ -59,7 +60,11 @@ _TOLERATION = _Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedul
     help="Processes on each machine of a group; by default all are on one.",
 )
 @click.option("--elastic", is_flag=True, help="Machines may come and go: as few as the smallest set of groups with a plan has.")
-@click.option("--max-restarts", type=click.IntRange(0, 10_000), default=3, show_default=True, help="After a process has failed.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0, 10_000),
+    help="After a process has failed; by default 3, and with --elastic, where every machine that is lost is one, 100.",
+)
 @click.option("--master-addr", default="HOST", show_default=True, help="The first machine's name or address.")
 @click.option("--master-port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of it.")
 @click.option("--jobset", "manifest", flag_value="JobSet", help="Write a Kubernetes JobSet.")
@@ -86,7 +91,7 @@ def launch(
     groups: tuple[str, ...],
     ranks: tuple[tuple[str, str], ...],
     elastic: bool,
-    max_restarts: int,
+    max_restarts: int | None,
     master_addr: str,
     master_port: int,
     manifest: str | None,
@@ -117,6 +122,8 @@ def launch(
     import yaml
 
     from qsync_core.cluster_file import read_cluster
+    from qsync_core.devices import chips_like, find_chip
+    from qsync_core.ir.profile import DeviceKind
     from qsync_core.launching.jobset import jobset
     from qsync_core.launching.machines import described_job, planned_job
     from qsync_core.launching.pods import PodSettings, Taint
@@ -133,8 +140,16 @@ def launch(
                 f"{'--elastic' if elastic else '--group'} is for training: all ranks of the cluster file's groups prepare"
             )
         job = described_job(read_cluster(cluster_path), ranks_each)
+        for machines in job.groups:
+            if machines.device.kind is DeviceKind.CUDA and find_chip(machines.device.name) is None:
+                near = " or ".join(chips_like(machines.device.name))
+                say(
+                    f"note: no known chip is called {machines.device.name!r}, the device of group {machines.name!r}"
+                    f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
+                )
         started = list(script) if manifest == "RayJob" else preparing(script, str(run), str(cluster_path))
-    meeting = Meeting(master_addr, master_port, elastic=elastic, max_restarts=max_restarts)
+    restarts = (_RESTARTS_ELASTIC if elastic else _RESTARTS) if max_restarts is None else max_restarts
+    meeting = Meeting(master_addr, master_port, elastic=elastic, max_restarts=restarts)
     if manifest is None:
         for_manifest = {
             "--image": image,

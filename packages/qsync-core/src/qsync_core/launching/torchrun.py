@@ -18,6 +18,7 @@ class Meeting:
     Attributes:
         host: the machine of node rank 0.
         elastic: machines may come and go; else all must be there.
+        standalone: one machine is all there is, and needs neither address nor port.
         max_restarts: how often all processes are started again after one has failed.
     """
 
@@ -26,6 +27,7 @@ class Meeting:
     name: str = "qsync"
     elastic: bool = False
     max_restarts: int = 3
+    standalone: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,6 +57,8 @@ def torchrun_options(job: PlannedJob, machines: GroupMachines, meeting: Meeting,
             f"--rdzv-id={meeting.name}",
             f"--max-restarts={meeting.max_restarts}",
         ]
+    if meeting.standalone:
+        return ["--standalone", each]
     return [
         f"--nnodes={job.nodes}",
         f"--node-rank={node_rank}",

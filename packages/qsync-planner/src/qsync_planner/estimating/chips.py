@@ -5,11 +5,9 @@ Peaks, memory and bandwidth are those of :data:`qsync_core.devices.CHIPS`: dense
 
 from __future__ import annotations
 
-import difflib
-
 import attrs
 
-from qsync_core.devices import CHIPS, Chip, find_chip, same_device
+from qsync_core.devices import CHIPS, Chip, chips_like, find_chip, same_device
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 
@@ -137,10 +135,8 @@ def datasheet(device: str) -> Datasheet:
     chip = find_chip(device)
     found = DATASHEETS.get(chip.name) if chip is not None else None
     if found is None:
-        upper = {name.upper(): name for name in DATASHEETS}
-        within = [name for name in upper if name in device.upper()][-1:]
-        near = within or difflib.get_close_matches(device.upper(), upper, n=4, cutoff=0.7)
-        meant = f"did you mean {' or '.join(upper[name] for name in near)}? " if near else ""
+        near = chips_like(device, DATASHEETS)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise PlanError(f"there is no datasheet of {device!r} to estimate with; {meant}estimates know {', '.join(DATASHEETS)}")
     if not same_device(device, found.name):
         raise PlanError(

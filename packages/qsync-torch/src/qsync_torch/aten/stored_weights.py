@@ -193,14 +193,15 @@ def dequantize_weight(stored: StoredWeight, storage: Storage, shape: Sequence[in
 
 def _write_int8(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     rows, columns = values.shape
-    for part in _parts(rows, max(1, _PART // max(1, columns))):
-        wide = values[part].float()
+    whole = columns - columns % INT8_BLOCK_COLUMNS
+    for part in _parts(rows, max(1, _part_on(out.device) // max(1, columns))):
         if scales.shape[1] == 1:
-            wide *= scales[part]
-        else:
-            for index in range(scales.shape[1]):
-                wide[:, index * INT8_BLOCK_COLUMNS : (index + 1) * INT8_BLOCK_COLUMNS] *= scales[part, index, None]
-        out[part] = wide
+            _write_scaled(values[part], scales[part], out[part])
+            continue
+        blocks = (of[part, :whole].unflatten(1, (-1, INT8_BLOCK_COLUMNS)) for of in (values, out))
+        _write_scaled(next(blocks), scales[part, : whole // INT8_BLOCK_COLUMNS, None], next(blocks))
+        if whole < columns:
+            _write_scaled(values[part, whole:], scales[part, -1:], out[part, whole:])
 
 
 def _write_nf4(stored: StoredWeight, out: torch.Tensor) -> None:
@@ -209,11 +210,28 @@ def _write_nf4(stored: StoredWeight, out: torch.Tensor) -> None:
     count, pairs = stored.constants.numel(), _pairs(out.device)
     largest = dynamic_codes(out.device)[stored.constants.int()]
     largest = (_in_blocks(largest, NF4_CONSTANTS) * stored.scale[:, None]).view(-1)[:count] + stored.offset
-    for part in _parts(out.numel(), _PART):
+    for part in _parts(out.numel(), _part_on(out.device)):
         packed = stored.values[part.start // 2 : -(-part.stop // 2)]
-        wide = _in_blocks(pairs.index_select(0, packed.int()).view(-1)[: part.stop - part.start], NF4_BLOCK)
-        constants = largest[part.start // NF4_BLOCK : part.start // NF4_BLOCK + wide.shape[0]]
-        out[part] = (wide * constants[:, None]).view(-1)[: part.stop - part.start]
+        codes = pairs.index_select(0, packed.int()).view(-1)[: part.stop - part.start]
+        whole = codes.numel() - codes.numel() % NF4_BLOCK
+        constants = largest[part.start // NF4_BLOCK : -(-part.stop // NF4_BLOCK), None]
+        ends = (of[:whole].view(-1, NF4_BLOCK) for of in (codes, out[part]))
+        _write_scaled(next(ends), constants[: whole // NF4_BLOCK], next(ends))
+        if whole < codes.numel():
+            _write_scaled(codes[whole:], constants[-1], out[part][whole:])
+
+
+def _part_on(device: torch.device) -> int:
+    """Elements that are dequantized at once: on a GPU, where each part is a launch or three, more of them."""
+    return _PART << 2 if device.type == "cuda" else _PART
+
+
+def _write_scaled(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Multiply in float32 and round once; a GPU does it in one pass, where a CPU would hold two copies in float32."""
+    if out.is_cuda:
+        torch.mul(codes, scales, out=out)
+    else:
+        out.copy_(codes.float().mul_(scales))
 
 
 def _in_blocks(values: torch.Tensor, block: int) -> torch.Tensor:

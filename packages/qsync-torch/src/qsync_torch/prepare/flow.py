@@ -51,6 +51,7 @@ from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
 from qsync_torch.prepare.roles import (
+    alike_at_last,
     all_alike,
     compared,
     contradiction,
@@ -270,8 +271,15 @@ class _Flow:
                 self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base), of_job=True)
             cluster = settled
             self._measure(bench, groups, cluster)
+        probes = self._probes_of(groups)
+        if (
+            folder.rank == 0
+            and described is None
+            and (told := alike_at_last(groups, probes, self._profiled(dag, groups), dag.base))
+        ):
+            self.board.note(told, of_job=True)
         # Of groups that are alike the profiles may say either.
-        of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, self._probes_of(groups)))
+        of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes))
         if folder.rank == 0 and of_person and (warning := contradiction(cluster, self._profiled(dag, cluster), dag.base)):
             self.board.note(warning, of_job=True)
         self._plan(dag, cluster)

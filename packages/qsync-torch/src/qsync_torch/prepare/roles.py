@@ -178,13 +178,17 @@ def to_repeat(groups: Sequence[Group], probes: Mapping[str, Probe]) -> list[Grou
 
 def _overlap(one: Group, other: Group, own: Uncertain, its: Uncertain) -> bool:
     """Whether steps that were measured at one moment are too close to tell two groups apart."""
+    return not own.differs(its) or abs(own.value - its.value) < _part_alike(one, other) * max(own.value, its.value)
+
+
+def _part_alike(one: Group, other: Group) -> float:
+    """The part of the slower one's step by less than which two groups that are alike differ."""
     equal = one.first.device == other.first.device and one.first.software == other.first.software
-    part = SAME_DEVICE if equal else ALIKE
-    return not own.differs(its) or abs(own.value - its.value) < part * max(own.value, its.value)
+    return SAME_DEVICE if equal else ALIKE
 
 
 def compared(groups: Sequence[Group], probes: Mapping[str, Probe], base: Precision) -> str:
-    """A sentence on the first steps of the groups; where they are all alike, that there is nothing for QSync to do."""
+    """A sentence on the first steps of the groups, and whether they are all alike."""
     steps = {group.name: _step(probes, group.name) for group in groups if group.name in probes}
     if len(steps) < 2:
         return ""
@@ -195,11 +199,24 @@ def compared(groups: Sequence[Group], probes: Mapping[str, Probe], base: Precisi
         for name, step in steps.items()
     )
     said = f"a step in {_named(base)} takes {told}"
-    if not all_alike(groups, probes):
-        return said
+    return f"{said}: by these first steps the groups are alike" if all_alike(groups, probes) else said
+
+
+def alike_at_last(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs, base: Precision) -> str:
+    """A sentence on groups whose first steps were alike: that there is nothing for QSync to do, unless their profiles differ."""
+    if not all_alike(groups, probes) or {group.name for group in groups} - set(profiled):
+        return ""
+    slow, fast = max(groups, key=lambda group: profiled[group.name]), min(groups, key=lambda group: profiled[group.name])
+    more = 1 - profiled[fast.name] / profiled[slow.name]
+    if more < _part_alike(slow, fast):
+        return (
+            "these groups are alike by their profiles too: none has to keep up with another, and where all have the memory there "
+            "is nothing for QSync to do; train without it"
+        )
+    told = ", ".join(f"{format_ns(profiled[group.name])} on {group.name}" for group in groups)
     return (
-        f"{said}: these groups are alike, none has to keep up with another, and where all have the memory there is nothing for "
-        "QSync to do; train without it"
+        f"groups whose first steps were alike are not by their profiles, which plans go by: a step in {_named(base)} takes {told}; "
+        f"where {slow.name} is not the slower one, something else ran there: prepare again with --fresh while nothing does"
     )
 
 

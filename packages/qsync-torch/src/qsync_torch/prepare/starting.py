@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from qsync_torch.prepare.participants import Group, Participant
 FUNCTIONS_JOB, _FUSING = Caller("qsync.apply_"), Caller("qsync.compile")
 """What a script is to call whose job a function makes; the second where the plan runs chains as fused kernels."""
 _HERE = "127.0.0.1"
+_UNNAMED = "none"
+"""The name of a torchrun's rendezvous that is given none, as one at ``--master-addr`` and ``--master-port`` is not."""
 
 
 @attrs.frozen
@@ -116,7 +119,8 @@ def _commands(plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str])
     places = [(entry, host, count) for entry in order for host, count in Counter(m.host for m in members[entry.group]).items()]
     machines = tuple(GroupMachines.of(entry, node, 1, count) for node, (entry, _, count) in enumerate(places))
     hosts = [host for _, host, _ in places]
-    meeting = Meeting(hosts[0] if len(set(hosts)) > 1 else _HERE)
+    first = next((member.host for group in here for member in group.members if member.rank == 0), "")
+    meeting = _meeting(hosts, first)
     found = []
     for host, command in zip(hosts, machine_commands(PlannedJob.of(plan, machines, len(machines)), meeting, script), strict=True):
         on_host = [member for group in here for member in group.members if member.host == host]
@@ -124,6 +128,21 @@ def _commands(plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str])
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(member.gpu for member in own)} if _chooses_gpus(own, on_host) else {}
         found.append((host, attrs.evolve(command, environment={**command.environment, **gpus}).line()))
     return found
+
+
+def _meeting(hosts: Sequence[str], first: str) -> Meeting:
+    """Where torchruns on these machines meet: as those did that started this job, whose rank 0 was on machine ``first``.
+
+    One torchrun alone needs no place.  Those of a rendezvous with a name of its own (``--standalone``, ``--rdzv-backend c10d``) do
+    not tell their ranks the port that it was given.
+    """
+    if len(hosts) == 1:
+        return Meeting(hosts[0], standalone=True)
+    fixed = os.environ if os.environ.get("TORCHELASTIC_RUN_ID", _UNNAMED) == _UNNAMED else {}
+    meeting = Meeting(hosts[0] if len(set(hosts)) > 1 else _HERE)
+    if hosts[0] == first:
+        meeting = attrs.evolve(meeting, host=fixed.get("MASTER_ADDR", meeting.host))
+    return attrs.evolve(meeting, port=int(fixed.get("MASTER_PORT", meeting.port)))
 
 
 def _chooses_gpus(own: Sequence[Participant], on_host: Sequence[Participant]) -> bool:

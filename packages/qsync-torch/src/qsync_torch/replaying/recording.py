@@ -1,8 +1,8 @@
 """Record what a function of tensors does: allocations, PyTorch's operators and launches of kernels, as a program.
 
 The program does the same for all tensors of the same shapes, strides, formats, devices and alignment, in C++.  What depends on the
-numbers in a tensor is not recorded: the recorder refuses it, and Python goes on to run it.  On a GPU a program is kept only if it
-gives the bits that Python gives, whenever Python gives the same twice.
+numbers in a tensor is not recorded: the recorder refuses it, and Python goes on to run it.  A program is kept only if it gives the
+bits that Python gives, whenever Python gives the same twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def recorded(new_program: Callable[[], Any], function: Callable[..., Tensors], t
         if recorder.refusal:
             return None
         program = recorder.program
-        if device == "cuda" and not _does_the_same(program.run(tensors), results, lambda: function(*tensors)):
+        if not _does_the_same(program.run(tuple(tensors)), results, lambda: function(*tensors)):
             return None
     return program
 
