@@ -1,5 +1,6 @@
 """Kernels that compute wrong numbers: found before anything rests on them, and left out by name."""
 
+import functools
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from torch import nn
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
@@ -102,6 +103,57 @@ def test_a_wrong_quantization_is_named(install):
     wrong = Canary(CPU).of_operator(CALL, INT8, KernelChoice(("bad",)))
     assert {one.role for one in wrong} == {"quantize", "quantize.weight"}
     assert all("steps off" in one.problem for one in wrong)
+
+
+class SpoiltQuantize(NamedBackend):
+    """``spoil`` runs the kernel of quantize, with all that it was called with."""
+
+    def __init__(self, name, spoil):
+        super().__init__(name)
+        self._spoil = spoil
+
+    def build(self, request, config):
+        kernel = super().build(request, config)
+        return functools.partial(self._spoil, kernel) if request.op == "quantize" else kernel
+
+
+def _of_an_earlier_call():
+    kept = {}
+
+    def stale(kernel, x, q, scale, *others):
+        key = (x.data_ptr(), x.shape, x._version)
+        if key not in kept:
+            kernel(x, q, scale, *others)
+            kept[key] = x, q.clone(), scale.clone()
+        q.copy_(kept[key][1])
+        scale.copy_(kept[key][2])
+
+    return stale
+
+
+def _last_scale(kernel, x, q, scale, *others):
+    kernel(x, q, scale, *others)
+    scale[-1] *= 1.01
+
+
+BY_ROW = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)
+
+
+@pytest.mark.parametrize("variant", [INT8, BY_ROW, attrs.evolve(BY_ROW, symmetric=False)], ids=["", "by row", "zero points"])
+def test_copies_of_an_earlier_call_are_named(install, variant):
+    install(SpoiltQuantize("bad", _of_an_earlier_call()), NamedBackend("good"))
+    call = attrs.evolve(CALL, x=(43, 32), y=(43, 64))
+    assert Canary(CPU).of_operator(call, variant, KernelChoice(("good",))) == []
+    wrong = Canary(CPU).of_operator(call, variant, KernelChoice(("bad",)))
+    assert {one.role for one in wrong} == {"quantize", "quantize.weight"}
+    assert all(one.problem.startswith("of other numbers in the same memory, ") for one in wrong)
+
+
+def test_a_scale_of_one_row_that_is_off_by_a_hundredth_is_named(install):
+    install(SpoiltQuantize("bad", _last_scale))
+    wrong = Canary(CPU).of_operator(attrs.evolve(CALL, x=(43, 32), y=(43, 64)), BY_ROW, KernelChoice(("bad",)))
+    assert {one.role for one in wrong} == {"quantize", "quantize.weight"}
+    assert all(one.problem == "one of its scales is 1.01 times what its numbers need" for one in wrong)
 
 
 def test_calls_on_a_cpu_become_small_but_keep_their_remainders():

@@ -20,7 +20,7 @@ from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.aten import float_products
-from qsync_torch.aten.quantize import affine_parts, scale_view
+from qsync_torch.aten.quantize import LARGEST, affine_parts, scale_view
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
@@ -31,6 +31,8 @@ _CPU_SIZE, _CPU_PIXELS, _CPU_GROUPS = 64, 12, 8
 """Rows and channels, height and width of an image, and groups that are checked on a CPU, about: the kernels are the same."""
 _INT8_SCALE = 1e-4
 """Keeps products of integers within float16."""
+_SCALE_ERROR = 1e-4
+"""What float32 arithmetic may change of a scale, relative, and more."""
 
 
 @attrs.frozen
@@ -113,9 +115,16 @@ class Canary:
 
         def find() -> Iterator[WrongKernel]:
             arguments = canary_operands(asked, self.device)
-            build_kernel(asked.request, own)(*arguments)
+            kernel = build_kernel(asked.request, own)
+            kernel(*arguments)
             self.checked += 1
-            if problem := problem_of_call(asked, arguments):
+            problem = problem_of_call(asked, arguments)
+            if not problem and asked.request.op == Op.QUANTIZE:
+                renew(arguments)
+                kernel(*arguments)
+                found = problem_of_call(asked, arguments)
+                problem = f"of other numbers in the same memory, {found}" if found else ""
+            if problem:
                 yield WrongKernel(asked.request, asked.role, backend_of(asked.request, own), problem)
 
         return self._once((asked, own), find)
@@ -201,6 +210,14 @@ def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
     return arguments
 
 
+def renew(arguments: Arguments) -> None:
+    """Other numbers in the same tensor to quantize, the last one much larger: no copy and no scale of an earlier call is right."""
+    x = arguments[0].data  # as where another tensor gets this memory, its version says nothing of it
+    x.mul_(-2.0)
+    if x.numel():
+        x[(-1,) * x.dim()] = 300.0
+
+
 def problem_of_call(asked: OperatorRequest, arguments: Arguments) -> str:
     """What is wrong with what a kernel wrote into its arguments; empty where it is right."""
     request = asked.request
@@ -240,7 +257,7 @@ def _activation(x: torch.Tensor, scale: torch.Tensor, variant: Variant) -> Facto
 
 
 def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
-    """Whether each number lies within a step of its copy, and a transposed copy is that of the other."""
+    """Whether each number lies within a step of its copy, each scale is its group's, and a transposed copy is that of the other."""
     x, q, scale, _, _, _, *more = arguments
     variant = request.variant
     if more and more[0] is not None:
@@ -260,12 +277,26 @@ def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
     values = q.float() if zero is None else q.float() - scale_view(zero, x.dim(), variant.x_granularity, x.shape)
     allowed = step if variant.compute is Precision.INT8 else torch.maximum(x.abs() * 2.0**-3, step * 2.0**-9)
     error = ((values * step - x.float()).abs() / (1.01 * allowed + 1e-30)).nan_to_num(torch.inf).max()
-    # A copy with too large a scale has small steps only in name.
-    largest = (x.abs().max() / (448.0 if variant.compute is Precision.FLOAT8_E4M3FN else 100.0)).float()
+    # A copy with too large a scale has small steps only in name, and one row's is lost among those of thousands.
+    needed = _needed_scales(x.float(), variant)
+    ratio = (step / needed).flatten()
+    off = ratio[(ratio - 1).abs().argmax()]
     differs = (more[1].view(torch.int8) != q.view(torch.int8).t()).any() if len(more) > 1 else torch.zeros_like(error)
-    worst, scales, is_other = torch.stack([error, scale.max() / largest, differs.float()]).tolist()
+    worst, times, is_other = torch.stack([error, off, differs.float()]).tolist()
+    if not abs(times - 1) <= _SCALE_ERROR:
+        return f"one of its scales is {times:.4g} times what its numbers need"
     if not worst <= 1:
         return f"its copies are up to {worst:.1e} steps off"
-    if not scales <= 2.1:
-        return f"its scales are {scales:.1f} times what its numbers need"
     return "its transposed copy is another" if is_other else ""
+
+
+def _needed_scales(x: torch.Tensor, variant: Variant) -> torch.Tensor:
+    """The scale of each group of float32 numbers, by which it can be multiplied."""
+    first = {Granularity.PER_TENSOR: 0, Granularity.PER_CHANNEL: 1, Granularity.PER_ROW: x.dim() - 1}[variant.x_granularity]
+    low, high = (of(x, tuple(range(first, x.dim())), keepdim=True) for of in (torch.amin, torch.amax))
+    if variant.symmetric:
+        found = torch.maximum(-low, high) / LARGEST[variant.compute]
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        found = (high - low) / torch.where(low * high < 0, 254.0, 255.0)
+    return torch.where(found == 0, 1.0, found.clamp(min=2.0**-126))
