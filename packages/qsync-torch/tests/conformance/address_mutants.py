@@ -4,7 +4,7 @@ import torch
 
 from qsync_core.kernels.backend import Op
 
-from .mutants import Affine, Mutant, is_plain_int8
+from .mutants import Affine, Mutant, is_plain_int8, mutants_in
 from .producer_mutants import ProducerMutant
 
 
@@ -280,10 +280,4 @@ class OverlooksTheFirstColumnOfALayerNorm(ProducerMutant):
             a["scale_out"].copy_(a["out"][:, 1:].abs().max() / 127)
 
 
-ABSTRACT = (KeepsByAddress, Overlooks)
-ALL = [
-    value
-    for value in vars().values()
-    if isinstance(value, type) and issubclass(value, Mutant) and value.__module__ == __name__ and value not in ABSTRACT
-]
-"""Puts names of this module alone to the suite."""
+ALL = mutants_in(vars(), KeepsByAddress, Overlooks)

@@ -23,6 +23,12 @@ class Mutant(AtenBackend):
         return kernel
 
 
+def mutants_in(names, *abstract):
+    """The mutants that a module defines, by its ``vars()``: those that it imports are put to the suite by their own."""
+    found = (value for value in names.values() if isinstance(value, type) and issubclass(value, Mutant))
+    return [value for value in found if value.__module__ == names["__name__"] and value not in abstract]
+
+
 def is_plain_int8(request):
     """Whether what a mutant writes itself is what the request asks for, but for its mistake."""
     return request.variant.compute is Precision.INT8 and request.variant.symmetric
@@ -683,5 +689,4 @@ class ZeroIsNearlyZero(Affine):
         return quantize
 
 
-ABSTRACT = (Mutant, Draws, Affine)
-ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value not in ABSTRACT]
+ALL = mutants_in(vars(), Mutant, Draws, Affine)

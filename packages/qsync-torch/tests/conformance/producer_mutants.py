@@ -7,7 +7,7 @@ from qsync_core.ir.chain import Activation
 from qsync_core.kernels.backend import Op
 from qsync_torch.aten.random_bits import stream_of
 
-from .mutants import Mutant
+from .mutants import Mutant, mutants_in
 
 NAMES = {
     Op.BATCH_NORM_OUTPUT: (
@@ -285,5 +285,4 @@ class WritesTheCopyAgainUnderTheScaleOfTheFirstRow(ProducerMutant):
         return {} if a.get("scale") is None or not a["scale"].numel() else {"scale": a["scale"][:1].expand_as(a["scale"])}
 
 
-_CLASSES = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant)]
-ALL = [value for value in _CLASSES if value not in (Mutant, ProducerMutant)]
+ALL = mutants_in(vars(), ProducerMutant)

@@ -4,7 +4,7 @@ import torch
 
 from qsync_core.kernels.backend import Op
 
-from .mutants import Mutant
+from .mutants import Mutant, mutants_in
 
 
 def is_refused(x):
@@ -84,5 +84,4 @@ class ReadsScalesByTheirStride(Mutant):
         return product
 
 
-ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value.__module__ == __name__]
-"""Puts names of this module alone to the suite."""
+ALL = mutants_in(vars())

@@ -193,15 +193,9 @@ def dequantize_weight(stored: StoredWeight, storage: Storage, shape: Sequence[in
 
 def _write_int8(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     rows, columns = values.shape
-    whole = columns - columns % INT8_BLOCK_COLUMNS
+    block = max(1, columns) if scales.shape[1] == 1 else INT8_BLOCK_COLUMNS
     for part in _parts(rows, max(1, _part_on(out.device) // max(1, columns))):
-        if scales.shape[1] == 1:
-            _write_scaled(values[part], scales[part], out[part])
-            continue
-        blocks = (of[part, :whole].unflatten(1, (-1, INT8_BLOCK_COLUMNS)) for of in (values, out))
-        _write_scaled(next(blocks), scales[part, : whole // INT8_BLOCK_COLUMNS, None], next(blocks))
-        if whole < columns:
-            _write_scaled(values[part, whole:], scales[part, -1:], out[part, whole:])
+        _write_blocks(values[part], scales[part], block, out[part])
 
 
 def _write_nf4(stored: StoredWeight, out: torch.Tensor) -> None:
@@ -213,17 +207,23 @@ def _write_nf4(stored: StoredWeight, out: torch.Tensor) -> None:
     for part in _parts(out.numel(), _part_on(out.device)):
         packed = stored.values[part.start // 2 : -(-part.stop // 2)]
         codes = pairs.index_select(0, packed.int()).view(-1)[: part.stop - part.start]
-        whole = codes.numel() - codes.numel() % NF4_BLOCK
-        constants = largest[part.start // NF4_BLOCK : -(-part.stop // NF4_BLOCK), None]
-        ends = (of[:whole].view(-1, NF4_BLOCK) for of in (codes, out[part]))
-        _write_scaled(next(ends), constants[: whole // NF4_BLOCK], next(ends))
-        if whole < codes.numel():
-            _write_scaled(codes[whole:], constants[-1], out[part][whole:])
+        constants = largest[part.start // NF4_BLOCK : -(-part.stop // NF4_BLOCK)]
+        _write_blocks(codes[None], constants[None], NF4_BLOCK, out[None, part])
 
 
 def _part_on(device: torch.device) -> int:
     """Elements that are dequantized at once: on a GPU, where each part is a launch or three, more of them."""
     return _PART << 2 if device.type == "cuda" else _PART
+
+
+def _write_blocks(codes: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor) -> None:
+    """Write blocks of columns, of which the last may be shorter, times their scales."""
+    whole, blocks = codes.shape[1] - codes.shape[1] % block, (-1, block)
+    if whole:
+        wide, target = codes[:, :whole].unflatten(1, blocks), out[:, :whole].unflatten(1, blocks)
+        _write_scaled(wide, scales[:, : whole // block, None], target)
+    if whole < codes.shape[1]:
+        _write_scaled(codes[:, whole:], scales[:, -1:], out[:, whole:])
 
 
 def _write_scaled(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

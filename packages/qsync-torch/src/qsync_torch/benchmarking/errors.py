@@ -13,7 +13,7 @@ from qsync_torch.benchmarking.problems import Problem
 from qsync_torch.benchmarking.results import NOT_FINITE
 from qsync_torch.benchmarking.shapes import ProductShape
 from qsync_torch.conformance.products import KINDS, SIGNATURES, Product, Size
-from qsync_torch.conformance.quantization import Quantization, groups_of
+from qsync_torch.conformance.quantization import Quantization, expected_scales, groups_of
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS
 from qsync_torch.kernels.operands import Arguments
@@ -95,10 +95,8 @@ class Reference:
     def _error_of_copy(self, q: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> float:
         """More than is allowed where a scale is not its group's, or a value more than a step away: rounding explains neither."""
         by = self.problem.variant.x_granularity
-        found, error = _dequantized(q, scale, by), _relative(_dequantized(q, scale, by), values)
-        groups = groups_of(values, by)
-        absmax = groups.abs().amax(1)
-        step = (absmax / 127).clamp(min=2.0**-126).masked_fill(absmax == 0, 1.0)
+        found, groups = _dequantized(q, scale, by), groups_of(values, by)
+        error, step = _relative(found, values), expected_scales(groups, self.problem.variant.compute)
         off = float(((scale[: len(step)].double() - step).abs() / step).max())
         moved = float(((groups_of(found, by) - groups).abs() / step[:, None]).max())
         if off <= _SCALE_ERROR and moved <= _MOST_MOVED:

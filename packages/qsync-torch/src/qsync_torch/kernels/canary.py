@@ -20,7 +20,7 @@ from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.aten import float_products
-from qsync_torch.aten.quantize import LARGEST, affine_parts, scale_view
+from qsync_torch.aten.quantize import affine_parts, affine_scale, scale_view, write_scale
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
@@ -294,9 +294,8 @@ def _needed_scales(x: torch.Tensor, variant: Variant) -> torch.Tensor:
     """The scale of each group of float32 numbers, by which it can be multiplied."""
     first = {Granularity.PER_TENSOR: 0, Granularity.PER_CHANNEL: 1, Granularity.PER_ROW: x.dim() - 1}[variant.x_granularity]
     low, high = (of(x, tuple(range(first, x.dim())), keepdim=True) for of in (torch.amin, torch.amax))
-    if variant.symmetric:
-        found = torch.maximum(-low, high) / LARGEST[variant.compute]
-    else:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        found = (high - low) / torch.where(low * high < 0, 254.0, 255.0)
-    return torch.where(found == 0, 1.0, found.clamp(min=2.0**-126))
+    if not variant.symmetric:
+        return affine_scale(low.clamp(max=0), high.clamp(min=0))
+    absmax = torch.maximum(-low, high)
+    write_scale(absmax, variant.compute, absmax)
+    return absmax

@@ -271,17 +271,14 @@ class _Flow:
                 self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base), of_job=True)
             cluster = settled
             self._measure(bench, groups, cluster)
-        probes = self._probes_of(groups)
-        if (
-            folder.rank == 0
-            and described is None
-            and (told := alike_at_last(groups, probes, self._profiled(dag, groups), dag.base))
-        ):
-            self.board.note(told, of_job=True)
-        # Of groups that are alike the profiles may say either.
-        of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes))
-        if folder.rank == 0 and of_person and (warning := contradiction(cluster, self._profiled(dag, cluster), dag.base)):
-            self.board.note(warning, of_job=True)
+        if folder.rank == 0:
+            probes, profiled = self._probes_of(groups), self._profiled(dag, cluster)
+            if described is None and (told := alike_at_last(groups, probes, profiled, dag.base)):
+                self.board.note(told, of_job=True)
+            # Of groups that are alike the profiles may say either.
+            of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes))
+            if of_person and (warning := contradiction(cluster, profiled, dag.base)):
+                self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
         self._compile(bench, own)
         return cluster
