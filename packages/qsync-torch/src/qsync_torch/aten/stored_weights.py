@@ -191,7 +191,9 @@ def _has_bitsandbytes() -> bool:
         importlib.import_module("bitsandbytes")
     except Exception:  # which raises what it likes where its library of CUDA kernels is another one
         return False
-    return all(hasattr(torch.ops.bitsandbytes, name) for name in ("dequantize_4bit", "dequantize_blockwise"))
+    library = torch.ops.bitsandbytes
+    known = all(hasattr(library, name) for name in ("dequantize_4bit", "dequantize_blockwise"))
+    return known and "out" in library.dequantize_4bit.overloads()
 
 
 def _write_by_bitsandbytes(stored: StoredWeight, out: torch.Tensor) -> None:
