@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qsync_core.ir.nf4 import NF4_CODES, dynamic_codes
 from qsync_core.ir.precision import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Storage
+from qsync_core.kernels.nf4 import NF4_CODES, dynamic_codes
 from qsync_kernels_triton.config import StoredConfig
 from qsync_kernels_triton.launching import Launch, Planned, refuse
 from qsync_kernels_triton.products.fitting import FLOATS, device_problems

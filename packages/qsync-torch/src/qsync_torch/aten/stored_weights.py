@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from qsync_core.errors import NumericsError
-from qsync_core.ir import nf4
-from qsync_core.ir.nf4 import NF4_CODES
 from qsync_core.ir.precision import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Precision, Storage
+from qsync_core.kernels import nf4
+from qsync_core.kernels.nf4 import NF4_CODES
 from qsync_torch.aten.quantize import write_scale
 
 _PART = 1 << 20

@@ -9,10 +9,10 @@ import math
 import attrs
 import torch
 
-from qsync_core.ir.nf4 import NF4_CODES, dynamic_codes
 from qsync_core.ir.precision import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Precision, Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
+from qsync_core.kernels.nf4 import NF4_CODES, dynamic_codes
 from qsync_core.kernels.support import FLOATS
 from qsync_torch.aten.stored_weights import quantize_weight
 from qsync_torch.conformance.calls import Asked, Call, Case, Entry, Impossible, Written
