@@ -23,9 +23,9 @@ from qsync_kernels_triton.launching import Launch, Planned, refuse
 from qsync_kernels_triton.products.fitting import FLOATS, device_problems
 
 _ELEMENTS = tl.constexpr(8)
-"""Of NF4 in a word of 32 bits, which a thread reads at once."""
+"""Elements of NF4 in a word of 32 bits, which a thread reads at once."""
 _WORDS = tl.constexpr(NF4_BLOCK // 8)
-"""That share a constant."""
+"""Words that share a constant."""
 _CONSTANTS = tl.constexpr(NF4_CONSTANTS)
 _COUNT = tl.constexpr(len(NF4_CODES))
 

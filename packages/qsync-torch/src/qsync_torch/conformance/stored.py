@@ -64,7 +64,7 @@ class Dequantization(Call):
         )
 
     def _expected(self) -> torch.Tensor:
-        """In float64, where one product or sum of float32 numbers is exact, or nearly so, before it is rounded."""
+        """Compute in float64, where one product of float32 numbers is exact, and one sum nearly so, before it is rounded."""
         numel, values, scale = math.prod(self.shape), self.values.cpu(), self.scale.cpu().double()
         if not numel:
             return torch.empty(0, device=self.values.device)
