@@ -7,7 +7,6 @@ all ranks ends in the same exchange.  Between two moments that are marked, all t
 from __future__ import annotations
 
 import enum
-import heapq
 import itertools
 import time
 import weakref
@@ -60,8 +59,9 @@ class StepPhases:
 
 _LOOKED_AT = 3
 """Steps in which it is seen behind which parameters' gradients buckets are sent."""
-_SENDERS = 32
-"""Parameters, at most, whose gradients are looked at afterwards."""
+_SENDERS, _SENT = 8, 0.9
+"""Parameters, at most, whose gradients are looked at afterwards, two calls of Python each in every step; and the share of what was
+done behind all gradients for which fewer are enough."""
 _OUTPUTS = 8
 """Outputs, at most, that are asked when backward begins."""
 _MARKS = 100_000
@@ -222,7 +222,8 @@ class _Senders:
     """Marks what DistributedDataParallel does in its own hooks behind gradients: it copies them, and sends a bucket that is full.
 
     A parameter's own hook runs before the wrapper's, and one of its node in autograd's graph, made later, behind it.  In some
-    steps all parameters have both; then those alone behind which the most was done.
+    steps all parameters have both; then those few alone behind which the most was done: each call of Python between two kernels
+    takes tens of microseconds, because nothing that it needs is in a cache.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mark: Callable[[Phase], None]) -> None:
@@ -244,7 +245,10 @@ class _Senders:
         self._steps += 1
         if self._steps != _LOOKED_AT:
             return
-        kept = set(heapq.nlargest(_SENDERS, self._took, key=lambda key: self._took[key]))
+        most = self._took.most_common(_SENDERS)
+        sums_ns = itertools.accumulate((took_ns for _, took_ns in most), initial=0)
+        enough_ns = _SENT * self._took.total()
+        kept = {key for (key, _), before_ns in zip(most, sums_ns, strict=False) if before_ns < enough_ns}
         for key in self._handles.keys() - kept:
             for handle in self._handles.pop(key):
                 handle.remove()
