@@ -86,9 +86,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
     mean = statistics.fmean(kept)
     if len(kept) < 2:
         return mean, 0.0
-    variance = sum((value - mean) ** 2 for value in kept) / (
-        len(kept) - 1
-    )  # statistics.stdev is slow: fractions
+    variance = sum((value - mean) ** 2 for value in kept) / (len(kept) - 1)  # statistics.stdev is slow: fractions
     return mean, (variance / len(kept)) ** 0.5
 
 
