@@ -14,6 +14,7 @@ name, rightly, the rank that the others' programs slow down.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -32,6 +33,7 @@ ROUNDS = 150
 
 def rows() -> Iterator[dict[str, Any]]:
     """Run the trials."""
+    load = os.getloadavg()[0]
     trials = _run("slow_rank_job.py")
     named = [trial for trial in trials if trial["right"] and trial["steps"] <= WITHIN]
     steps = [trial["steps"] for trial in named]
@@ -49,8 +51,9 @@ def rows() -> Iterator[dict[str, Any]]:
     yield {
         "id": "W3-false",
         "what": "sentences said while no rank was slowed, in the 45 steps before each of these trials",
-        "value": sum(trial["early"] for trial in trials),
+        "value": sum(len(trial["early"]) for trial in trials),
         "unit": "sentences",
+        "spread": "; ".join([f"load of the machine {load:.1f} before", *itertools.chain(*(trial["early"] for trial in trials))]),
         "target": "0",
     }
 
