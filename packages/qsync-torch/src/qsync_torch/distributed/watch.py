@@ -90,18 +90,31 @@ class _Watch:
         while True:
             moment_s = grace_s(self._timeout_s)
             try:
-                self._beats += 1
-                self._say({"beats": self._beats})
+                self._beat()
                 if found := self._failed(heard, since):
                     moment_s = self._timeout_s  # this rank may only be busy, and hear the reason in the other's own words
                 else:
                     found = self._missing(heard, since)
             except dist.DistError as error:
                 found = store_has_gone(self._what, error)
-            if found and not done.wait(moment_s):
+            if found and not self._ends(done, moment_s):
                 end_process(found)
             if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
                 return
+
+    def _ends(self, done: threading.Event, moment_s: float) -> bool:
+        """Whether the block ends within a moment; until then this rank is not gone."""
+        until = time.monotonic() + moment_s
+        with suppress(dist.DistError):
+            while time.monotonic() < until:
+                if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
+                    return True
+                self._beat()
+        return done.wait(max(0.0, until - time.monotonic()))
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._say({"beats": self._beats})
 
     def _say(self, state: dict[str, object]) -> None:
         self._box.say(self._name, state)
