@@ -64,7 +64,7 @@ _LOOKED_AT = 3
 _SENDERS = 16
 """Parameters, at most, whose gradients are looked at afterwards."""
 _EVERY = 4
-"""Of so many steps they are looked at in one."""
+"""Steps of which they are looked at in one."""
 _OUTPUTS = 8
 """Outputs, at most, that are asked when backward begins."""
 _MARKS = 100_000
