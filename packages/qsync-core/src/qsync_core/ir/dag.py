@@ -17,7 +17,7 @@ import attrs
 from qsync_core.geometry import Geometry
 from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision, Storage
+from qsync_core.ir.precision import Granularity, Precision, Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS, Kind
 
@@ -158,8 +158,15 @@ class Operator:
 
     def runs_in(self, variant: Variant) -> bool:
         """Whether its kind runs in a variant, and its weight may be stored so; profiles, truths and sensitivities leave the others
-        out."""
-        return not self.not_stored_as(variant.storage) and (self.row.in_8_bit or not variant.compute.needs_scale)
+        out, and in whole steps of a rung they are at the base.
+
+        The patches of a convolution overlap, so that its rows have no scales of their own, and its weight's gradient is summed
+        over all of them: there is no 8-bit product for that.
+        """
+        if self.not_stored_as(variant.storage) or not variant.compute.needs_scale:
+            return not self.not_stored_as(variant.storage)
+        has_rows = variant.x_granularity is Granularity.PER_ROW or variant.grad_weight.needs_scale
+        return self.row.in_8_bit and (self.row.of_rows or not has_rows)
 
     def not_stored_as(self, storage: Storage) -> str:
         """Why its weight cannot be stored so; empty where it can."""

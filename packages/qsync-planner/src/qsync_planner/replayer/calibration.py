@@ -258,8 +258,8 @@ def _fit_rung(
 
 
 def _in_rung(operator: Operator, rung: Variant, base: Variant) -> Variant:
-    """What an operator ran in where a whole step was measured in a rung: weights that cannot be stored so stayed at the base."""
-    return base if operator.not_stored_as(rung.storage) else rung
+    """What an operator ran in where a whole step was measured in a rung: one that does not run in it stayed at the base."""
+    return rung if operator.runs_in(rung) else base
 
 
 def _fit(

@@ -294,7 +294,8 @@ def _variants(job: Job, dag: PrecisionDag, asked: ProfileRequest, note: Note) ->
     if cut:
         how = "trains under autocast" if dag.autocast else "holds its weights"
         note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} {how} in {dag.base}")
-    if floats := [operator for operator in dag.adjustable if not all(map(operator.runs_in, variants))]:
+    eight = [variant for variant in variants if variant.compute.needs_scale]
+    if floats := [operator for operator in dag.adjustable if eight and not any(map(operator.runs_in, eight))]:
         note(f"{len(floats)} operators ({floats[0].op_id} and so on) have no kernels in 8 bit, and are measured in float formats")
     return variants
 
@@ -452,16 +453,15 @@ def _alternating(
 
 
 def _complete(dag: PrecisionDag, items: Iterable[Item], variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants in which every adjustable operator has right kernels: whole steps are measured in these.
-
-    Weights that cannot be stored as a variant says are at the base there.
+    """The variants in which every adjustable operator that runs in them has right kernels: whole steps are measured in these, with
+    the others at the base.
     """
     held: dict[Variant, set[OpId]] = {}
     for item in items:
         held.setdefault(item.variant, set()).update(item.holders)
 
     def lowered(variant: Variant) -> set[OpId]:
-        return {operator.op_id for operator in dag.adjustable if not operator.not_stored_as(variant.storage)}
+        return {operator.op_id for operator in dag.adjustable if operator.runs_in(variant)}
 
     return tuple(variant for variant in variants if lowered(variant) <= held.get(variant, set()))
 

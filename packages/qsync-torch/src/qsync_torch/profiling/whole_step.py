@@ -319,7 +319,7 @@ def lowered_steps(
     runner: StepRunner, lowered: Collection[OpId], variant: Variant, dag: PrecisionDag, chosen: Mapping[OpId, KernelChoice]
 ) -> Iterator[AppliedPlan | None]:
     """A plan with some operators in a variant and the others at the base precision; none at all where it lowers none."""
-    lowered = {op_id for op_id in lowered if not dag[op_id].not_stored_as(variant.storage)}
+    lowered = {op_id for op_id in lowered if dag[op_id].is_adjustable and dag[op_id].runs_in(variant)}
     if not lowered or variant == Variant.plain(dag.base):
         yield None
         return
