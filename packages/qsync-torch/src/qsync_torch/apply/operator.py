@@ -364,7 +364,8 @@ class Operator:
             with DisableTorchFunction():
                 self._check_call(input, held.device)
                 casts, seeds = self._in_force.casts_of(input), self._seeds(stored.values)
-                with torch.autocast(held.device.type, enabled=False):
+                kind = held.device.type
+                with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
                     return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
         except NumericsError as error:
             raise self._named(error) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import attrs
@@ -23,6 +24,7 @@ from qsync_torch.aten.stored_weights import StoredWeight
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding
+from qsync_torch.kernels.library_ops import is_plain
 from qsync_torch.kernels.selection import build_kernel, default_backend
 from qsync_torch.kinds import products
 from qsync_torch.operators.autograd import apply_of
@@ -37,7 +39,21 @@ def dequantize(stored: StoredWeight, storage: Storage, shape: Sequence[int], dty
 
     The backend is the fastest that the device has (:data:`qsync_core.kernels.backend.Op.DEQUANTIZE`); all write the same bits.
     """
-    return cast(torch.Tensor, torch.ops.qsync.dequantize_stored(*stored, str(storage), list(shape), dtype))
+    return _read(*stored, str(storage), tuple(shape), dtype)
+
+
+def _read(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    constants: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    storage: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Call the operator, or what is behind it: the dispatcher takes longer than a small weight's kernel runs."""
+    run = _dequantize if is_plain(values) and values.device.type != "meta" else torch.ops.qsync.dequantize_stored
+    return cast(torch.Tensor, run(values, scale, constants, offset, storage, shape, dtype))
 
 
 def _dequantize(
@@ -103,7 +119,7 @@ class StoredProduct(torch.autograd.Function):
         """The geometry comes as constants, which a compiler can write into a graph."""
         ctx.save_for_backward(values, scale, constants, offset)
         ctx.kept = storage, shape, settings, x.shape
-        weight = torch.ops.qsync.dequantize_stored(values, scale, constants, offset, storage, shape, x.dtype)
+        weight = _read(values, scale, constants, offset, storage, shape, x.dtype)
         return float_products.product(x, weight, bias, _geometry_of(settings))
 
     @staticmethod
@@ -112,12 +128,14 @@ class StoredProduct(torch.autograd.Function):
         storage, shape, settings, x_shape = ctx.kept
         geometry, grad_x, grad_b = _geometry_of(settings), None, None
         # Where ``backward()`` is called under autocast, that would choose other formats.
-        with torch.autocast(grad.device.type, enabled=False):
+        enabled = torch.is_autocast_enabled(grad.device.type)  # a context takes longer than to ask
+        with torch.autocast(grad.device.type, enabled=False) if enabled else nullcontext():
             if ctx.needs_input_grad[0]:
-                weight = torch.ops.qsync.dequantize_stored(*ctx.saved_tensors, storage, shape, grad.dtype)
+                values, scale, constants, offset = ctx.saved_tensors
+                weight = _read(values, scale, constants, offset, storage, shape, grad.dtype)
                 wide = float_products.needs_widening(grad)
                 source = grad.float() if wide else grad
-                x = source.new_zeros(()).expand(x_shape)  # of which no more than the shape is read
+                x = source.new_empty(()).expand(x_shape)  # of which no more than the shape is read
                 grad_x, _ = products.product_gradients(source, x, weight.float() if wide else weight, geometry, True, False)
                 grad_x = grad_x.to(grad.dtype)
             if ctx.needs_input_grad[1]:
