@@ -3,9 +3,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from qsync_core.errors import NumericsError
+from qsync_core.errors import BackendError, NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_torch.aten.quantize import dequantize, scale_view
+from qsync_core.kernels.requests import quantization_variant
+from qsync_torch.aten.quantize import build_quantize, dequantize, scale_view
 from qsync_torch.aten.random_bits import checksum
 from qsync_torch.quantize import quantize
 
@@ -191,3 +192,18 @@ def test_memory_first_used_in_inference_mode_serves_training_later():
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(run).result().shape == (300,)
+
+
+def test_the_kernel_refuses_rows_that_do_not_follow_each_other():
+    """A copy of what channels-last memory holds would have the scales of other rows."""
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    kernel = build_quantize(quantization_variant(INT8, Granularity.PER_ROW, Rounding.NEAREST))
+    said = r"of shape \(2, 3, 4, 5\) and strides \(60, 1, 15, 3\) with a scale per row: .*; pass x.contiguous\(\)"
+    with pytest.raises(BackendError, match=said):
+        kernel(x, torch.empty_like(x, dtype=torch.int8), torch.empty(24), None, 1, 0)
+    q, scale = torch.empty(2, 3, 4, 5, dtype=torch.int8), torch.empty(24)
+    kernel(x.contiguous(), q, scale, None, 1, 0)
+    torch.testing.assert_close(scale, reference_scale(x, INT8, Granularity.PER_ROW))
+    seen, its_scale = quantize(x, INT8, Granularity.PER_ROW, Rounding.NEAREST)
+    assert torch.equal(seen, q)
+    assert torch.equal(its_scale, scale)

@@ -689,4 +689,37 @@ class ZeroIsNearlyZero(Affine):
         return quantize
 
 
+class DequantizesInTheResultsFormat(Mutant):
+    """Rounds the constants of NF4 blocks, and scales of int8, to 16 bits before it multiplies."""
+
+    op = Op.DEQUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda values, scale, constants, mean, out: kernel(values, scale.to(out.dtype).float(), constants, mean, out)
+
+
+class LeavesOutTheLastElement(Mutant):
+    """Of a weight with an odd number of them."""
+
+    op = Op.DEQUANTIZE
+
+    def wrap(self, kernel, request):
+        def dequantize(*operands):
+            out, kept = operands[-1], operands[-1].clone()
+            kernel(*operands)
+            if out.numel() % 2:
+                out.view(-1)[-1] = kept.view(-1)[-1]
+
+        return dequantize
+
+
+class OneScaleForAllConstants(Mutant):
+    op = Op.DEQUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda values, scale, *others: kernel(
+            values, scale[:1].expand_as(scale) if others[0] is not None else scale, *others
+        )
+
+
 ALL = mutants_in(vars(), Mutant, Draws, Affine)

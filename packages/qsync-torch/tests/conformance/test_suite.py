@@ -24,9 +24,9 @@ from . import address_mutants, mutants, producer_mutants, stride_mutants
 HERE = Path(__file__).parent
 REPRESENTATIVES = {
     "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "RoundsAlikeWhateverTheData", "DelaysTheScale",
-    "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients",
+    "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients", "LeavesOutTheLastElement",
 }  # fmt: skip
-"""One for each operator's part of the suite: a product, a convolution, a quantization, its numbers, a producer; stale; strides."""
+"""One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored."""
 MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL, *stride_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {

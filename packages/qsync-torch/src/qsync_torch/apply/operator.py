@@ -364,14 +364,9 @@ class Operator:
             with DisableTorchFunction():
                 self._check_call(input, held.device)
                 casts, seeds = self._in_force.casts_of(input), self._seeds(stored.values)
-                device = held.device.type
-                if not torch.is_autocast_enabled(device):
+                kind = held.device.type
+                with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
                     return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
-                torch.set_autocast_enabled(device, False)
-                try:
-                    return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
-                finally:
-                    torch.set_autocast_enabled(device, True)
         except NumericsError as error:
             raise self._named(error) from None
 

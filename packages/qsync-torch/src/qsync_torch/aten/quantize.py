@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from qsync_core.errors import NumericsError
+from qsync_core.errors import BackendError, NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import quantization_variant
@@ -63,6 +63,11 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
         multiplier: torch.Tensor | None = None,
         transposed_out: torch.Tensor | None = None,
     ) -> None:
+        if quantizable(x, variant.x_granularity) is not x:
+            raise BackendError(
+                f"backend aten cannot quantize a tensor of shape {tuple(x.shape)} and strides {x.stride()} with a scale per "
+                f"{variant.x_granularity}: what shares a scale must lie together in memory; pass x.contiguous()"
+            )
         stream = stream_of(offset, x)
         if stream_out is not None:
             write_stream(stream, stream_out)

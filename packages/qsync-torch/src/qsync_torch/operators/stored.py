@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import attrs
@@ -23,6 +24,7 @@ from qsync_torch.aten.stored_weights import StoredWeight
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding
+from qsync_torch.kernels.library_ops import is_plain
 from qsync_torch.kernels.selection import build_kernel, default_backend
 from qsync_torch.kinds import products
 from qsync_torch.operators.autograd import apply_of
@@ -37,7 +39,21 @@ def dequantize(stored: StoredWeight, storage: Storage, shape: Sequence[int], dty
 
     The backend is the fastest that the device has (:data:`qsync_core.kernels.backend.Op.DEQUANTIZE`); all write the same bits.
     """
-    return cast(torch.Tensor, torch.ops.qsync.dequantize_stored(*stored, str(storage), list(shape), dtype))
+    return _read(*stored, str(storage), tuple(shape), dtype)
+
+
+def _read(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    constants: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    storage: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Call the operator, or what is behind it: the dispatcher takes longer than a small weight's kernel runs."""
+    run = _dequantize if is_plain(values) and values.device.type != "meta" else torch.ops.qsync.dequantize_stored
+    return cast(torch.Tensor, run(values, scale, constants, offset, storage, shape, dtype))
 
 
 def _dequantize(
@@ -65,20 +81,6 @@ def _kernel_of(asked: tuple[torch.device, str, tuple[int, ...], torch.dtype]) ->
 
 
 _KERNELS = Memo(_kernel_of)
-
-
-def _read(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    constants: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    storage: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The same as one operator of PyTorch's where a compiler traces it; a call of that costs more than a small kernel takes."""
-    run = _dequantize if type(values) is torch.Tensor else torch.ops.qsync.dequantize_stored
-    return cast(torch.Tensor, run(values, scale, constants, offset, storage, shape, dtype))
 
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
@@ -123,21 +125,21 @@ class StoredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Differentiable by the incoming gradient: it consists of torch's operators."""
-        if grad.device.type != "meta" and torch.is_autocast_enabled(grad.device.type):
-            with torch.autocast(grad.device.type, enabled=False):  # ``backward()`` under it would choose other formats
-                return StoredProduct.backward(ctx, grad)
         storage, shape, settings, x_shape = ctx.kept
         geometry, grad_x, grad_b = _geometry_of(settings), None, None
-        if ctx.needs_input_grad[0]:
-            weight = _read(*ctx.saved_tensors, storage, shape, grad.dtype)
-            wide = float_products.needs_widening(grad)
-            source = grad.float() if wide else grad
-            # Of the activation no more than the shape is read, and of rows nothing.
-            x = source if geometry is None else source.new_zeros(()).expand(x_shape)
-            grad_x, _ = products.product_gradients(source, x, weight.float() if wide else weight, geometry, True, False)
-            grad_x = grad_x.to(grad.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_b = products.bias_gradient(grad, geometry, torch.float32).to(grad.dtype)
+        # Where ``backward()`` is called under autocast, that would choose other formats.
+        enabled = torch.is_autocast_enabled(grad.device.type)  # a context takes longer than to ask
+        with torch.autocast(grad.device.type, enabled=False) if enabled else nullcontext():
+            if ctx.needs_input_grad[0]:
+                values, scale, constants, offset = ctx.saved_tensors
+                weight = _read(values, scale, constants, offset, storage, shape, grad.dtype)
+                wide = float_products.needs_widening(grad)
+                source = grad.float() if wide else grad
+                x = source.new_empty(()).expand(x_shape)  # of which no more than the shape is read
+                grad_x, _ = products.product_gradients(source, x, weight.float() if wide else weight, geometry, True, False)
+                grad_x = grad_x.to(grad.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_b = products.bias_gradient(grad, geometry, torch.float32).to(grad.dtype)
         return grad_x, grad_b, *(None,) * 7
 
 
