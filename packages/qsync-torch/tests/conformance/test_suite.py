@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forked import Forked
 from nightly import nightly_but
 from qsync_core.kernels.backend import Op
 from qsync_core.kinds import Kind
@@ -37,7 +37,9 @@ ENVIRONMENT = {
 
 
 def run(*command, cwd):
-    return subprocess.run([sys.executable, *command], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    process = Forked(command, env=ENVIRONMENT, cwd=cwd)
+    output = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(command, process.returncode, *output)
 
 
 def run_suite(backend, cwd):
@@ -46,7 +48,7 @@ def run_suite(backend, cwd):
 
 @pytest.fixture(scope="module")
 def verdicts(request, tmp_path_factory):
-    """What the suite says about each mutant whose test is selected: exit code, failures, output."""
+    """The first failure of the suite for each mutant whose test is selected; empty where it passed."""
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_a_broken_backend_fails"]
     names = [test.callspec.params["name"] for test in tests]
     result = run("-m", "conformance.run_mutants", *names, cwd=tmp_path_factory.mktemp("mutants"))
@@ -64,9 +66,9 @@ def test_backends_without_mistakes_pass(tmp_path, backend):
 
 @pytest.mark.parametrize("name", nightly_but(REPRESENTATIVES, MUTANTS))
 def test_a_broken_backend_fails(verdicts, name):
-    code, failures, output = verdicts[name]
-    assert code == 1, f"{name} passed:\n{output}"
-    assert failures.startswith("call") or "elements outside its output" in failures, failures
+    failure = verdicts[name]
+    assert failure, f"{name} passed"
+    assert failure.startswith("call") or "elements outside its output" in failure, failure
 
 
 def test_the_table_has_every_operator():
