@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from forked import SERVED
+from nightly import nightly
 from robustness import damaged, kills
 
 
@@ -14,8 +16,9 @@ def files() -> dict[str, bytes]:
     return damaged.make_files()
 
 
-def test_damaged_files_are_accepted_or_refused_in_a_sentence(files: dict[str, bytes]) -> None:
-    found = damaged.check(range(150), 1, files)
+@pytest.mark.parametrize("numbers", [range(75), *nightly(range(75, 150))])
+def test_damaged_files_are_accepted_or_refused_in_a_sentence(numbers: range, files: dict[str, bytes]) -> None:
+    found = damaged.check(numbers, 1, files)
     assert found["failures"] == []
     assert set(found["outcomes"]) == {"accepted", "refused"}
     assert set(found["kinds"]) >= {"damaged", "inconsistent", "text"}
@@ -34,6 +37,6 @@ def test_bombs_take_little_memory(item: bytes, files: dict[str, bytes], tmp_path
 
 
 def test_interrupted_commands_end_as_if_nothing_had_happened() -> None:
-    found = kills.in_fresh_process(5, 1)
+    found = kills.in_fresh_process(5, 1, SERVED)
     assert found.failures == []
     assert found.hits.total() >= 5

@@ -1,4 +1,4 @@
-"""Puts mutants, all or by name, to the conformance suite, which is collected once; prints whether each passed, and what was wrong."""
+"""Puts mutants, all or by name, to the conformance suite, which is collected once; prints what was wrong."""
 
 import contextlib
 import io
