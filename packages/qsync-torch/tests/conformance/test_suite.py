@@ -14,8 +14,9 @@ from forked import Forked
 from nightly import nightly_but
 from qsync_core.kernels.backend import Op
 from qsync_core.kinds import Kind
-from qsync_torch.conformance import products
+from qsync_torch.conformance import product_entries
 from qsync_torch.conformance.calls import Written
+from qsync_torch.conformance.products import SIGNATURES, Product
 from qsync_torch.conformance.table import TABLE
 from qsync_torch.kinds.convolution import convolution
 
@@ -80,9 +81,9 @@ def test_the_table_has_every_operator():
     (Kind("conv_transpose2d", dimensions=2, transposed=True), F.conv_transpose2d, nn.ConvTranspose2d),
 ], ids=["conv3d", "conv_transpose2d"])  # fmt: skip
 def test_the_entries_of_a_new_kind_follow_from_its_row(row, function, module):
-    kind = products.of_images(convolution(row, function, module))
-    for part in products.SIGNATURES:
-        for case in products.entry_of(kind, part).typical:
+    kind = product_entries.of_images(convolution(row, function, module))
+    for part in SIGNATURES:
+        for case in product_entries.entry_of(kind, part).typical:
             call = case.draw(torch.device("cpu"))
             right = call.product(*call.dequantized())
             if call.bias is not None:
@@ -99,7 +100,7 @@ def test_a_random_case_says_in_its_name_what_it_draws():
     assert len(drawn) == 24 * 4 + 12 * 10
     for case in drawn:
         call = case.draw(torch.device("cpu"))
-        if isinstance(call, products.Product):
+        if isinstance(call, Product):
             (m, k), (n, _) = call.size.x, call.size.w
             assert f": {m}x{k}x{n} to {call.out}, scales by {call.variant.x_granularity} and " in case.name
         else:
