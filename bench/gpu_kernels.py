@@ -1,4 +1,4 @@
-"""Rows K1 to K11 of ``docs/results/kernels.json``: what the kernel backends are worth on one GPU.
+"""Rows K1 to K12 of ``docs/results/kernels.json``: what the kernel backends are worth on one GPU.
 
 Run it on a machine with a CUDA device; a row that cannot be measured is missing, with the reason on stderr::
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import rows_conv, rows_producers, rows_products, rows_quantize, rows_steps, rows_tuning
+from kernels import rows_conv, rows_producers, rows_products, rows_quantize, rows_steps, rows_stored, rows_tuning
 from kernels.bench import Bench, Row
 from kernels.whole_model import Mode, release
 from qsync_core.ir.precision import Precision
@@ -56,6 +56,7 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
         "K10": partial(rows_tuning.exhaustive_rows, bench),
         "K10b": partial(rows_tuning.duration_rows, bench),
         "K11": partial(rows_producers.producer_rows, bench),
+        "K12": partial(rows_stored.stored_rows, bench),
     }
 
 
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for profiles")
     parser.add_argument(
-        "--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10,K10b,K11"
+        "--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10,K10b,K11,K12"
     )
     parser.add_argument("--backend", default=None, help="backends of K7 to K9, a+b; default the fastest, tuned first")
     parser.add_argument("--profile", action="store_true", help="write what the steps of K7 and K8 are made of to OUT")

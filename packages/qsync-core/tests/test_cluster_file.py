@@ -94,7 +94,7 @@ def test_options_of_bare_names() -> None:
     assert float16 == Variant.plain(FP16)
 
 
-def test_a_zero_point_has_a_name_that_takes_the_group_s_settings() -> None:
+def test_zero_points_and_int8_gradients_have_names_that_take_the_group_s_settings() -> None:
     options = 'ladder = ["int8", "int8-affine", "float32"]\nrounding = "nearest"\noutput = "float32"'
     symmetric, affine, _ = parse_cluster(GOOD.replace('ladder = ["int8", "float16", "float32"]', options)).group("infer").ladder
     assert affine == attrs.evolve(symmetric, symmetric=False)
@@ -104,6 +104,12 @@ def test_a_zero_point_has_a_name_that_takes_the_group_s_settings() -> None:
         FP16,
         "int8-affine>float32",
     )
+    options = 'ladder = ["int8-all", "int8", "float32"]\nrounding = "nearest"'
+    every, forward, _ = parse_cluster(GOOD.replace('ladder = ["int8", "float16", "float32"]', options)).group("infer").ladder
+    assert every == attrs.evolve(forward, grad_input=INT8, grad_weight=INT8, x_granularity=Granularity.PER_ROW)
+    assert (every.output, every.rounding, every.label) == (FP16, Rounding.NEAREST, "int8-all")
+    with pytest.raises(ClusterError, match="gradients in 8 bit belong to int8, got 'float16-all'"):
+        parse_cluster(GOOD.replace('"int8", ', '"float16-all", '))
     with pytest.raises(ClusterError, match="zero points belong to int8 activations, got 'float32-affine'"):
         parse_cluster(GOOD.replace('"int8", ', '"float32-affine", '))
 

@@ -22,6 +22,7 @@ from qsync_kernels_triton.quantize.rows import (
     quantize_twice_from_partials,
 )
 from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
+from qsync_kernels_triton.stored import dequantize_int8, dequantize_nf4
 
 POINTERS = {
     "offset_ptr": "*i64",
@@ -29,6 +30,8 @@ POINTERS = {
     "q_ptr": "*i8",
     "transposed_ptr": "*i8",
     "w_ptr": "*i8",
+    "values_ptr": "*u8",
+    "constants_ptr": "*u8",
 }
 WIDE = {"units": "i64"}
 QUANTIZE = {"FORMAT": 0, "ROUNDING": 1, "LIVE": True, "STREAM": 1}
@@ -59,6 +62,12 @@ def cases(capability):
     whole, by_row, half = {"BLOCK": 8192}, {"ROWS": 32, "BLOCK": 256, "COLUMNS": True}, {"out_ptr": "*fp16"}
     yield "dequantize", dequantize, whole, half
     yield "dequantize_rows", dequantize_rows, by_row, half
+    nf4 = {"WORDS": 512, "REST": False}
+    yield "dequantize_nf4", dequantize_nf4, nf4, {"out_ptr": "*bf16"}
+    yield "dequantize_nf4 with a rest", dequantize_nf4, nf4 | {"REST": True}, half
+    for name, columns in (("row", 256), ("block", 128)):
+        cut = {"GROUPS": 4096 // columns, "COLUMNS": columns, "BY_ROW": name == "row"}
+        yield f"dequantize_int8 by {name}", dequantize_int8, cut, {"out_ptr": "*bf16"}
     scaled = {"ACCUMULATOR": tl.int32, "A_SCALES": 1, "B_SCALES": 2, "BIAS": True, "EVEN_K": True}
     operands = {"a_ptr": "*i8", "b_ptr": "*i8", "out_ptr": "*bf16"}
     yield "gemm", gemm, PRODUCT | scaled, operands
@@ -96,7 +105,7 @@ def compiled(function, constants, types, capability):
             continue
         pointer = name.endswith("_ptr")
         signature[name] = types.get(name) or POINTERS.get(name) or (("*fp32") if pointer else WIDE.get(name, "i32"))
-        if pointer or function in (gemm, mixed_gemm, implicit_gemm, pointwise_grad_weight):
+        if pointer or function in (dequantize_int8, gemm, mixed_gemm, implicit_gemm, pointwise_grad_weight):
             divisible[(position,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, signature, values, divisible)
@@ -115,6 +124,7 @@ if __name__ == "__main__":
                 "shared": kernel.metadata.shared,
                 "conversions": kernel.asm["ttgir"].count("ttg.convert_layout"),
                 "wide_loads": ptx.count(".v4.b32"),
+                "wide_stores": ptx.count("st.global.v4.b32"),
                 "wide_products": ptx.count("mul.wide.u32"),
                 "mma": ptx.count("mma.sync"),
                 "wgmma": ptx.count("wgmma.mma_async"),

@@ -40,6 +40,16 @@ def test_the_passes_over_long_rows_read_wide_and_move_nothing_between_threads(ke
         assert found[name]["conversions"] == 0, name
 
 
+def test_stored_weights_are_read_and_written_wide(kernels):
+    """16 bytes of the result at a time; of NF4 two words of eight elements, of int8 16 elements."""
+    _, found = kernels
+    for name in ("dequantize_nf4", "dequantize_int8 by row", "dequantize_int8 by block"):
+        assert found[name]["wide_stores"] > 0, name
+        assert found[name]["contracted"] == 0, name
+    assert found["dequantize_nf4"]["wide_stores"] == found["dequantize_nf4 with a rest"]["wide_stores"]
+    assert found["dequantize_int8 by row"]["wide_loads"] > found["dequantize_int8 by row"]["wide_stores"] // 2
+
+
 def test_rounding_is_not_contracted_to_fused_multiply_adds(kernels):
     """The quotient of a scale is an IEEE division, which the compiler builds of fused steps; nothing else may fuse."""
     _, found = kernels

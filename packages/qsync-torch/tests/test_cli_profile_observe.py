@@ -1,6 +1,7 @@
 import json
 from functools import partial
 
+import attrs
 import pytest
 import torch
 from click.testing import CliRunner
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 from clusters import cluster_text
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
@@ -195,3 +197,19 @@ def test_a_profile_measures_the_ladder_of_its_chip(name, capability, rungs, monk
     devices.compute_capability.cache_clear()
     assert list(ladder) == rungs
     assert set(ladder) <= set(devices.any_chips_ladder())  # what is observed where no option says otherwise
+
+
+def test_all_three_products_in_int8_are_measured_where_they_pay(folder, monkeypatch):
+    """Beside a 16-bit base, of a graph of linear operators: not beside float32, and not of convolutions."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    devices.compute_capability.cache_clear()
+    gpu, every, tiny_dag = torch.device("cuda", 0), Variant.named("int8-all"), artifact.load(folder / "dag.qsync", PrecisionDag)
+    autocast = attrs.evolve(tiny_dag, base=Precision.BFLOAT16, autocast=True)
+    assert devices.standard_ladder(gpu, autocast) == (every, *devices.standard_ladder(gpu))
+    assert devices.any_chips_ladder(autocast)[0] == every
+    assert devices.standard_ladder(gpu, tiny_dag) == devices.standard_ladder(gpu)
+    images = [attrs.evolve(one, kind="conv2d") if one.is_adjustable else one for one in autocast.operators]
+    assert devices.standard_ladder(gpu, attrs.evolve(autocast, operators=tuple(images))) == devices.standard_ladder(gpu)
+    assert devices.standard_ladder(torch.device("cpu"), autocast) == devices.standard_ladder(torch.device("cpu"))
+    devices.compute_capability.cache_clear()

@@ -16,7 +16,7 @@ from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage, join
 from qsync_core.ir.profile import Profile
-from qsync_core.ir.variant import AFFINE, STORED, Variant
+from qsync_core.ir.variant import AFFINE, ALL, STORED, Variant
 from qsync_core.units import parse_bytes
 
 MAX_FILE_BYTES = 1 << 20
@@ -190,7 +190,7 @@ def _parse_rung(text: Any, entry: dict[str, Any], device: str, where: str) -> Va
         else:
             name, stored, storage = text.partition(STORED)
             name, _, output = name.partition(">")
-            precision = _enum(Precision, name.removesuffix(AFFINE), "ladder", where)
+            precision = _enum(Precision, name.removesuffix(AFFINE).removesuffix(ALL), "ladder", where)
             if stored:
                 _enum(Storage, storage, "the storage of a ladder's entry", where)
             output = output or (_get(entry, "output", str, where, "") if precision.needs_scale else "")

@@ -71,6 +71,11 @@ def test_variant_text() -> None:
     assert Variant.named("int8", sixteen_bit=Precision.FLOAT16) == Variant.parse(text.replace("bfloat16", "float16"))
     assert Variant.parse("int8-affine") == Variant.parse(text.replace("sym=true", "sym=false"))
     assert Variant.parse("int8-affine>float32").label == "int8-affine>float32"
+    every = text.replace("gi=bfloat16;gw=bfloat16;x=tensor", "gi=int8;gw=int8;x=row")
+    assert Variant.parse("int8-all") == Variant.parse(every)
+    assert Variant.named("int8-all", sixteen_bit=Precision.FLOAT16) == Variant.parse(every.replace("bfloat16", "float16"))
+    assert Variant.parse("int8-all>float32").label == "int8-all>float32"
+    assert Variant.parse(text.replace("gw=bfloat16", "gw=int8")).label == "int8"
 
 
 INT8_TEXT = str(Variant.of(Precision.INT8))
@@ -81,6 +86,10 @@ INT8_TEXT = str(Variant.of(Precision.INT8))
     [
         "int9",
         "bfloat16-affine",
+        "bfloat16-all",
+        "float8_e4m3fn-all",
+        "int8-all-affine",
+        "int8-affine-all",
         "",
         "int8;",
         "int8>",

@@ -12,7 +12,7 @@ from qsync_core.kernels.choice import KernelChoice, OpChoice, split_chain
 
 backends = st.from_regex(r"[A-Za-z0-9_.-]{1,8}", fullmatch=True)
 configs = st.from_regex(r"[A-Za-z0-9_.,;:=x-]{0,20}", fullmatch=True)
-ops = st.sampled_from([*Op.ALL, "quantize.weight", "quantize.gradient"])
+ops = st.sampled_from([*Op.CHOSEN, "quantize.weight", "quantize.gradient"])
 
 
 @given(st.dictionaries(ops, st.builds(OpChoice, backends, configs), max_size=5))
@@ -75,3 +75,8 @@ def test_chains_keep_their_order(names: list[str]) -> None:
 def test_what_is_no_chain_is_refused(names: str, message: str) -> None:
     with pytest.raises(BackendError, match=message):
         split_chain(names)
+
+
+def test_nobody_is_pinned_to_dequantize():
+    with pytest.raises(BackendError, match=r"a choice of kernels is for one of quantize, .*; got 'dequantize'"):
+        KernelChoice.parse("aten", "dequantize=triton/")

@@ -14,6 +14,7 @@ from qsync_kernels_triton.config import (
     ProducerConfig,
     ProductConfig,
     QuantizeConfig,
+    StoredConfig,
     UnknownConfigError,
     ranked,
     ranked_pointwise,
@@ -108,11 +109,18 @@ PRODUCER_CANDIDATES = {
     Op.GLU_OUTPUT: _GLU_OUTPUT,
     Op.GLU_GRAD_INPUT: _ELEMENTWISE_GRADIENT,
 }
+STORED_CANDIDATES = (
+    StoredConfig(),
+    StoredConfig(block=2048, warps=4),
+    StoredConfig(block=1024, warps=4),
+    StoredConfig(block=8192, warps=8),
+    StoredConfig(block=4096, warps=4),
+)
 _OF_ROWS = tuple(op for op in PRODUCER_CANDIDATES if op.endswith(".output") and op not in BATCH_NORMS)
 
 
 class TritonBackend:
-    """Quantization, 8-bit products with dequantization fused, float gradients from kept copies, and producers of activations."""
+    """Quantization, 8-bit products with dequantization fused, float gradients from kept copies, producers, and stored weights."""
 
     name = "triton"
     api_version = BACKEND_API_VERSION
@@ -124,7 +132,7 @@ class TritonBackend:
         return tuple(
             KernelSpec(
                 op,
-                (*EIGHT_BIT, *FLOATS) if op in Op.PRODUCERS else EIGHT_BIT,
+                FLOATS if op == Op.DEQUANTIZE else (*EIGHT_BIT, *FLOATS) if op in Op.PRODUCERS else EIGHT_BIT,
                 ("cuda",),
                 min_compute_capability=".".join(map(str, min_compute_capability(op))),
                 layouts=_layouts(op),
@@ -140,6 +148,8 @@ class TritonBackend:
         """Configurations worth trying, best guess first."""
         if request.op == Op.QUANTIZE:
             return tuple(KernelConfig(str(config)) for config in _quantize_candidates(request))
+        if request.op == Op.DEQUANTIZE:
+            return tuple(KernelConfig(str(config)) for config in STORED_CANDIDATES)
         if request.op in Op.PRODUCERS:
             return tuple(KernelConfig(str(config)) for config in _producer_candidates(request))
         if request.op == Op.CONV2D_GRAD_WEIGHT:
@@ -172,6 +182,10 @@ class TritonBackend:
             from qsync_kernels_triton.quantize.single import build_quantize
 
             return build_quantize(variant.x_granularity, variant.rounding, QuantizeConfig.parse(config.text))
+        if request.op == Op.DEQUANTIZE:
+            from qsync_kernels_triton.stored import build_dequantize
+
+            return build_dequantize(variant.storage, StoredConfig.parse(config.text))
         if request.op in Op.PRODUCERS:
             return _producer(request, ProducerConfig.parse(config.text or self.candidate_configs(request)[0].text))
         if request.op == Op.CONV2D_GRAD_WEIGHT:
@@ -219,7 +233,7 @@ def _from_dequantized(request: KernelRequest) -> Kernel:
 def _layouts(op: str) -> tuple[str, ...]:
     if op in BATCH_NORMS:
         return ("channels_last",)
-    matrices = op in LINEAR or op in Op.PRODUCERS
+    matrices = op in LINEAR or op in Op.PRODUCERS or op == Op.DEQUANTIZE
     return ("contiguous",) if matrices else ("contiguous", "channels_last")
 
 

@@ -123,6 +123,37 @@ class ProducerConfig:
 
 
 @attrs.frozen
+class StoredConfig:
+    """How the kernels that dequantize stored weights are cut into programs.
+
+    Attributes:
+        block: elements that a program writes; a power of two, at least 128.
+        warps: warps of a program.
+    """
+
+    block: int = 4096
+    warps: int = 8
+
+    def __attrs_post_init__(self) -> None:
+        if not 128 <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two in 128..{MAX_BLOCK}, got {self.block}")
+        if self.warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"warps must be a power of two in 1..32, got {self.warps}")
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    @classmethod
+    def parse(cls, text: str) -> StoredConfig:
+        """Read ``block=4096;warps=8``; knobs that are left out have their default.
+
+        Raises:
+            BackendError: when the text is not of that form.
+        """
+        return _parsed(cls, text)
+
+
+@attrs.frozen
 class ProductConfig:
     """How a product is cut into programs.
 

@@ -10,25 +10,27 @@ from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS, LINEAR
 
-OPS = (Op.QUANTIZE, *LINEAR, *CONVOLUTIONS, *Op.PRODUCERS)
+OPS = (Op.QUANTIZE, *LINEAR, *CONVOLUTIONS, *Op.PRODUCERS, Op.DEQUANTIZE)
 """What it offers."""
+_WITHOUT_TENSOR_CORES = (*Op.PRODUCERS, Op.DEQUANTIZE)
 EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 _COPIES = (Precision.INT8, Precision.FLOAT8_E4M3FN)
 
 
 def min_compute_capability(op: str) -> tuple[int, int]:
-    """Return the oldest compute capability for an operator: 7.5 for producers, 8.0, Triton's own lower bound, for the others.
+    """Return the oldest compute capability for an operator: 7.5 where none multiplies matrices, else Triton's own lower bound, 8.0.
 
-    Triton has no tensor cores before 8.0.  Producers multiply no matrices, and need of a T4 what PyTorch's compiler has Triton make
-    there as well (docs/decisions/producers-in-triton.md).  Before 7.5 no tensor core reads their int8 copies.
+    Triton has no tensor cores before 8.0.  Producers, and what dequantizes stored weights, need of a T4 what PyTorch's compiler has
+    Triton make there as well (docs/decisions/producers-in-triton.md).  Before 7.5 no tensor core reads the producers' int8 copies.
     """
-    return (7, 5) if op in Op.PRODUCERS else (8, 0)
+    return (7, 5) if op in _WITHOUT_TENSOR_CORES else (8, 0)
 
 
 def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     """Yield why not; nothing where the kernels run the request."""
     yield from support.op_reasons(request, OPS)
     yield from support.symmetry_reasons(request)
+    yield from support.dequantization_reasons(request)
     yield from support.device_reasons(request, ("cuda",))
     least = min_compute_capability(request.op)
     what = "Triton's producers" if request.op in Op.PRODUCERS else "Triton's kernels"
@@ -39,7 +41,7 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
         yield from _quantization_reasons(request)
     elif request.op in Op.PRODUCERS:
         yield from _producer_reasons(request)
-    elif request.op in OPS:
+    elif request.op in OPS and request.op != Op.DEQUANTIZE:
         yield from _product_reasons(request)
     if missing := [module for module in ("torch", "triton") if importlib.util.find_spec(module) is None]:
         yield f"{' and '.join(missing)} cannot be found; install qsync-kernels-triton[triton]"

@@ -242,6 +242,17 @@ def test_uniform_precision_is_the_base_where_all_lower_rungs_are_slower() -> Non
     )
 
 
+def test_uniform_precision_is_the_fastest_of_several_ways_to_run_in_it() -> None:
+    """T is what the precision can do, in whichever of its ways is faster; the nearest to the base is what is expected."""
+    wide, narrow, *_ = LADDERS[2]
+    case = random_case(7, ladder=(wide, narrow, FULL))
+    for slower, said in ((narrow, "int8>float32, the fastest way to run in int8 ("), (wide, "int8")):
+        plan = allocate(slowed(case, {slower: 3.0, FULL: 9.0}).inputs, Request("uniform"))
+        (note,) = (note for note in plan.notes if note.startswith("uniform precision of group infer0 is "))
+        assert note.removeprefix("uniform precision of group infer0 is ").split(";")[0].startswith(said), note
+        assert ("the fastest way" in note) == (slower is narrow) and "int8 (" in note or slower is wide, note
+
+
 def test_uniform_precision_is_the_fastest_that_fits_where_the_base_does_not() -> None:
     for seed in range(40):
         case = random_case(seed, ladder=LADDERS[0])

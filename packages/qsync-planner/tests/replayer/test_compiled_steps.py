@@ -18,6 +18,7 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import BatchProfile
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.max_plus import sequence
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.scaled_work import ScaledWork, measured_ns
 from qsync_planner.replayer.step_timing import Condensed
@@ -79,6 +80,21 @@ def test_measured_steps_come_out_with_their_peaks_and_what_they_keep(mixed: tupl
         assert abs(got.period_ns - measured.iteration_ns) <= len(dag.operators)
         memory = replay.memory("g", plan)  # type: ignore[arg-type]
         assert (memory.peak_bytes, memory.saved_bytes) == (measured.peak_bytes, measured.saved_bytes)
+
+
+def test_what_graphs_of_single_layers_take_the_cpu_is_not_added_up() -> None:
+    """Each graph with a plan takes the CPU something once: the uniform step takes what it was measured to take, and no more."""
+
+    def of_cpu(step: StepMeasurement, forward: int, backward: int) -> StepMeasurement:
+        return attrs.evolve(step, forward_dispatch_ns=forward, backward_dispatch_ns=backward)
+
+    layers = [MixedStep((op(name),), of_cpu(LARGE, 9_000, 9_500)) for name in ("large", "middle", "small")]
+    dag, found = compiled(*layers)
+    steps = (of_cpu(BASE, 1_000, 2_000), of_cpu(LOW, 12_000, 14_000))
+    found = attrs.evolve(found, device=attrs.evolve(found.device, kind=DeviceKind.CUDA), steps=steps)
+    got = CostMapper(dag, replayer(dag, found).model("g"), variants(dag, *ALL))  # type: ignore[arg-type]
+    have = sequence(got.forward), sequence(got.backward)
+    assert [work.dispatch_ns for work in have] == [12_000, 14_000]
 
 
 def test_a_plan_in_between_is_predicted_in_between() -> None:

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from importlib.metadata import version
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,8 +16,11 @@ from qsync_core.devices import find_chip
 from qsync_core.errors import QSyncError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.variant import ALL, Variant
 from qsync_core.plugins.hooks import DeviceFacts
+
+if TYPE_CHECKING:
+    from qsync_core.ir.dag import PrecisionDag
 
 
 def parse_device(text: str) -> torch.device:
@@ -195,25 +199,40 @@ def gradient_format(device: torch.device) -> Precision:
     return Precision.BFLOAT16
 
 
-def standard_ladder(device: torch.device) -> tuple[Variant, ...]:
+def standard_ladder(device: torch.device, dag: PrecisionDag | None = None) -> tuple[Variant, ...]:
     """What is profiled where no ladder is named, lowest first: the chip's 8-bit and 16-bit formats that it has products for.
 
     Of an unknown chip and of a CPU these are int8 and the format of gradients: profiling measures whether they pay.  On GPUs, int8
-    is there with an output in 16 bit and in float32, of which the plan chooses by who reads it.
+    is there with an output in 16 bit and in float32, of which the plan chooses by who reads it, and for a graph whose base is
+    16 bit with all three products in int8 (docs/decisions/int8-gradients.md).
     """
     sixteen_bit = gradient_format(device)
     chip = find_chip(device_type(device).name)
     rungs = chip.rungs if chip else (Precision.INT8, sixteen_bit, Precision.FLOAT32)
-    int8 = int8_rungs(sixteen_bit) if device.type == "cuda" else (Variant.of(Precision.INT8, sixteen_bit=sixteen_bit),)
+    int8 = int8_rungs(sixteen_bit, dag) if device.type == "cuda" else (Variant.of(Precision.INT8, sixteen_bit=sixteen_bit),)
     return (*(int8 if Precision.INT8 in rungs else ()), *(Variant.of(rung) for rung in rungs if not rung.needs_scale))
 
 
-def int8_rungs(sixteen_bit: Precision) -> tuple[Variant, ...]:
-    """int8 with each output that a plan may choose; gradients are in ``sixteen_bit``."""
-    return tuple(Variant.of(Precision.INT8, sixteen_bit=sixteen_bit, output=output) for output in (sixteen_bit, Precision.FLOAT32))
+def int8_rungs(sixteen_bit: Precision, dag: PrecisionDag | None = None) -> tuple[Variant, ...]:
+    """int8 with each output that a plan may choose, gradients in ``sixteen_bit``; of a graph that gains by it, first all three
+    products in int8.
+    """
+    outputs = (sixteen_bit, Precision.FLOAT32)
+    rungs = tuple(Variant.of(Precision.INT8, sixteen_bit=sixteen_bit, output=output) for output in outputs)
+    if dag is None or not _gains_by_int8_gradients(dag):
+        return rungs
+    return (Variant.named(f"{Precision.INT8}{ALL}", sixteen_bit=sixteen_bit), *rungs)
 
 
-def any_chips_ladder() -> tuple[Variant, ...]:
-    """What is observed where no ladder is named: the standard ladders of all chips."""
+def _gains_by_int8_gradients(dag: PrecisionDag) -> bool:
+    """Whether its base is 16 bit, beside which int8 forward alone saves next to nothing, and most of its work products of rows:
+    convolutions have no int8 product for the weight's gradient.
+    """
+    work = [(operator.flops, operator.row.of_rows) for operator in dag.adjustable]
+    return dag.base.nbytes == 2 and 2 * sum(flops for flops, of_rows in work if of_rows) > sum(flops for flops, _ in work)
+
+
+def any_chips_ladder(dag: PrecisionDag | None = None) -> tuple[Variant, ...]:
+    """What is observed of a graph where no ladder is named: the standard ladders of all chips."""
     sixteen = (Precision.BFLOAT16, Precision.FLOAT16)
-    return (*(rung for p in sixteen for rung in int8_rungs(p)), *map(Variant.of, (*sixteen, Precision.FLOAT32)))
+    return (*(rung for p in sixteen for rung in int8_rungs(p, dag)), *map(Variant.of, (*sixteen, Precision.FLOAT32)))

@@ -15,6 +15,8 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage
 
 AFFINE = "-affine"
 """What a name ends with that means zero points."""
+ALL = "-all"
+"""What a name ends with that means all three products in 8 bit, with a scale for each row: ``int8-all``."""
 STORED = "@"
 """What stands in a name before the format in which a frozen weight is stored: ``bfloat16@nf4``."""
 _FIELD_BY_LABEL = {
@@ -121,7 +123,8 @@ class Variant:
 
     @classmethod
     def named(cls, name: str, **settings: Any) -> Variant:
-        """The standard variant of a precision's name, or of ``int8-affine``: int8 with a zero point of the activation.
+        """The standard variant of a precision's name, or of ``int8-affine``: int8 with a zero point of the activation; or of
+        ``int8-all``: the products for both gradients are int8 too, and activation and gradient have a scale a row.
 
         Args:
             name: as people write it; the output's format may stand behind it, ``int8>float32``, and behind that how a frozen weight
@@ -137,11 +140,15 @@ class Variant:
         name, delivers, output = name.partition(">")
         if delivers:
             settings["output"] = Precision(output)
-        precision = Precision(name.removesuffix(AFFINE))
+        word, suffix = next(((name.removesuffix(end), end) for end in (AFFINE, ALL) if name.endswith(end)), (name, ""))
+        precision = Precision(word)
         standard = cls.of(precision, **settings)
-        if precision is not Precision.INT8 and name.endswith(AFFINE):
-            raise ValueError(f"zero points belong to int8 activations, got {name!r}")
-        return attrs.evolve(standard, symmetric=not name.endswith(AFFINE))
+        if suffix and precision is not Precision.INT8:
+            what = "zero points belong to int8 activations" if suffix == AFFINE else "gradients in 8 bit belong to int8"
+            raise ValueError(f"{what}, got {name!r}")
+        if suffix == ALL:
+            return attrs.evolve(standard, grad_input=precision, grad_weight=precision, x_granularity=Granularity.PER_ROW)
+        return attrs.evolve(standard, symmetric=not suffix)
 
     @classmethod
     def plain(cls, precision: Precision) -> Variant:
@@ -176,13 +183,15 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Short text for tables: the compute format, whether it is affine, and the output's where it is not the usual one (of 8-bit
-        formats 16 bit), and how a frozen weight is stored; for what a fused chain keeps in 8 bit the format of that."""
+        """Short text for tables: the compute format, whether gradients are computed in it too (``-all``, of 8-bit formats), whether
+        it is affine, and the output's where it is not the usual one (of 8-bit formats 16 bit), and how a frozen weight is stored;
+        for what a fused chain keeps in 8 bit the format of that."""
         if self.storage.is_quantized:
             return f"{self.as_is.label}{STORED}{self.storage}"
         if self.saved.needs_scale and not self.compute.needs_scale:
             return f"{self.saved} saved"
-        compute = str(self.compute) if self.symmetric else f"{self.compute}{AFFINE}"
+        throughout = self.compute.needs_scale and self.grad_input == self.grad_weight == self.compute
+        compute = f"{self.compute}{ALL if throughout else ''}{'' if self.symmetric else AFFINE}"
         is_usual = self.output is not Precision.FLOAT32 if self.compute.needs_scale else self.output is self.compute
         return compute if is_usual else f"{compute}>{self.output}"
 
@@ -196,7 +205,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Read the canonical text, or a name (``int8``, ``int8>float32``, ``int8-affine``: :meth:`named`).
+        """Read the canonical text, or a name (``int8``, ``int8>float32``, ``int8-affine``, ``int8-all``: :meth:`named`).
 
         Raises:
             ValueError: when the text names an unknown format, field or value.
@@ -226,7 +235,7 @@ class Variant:
                 storage=Storage(storage) if stored else Storage.AS_IS,
             )
         except (ValueError, KeyError) as error:
-            known = ", ".join((*Precision, f"{Precision.INT8}{AFFINE}"))
+            known = ", ".join((*Precision, f"{Precision.INT8}{AFFINE}", f"{Precision.INT8}{ALL}"))
             raise ValueError(f"not a variant: {text!r} ({error}); a variant starts with one of {known}") from None
 
 

@@ -42,6 +42,8 @@ class Op:
     RMS_NORM_GRAD_INPUT = "rms_norm.grad_input"
     GLU_OUTPUT = "glu.output"
     GLU_GRAD_INPUT = "glu.grad_input"
+    DEQUANTIZE = "dequantize"
+    """What products in float formats read of a stored weight (:class:`~qsync_core.ir.precision.Storage`)."""
 
     UNFUSED = (QUANTIZE, *(op for kind in KINDS.values() if kind.as_run is kind for op in kind.products))
     """Quantization, and the products of adjustable operators."""
@@ -58,7 +60,9 @@ class Op:
         GLU_GRAD_INPUT,
     )
     """What produces the activation of a product, fused with its quantization (docs/design/fused-chains.md)."""
-    ALL = (*UNFUSED, *PRODUCERS)
+    CHOSEN = (*UNFUSED, *PRODUCERS)
+    """What a plan chooses kernels for; a dequantization gives the same bits whoever runs it, and each device takes its fastest."""
+    ALL = (*CHOSEN, DEQUANTIZE)
     CONVOLUTIONS = tuple(op for kind in KINDS.values() if not kind.of_rows for op in kind.products)
     """The products of convolutions of all kinds; ``conv2d`` runs others too (:attr:`qsync_core.kinds.Kind.runs_as`)."""
     IN_FLOATS = tuple(op for kind in KINDS.values() if not kind.in_8_bit for op in kind.products)
@@ -73,7 +77,7 @@ class KernelRequest:
         op: one of :class:`Op`.
         variant: precisions, granularity and rounding.
         shapes: operand shapes in the order in which the kernel takes them: activation or gradient first, then weight or activation
-            (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW).
+            (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW; ``dequantize``: that of the weight).
         geometry: of a convolution; neutral for other operators.
         device_kind: ``cpu`` or ``cuda``; compute_capability: ``9.0`` and so on, empty on a CPU.
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).

@@ -30,7 +30,7 @@ QUANTIZE_GRADIENT = "quantize.gradient"
 
 BACKEND_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """A backend's name in a plan."""
-_KNOWN = (*Op.ALL, QUANTIZE_WEIGHT, QUANTIZE_GRADIENT)
+_KNOWN = (*Op.CHOSEN, QUANTIZE_WEIGHT, QUANTIZE_GRADIENT)
 _CONFIG = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
 
 

@@ -166,6 +166,18 @@ def quantization_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 
 
+def dequantization_reasons(request: KernelRequest) -> Iterator[str]:
+    """A stored weight is asked for in a format, or of a storage or shape, that no product reads."""
+    if request.op != Op.DEQUANTIZE:
+        return
+    if not request.variant.storage.is_quantized:
+        yield "a weight that is stored as it is needs no dequantization; name a storage, as bfloat16@nf4 does"
+    yield from format_reasons(request, FLOATS)
+    if len(request.shapes) != 1 or not request.shapes[0] or min(request.shapes[0]) < 0:
+        said = " and ".join(str(tuple(shape)) for shape in request.shapes) or "none"
+        yield f"dequantize takes the shape of one weight, output channels first, and the shapes are {said}"
+
+
 def chain_reasons(
     request: KernelRequest, *, grad_copies: bool = False, grad_sums: bool = False, copies_again: bool = False
 ) -> Iterator[str]:

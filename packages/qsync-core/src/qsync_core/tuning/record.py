@@ -97,6 +97,8 @@ def formats_of(request: KernelRequest) -> str:
     rows = ["x=row"] if variant.x_granularity is Granularity.PER_ROW else []  # the gradient's scales follow the activation's
     if op == Op.QUANTIZE:
         parts += [f"x={variant.x_granularity}", f"round={variant.rounding}"]
+    elif op == Op.DEQUANTIZE:
+        parts += [f"store={variant.storage}"]
     elif product == "output":
         parts += [f"out={variant.output}", f"x={variant.x_granularity}", f"w={variant.w_granularity}"]
     elif product == "grad_input":
@@ -124,7 +126,7 @@ def shape_distance(one: TuningKey, other: TuningKey) -> float:
 
 def work(key: TuningKey) -> int:
     """What a kernel's time grows with to first order: products of a multiplication, elements of a quantization."""
-    if key.op == Op.QUANTIZE:
+    if key.op in (Op.QUANTIZE, Op.DEQUANTIZE):
         return math.prod(key.shapes[0])
     first, second = key.shapes
     if key.op.endswith(".grad_weight"):

@@ -8,6 +8,7 @@ import attrs
 
 from qsync_core.errors import InfeasibleError
 from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.choices import TooManyCombinations
@@ -90,8 +91,9 @@ def check_training_memory(problem: Problem, full: Solution) -> None:
 def move_to_uniform(state: SearchState, group: str, programs: Programs) -> UniformStart:
     """Set a group to uniform precision (docs/decisions/uniform-precision.md).
 
-    That is the first rung below the base that fits the memory and is no slower than the base.  Where all that fit are slower, it is
-    the fastest of those that fit, the base included.  Where no single rung fits, the smallest mixed plan that was found stands in.
+    That is the first rung below the base that fits the memory and is no slower than the base; where the ladder has several ways to
+    run in its precision, the fastest of these.  Where all that fit are slower, it is the fastest of those that fit, the base
+    included.  Where no single rung fits, the smallest mixed plan that was found stands in.
 
     Raises:
         InfeasibleError: when not even that fits; names the smallest feasible budget (without HiGHS: the smallest that was found).
@@ -103,7 +105,11 @@ def move_to_uniform(state: SearchState, group: str, programs: Programs) -> Unifo
     )
     fitting = [rung for rung in below or [base] if rung.fits]
     chosen = next((rung for rung in fitting if rung.speed <= base.speed), None)
-    if chosen is None:
+    if chosen is not None:
+        wanted = _precision(problem.group.ladder[chosen.ladder_index])
+        alike = [rung for rung in fitting if _precision(problem.group.ladder[rung.ladder_index]) == wanted]
+        chosen = min(alike, key=lambda rung: rung.speed)
+    else:
         chosen = min((rung for rung in (base, *fitting) if rung.fits), key=lambda rung: rung.speed, default=None)
     if chosen is not None:
         rungs = problem.uniform(chosen.ladder_index)
@@ -113,6 +119,11 @@ def move_to_uniform(state: SearchState, group: str, programs: Programs) -> Unifo
     if not problem.fits(smallest):
         raise infeasible(state.problem, group, smallest)
     return UniformStart(state.rungs(group), None)
+
+
+def _precision(variant: Variant) -> tuple[Precision, Storage]:
+    """What several rungs may share that differ in their gradients, scales or output."""
+    return variant.compute, variant.storage
 
 
 def _why(ladder: Sequence[Variant], base: _Rung, fitting: Sequence[_Rung], chosen: _Rung) -> str:
@@ -129,8 +140,11 @@ def _why(ladder: Sequence[Variant], base: _Rung, fitting: Sequence[_Rung], chose
             return f"the fastest that fits ({own} a step): {times(fitting)} would be slower"
         return f"no rung below the base precision fits ({own} a step)"
     if chosen.speed <= base.speed:
-        slower = [rung for rung in fitting if rung.ladder_index > chosen.ladder_index]
-        return f"{EXPECTED} and is no slower than {times([base])}: {times(slower)} would be" if slower else EXPECTED
+        wanted, nearer = _precision(ladder[chosen.ladder_index]), [one for one in fitting if one.ladder_index > chosen.ladder_index]
+        slower = [rung for rung in nearer if _precision(ladder[rung.ladder_index]) != wanted]
+        alike = [rung for rung in nearer if rung not in slower]
+        why = f"the fastest way to run in {wanted[0]} ({own} a step; {times(alike)})" if alike else EXPECTED
+        return f"{why} and is no slower than {times([base])}: {times(slower)} would be" if slower else why
     return f"the fastest rung that fits ({own} a step); the base precision would be faster ({times([base])}) but does not fit"
 
 

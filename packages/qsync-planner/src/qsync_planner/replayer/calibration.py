@@ -246,11 +246,14 @@ def _fit_rung(
     for mixed in alone:
         variants = dict.fromkeys(every, base) | dict.fromkeys(mixed.lowered, step.variant)
         found |= _fit(dag, profile, calibration, mixed.step, variants, mixed.lowered)
-    known = attrs.evolve(calibration, corrections={**calibration.corrections, **found})
     lowered = {op_id for op_id, variant in every.items() if variant != base} or every.keys()
     others = lowered - {op_id for mixed in alone for op_id in mixed.lowered}
-    for key, more in _fit(dag, profile, known, step, every, others or lowered, settled=calibration.corrections).items():
-        found[key] = found[key].plus(more) if key in found else more
+    # What the others cannot take back, because no time becomes negative, all give together: graphs of some layers alone may each
+    # take the CPU what the whole takes it once.
+    for who in (others or lowered, lowered):
+        known = attrs.evolve(calibration, corrections={**calibration.corrections, **found})
+        for key, more in _fit(dag, profile, known, step, every, who, settled=calibration.corrections).items():
+            found[key] = found[key].plus(more) if key in found else more
     return found
 
 

@@ -14,7 +14,7 @@ _LAYOUTS = ("contiguous", "channels_last")
 
 
 class AtenBackend:
-    """Quantization, int8 and float8 products, what produces their activations, and the gradients of all, on ATen."""
+    """Quantization, int8 and float8 products, what produces their activations, gradients of all, and stored weights, on ATen."""
 
     name = "aten"
     api_version = BACKEND_API_VERSION
@@ -29,6 +29,7 @@ class AtenBackend:
             | dict.fromkeys(Op.CONVOLUTIONS, (str(Precision.INT8), *floats))
             | dict.fromkeys(Op.IN_FLOATS, floats)
             | dict.fromkeys(Op.PRODUCERS, (*eight_bit, *floats))
+            | {Op.DEQUANTIZE: floats}
         )
         return [KernelSpec(op, formats[op], DEVICES, layouts=_LAYOUTS) for op in Op.ALL]
 
@@ -54,7 +55,7 @@ class AtenBackend:
             raise BackendError(
                 f"backend aten cannot run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
-        from qsync_torch.aten import activation, batch_norm, convolution, linear, quantize, row_norms
+        from qsync_torch.aten import activation, batch_norm, convolution, linear, quantize, row_norms, stored_weights
 
         if request.op in Op.PRODUCERS:
             of_chain: dict[str, Callable[..., Kernel]] = {
@@ -77,6 +78,8 @@ class AtenBackend:
                 "grad_weight": convolution.build_grad_weight,
             }
             return of_geometry[request.op.partition(".")[2]](request.geometry, request.variant)
+        if request.op == Op.DEQUANTIZE:
+            return stored_weights.build_dequantize(request.variant.storage)
         of_variant = {
             Op.QUANTIZE: quantize.build_quantize,
             Op.LINEAR_OUTPUT: linear.build_linear_output,

@@ -11,27 +11,23 @@ their block, to the nearest code by the midpoints between codes; what is left ov
 from __future__ import annotations
 
 import functools
+import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from qsync_core.errors import NumericsError
 from qsync_core.ir.precision import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Precision, Storage
+from qsync_core.kernels import nf4
+from qsync_core.kernels.nf4 import NF4_CODES
 from qsync_torch.aten.quantize import write_scale
 
 _PART = 1 << 20
 """Elements that are worked on at once, a multiple of what shares a constant's scale."""
 _SMALLEST = 1e-38
 """What the largest magnitude of an NF4 block counts at least."""
-
-NF4_CODES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The 16 values of NF4, quantiles of a normal distribution with an exact 0: Dettmers et al., QLoRA (2023), appendix E."""
 
 
 class StoredWeight(NamedTuple):
@@ -55,20 +51,6 @@ class StoredWeight(NamedTuple):
         return sum(tensor.nbytes for tensor in self if tensor is not None)
 
 
-@functools.cache
-def _dynamic_codes() -> torch.Tensor:
-    """The 256 values of the dynamic 8-bit format, sorted: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning (2015).
-
-    Computed as bitsandbytes does, to the last bit: powers of ten times midpoints between equally spaced fractions.
-    """
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
-        middles = (edges[:-1] + edges[1:]) / 2.0
-        values += (10 ** (exponent - 6) * middles).tolist() + (-(10 ** (exponent - 6)) * middles).tolist()
-    return torch.tensor(sorted(values), dtype=torch.float32)
-
-
 def dynamic_codes(device: torch.device) -> torch.Tensor:
     """The values that codes of NF4's constants stand for, float32, on a device."""
     return _codes(8, device)[0]
@@ -77,7 +59,7 @@ def dynamic_codes(device: torch.device) -> torch.Tensor:
 @functools.cache
 def _codes(storage_bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of a code, and the midpoints between them, on a device."""
-    codes = torch.tensor(NF4_CODES) if storage_bits == 4 else _dynamic_codes()
+    codes = torch.tensor(NF4_CODES if storage_bits == 4 else nf4.dynamic_codes())
     return codes.to(device), ((codes[:-1] + codes[1:]) / 2).to(device)
 
 
@@ -127,7 +109,7 @@ def _int8(matrix: torch.Tensor, storage: Storage) -> StoredWeight:
     rows, columns = matrix.shape
     block = columns if storage is Storage.INT8_ROW else INT8_BLOCK_COLUMNS
     stored = empty_stored(matrix.shape, storage, matrix.device)
-    scales = stored.scale.view(rows, -1)
+    scales = stored.scale if stored.scale.ndim == 2 else stored.scale[:, None]
     for part in _parts(rows, max(1, _PART // max(1, columns))):
         wide = matrix[part].float()
         for index, first in enumerate(range(0, columns, max(1, block))):
@@ -183,12 +165,49 @@ def dequantize_weight(stored: StoredWeight, storage: Storage, shape: Sequence[in
         dtype: a float format.
     """
     out = torch.empty(tuple(shape), dtype=dtype, device=stored.values.device)
+    _write(stored, storage, out)
+    return out
+
+
+def build_dequantize(storage: Storage) -> Callable[..., None]:
+    """The kernel ``dequantize(values, scale, constants, mean, out)`` of :func:`dequantize_weight`, into a contiguous ``out``."""
+
+    def dequantize(
+        values: torch.Tensor, scale: torch.Tensor, constants: torch.Tensor | None, mean: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        stored = StoredWeight(values, scale, constants, mean)
+        if storage is Storage.NF4 and values.is_cuda and out.numel() and _has_bitsandbytes():
+            _write_by_bitsandbytes(stored, out)
+        else:
+            _write(stored, storage, out)
+
+    return dequantize
+
+
+@functools.cache
+def _has_bitsandbytes() -> bool:
+    """Whether its kernels can be asked: they compute the same numbers in three passes over a GPU's memory, this file in nine."""
+    try:
+        importlib.import_module("bitsandbytes")
+    except Exception:  # which raises what it likes where its library of CUDA kernels is another one
+        return False
+    library = torch.ops.bitsandbytes
+    known = all(hasattr(library, name) for name in ("dequantize_4bit", "dequantize_blockwise"))
+    return known and "out" in library.dequantize_4bit.overloads()
+
+
+def _write_by_bitsandbytes(stored: StoredWeight, out: torch.Tensor) -> None:
+    library, codes = torch.ops.bitsandbytes, dynamic_codes(out.device)
+    largest = library.dequantize_blockwise(stored.constants, stored.scale, codes, NF4_CONSTANTS, torch.float32) + stored.offset
+    library.dequantize_4bit.out(stored.values, largest, NF4_BLOCK, "nf4", list(out.shape), out.dtype, out=out)
+
+
+def _write(stored: StoredWeight, storage: Storage, out: torch.Tensor) -> None:
     if storage is Storage.NF4:
         _write_nf4(stored, out.view(-1))
-    else:
-        rows = shape[0] if shape else 1
-        _write_int8(stored.values.view(rows, -1), stored.scale.view(rows, -1), out.view(rows, -1))
-    return out
+    elif out.numel():
+        rows = out.shape[0]
+        _write_int8(stored.values.reshape(rows, -1), stored.scale.view(rows, -1), out.view(rows, -1))
 
 
 def _write_int8(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

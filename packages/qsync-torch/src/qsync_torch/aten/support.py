@@ -18,6 +18,7 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     yield from support.op_reasons(request, Op.ALL)
     yield from support.device_reasons(request, DEVICES)
     yield from support.affine_reasons(request)
+    yield from support.dequantization_reasons(request)
     if request.op == Op.QUANTIZE:
         yield from support.format_reasons(request, EIGHT_BIT)
         yield from support.quantization_reasons(request)

@@ -72,19 +72,17 @@ def observe(
     from qsync_torch.tracing.trace import trace
 
     target = chosen_device(device)
-    asked = ObserveRequest(
-        ladder.variants(gradient_format(target), any_chips_ladder()),
-        device=target,
-        collectors=None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip()),
-        settled=None if all_steps else SettledRule(),
-        **options,
-    )
+    named = ladder.variants(gradient_format(target))
+    collectors = None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip())
+    settled = None if all_steps else SettledRule()
     partial = partial_file(output)
     earlier = None if fresh else _earlier(partial)
     try:
         with job_code(job), progress_bar("observe") as update:
             loaded = load_job(job, batch_size)
             dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
+            rungs = named or any_chips_ladder(dag)
+            asked = ObserveRequest(rungs, device=target, collectors=collectors, settled=settled, **options)
             found = run_observe(
                 loaded,
                 dag,

@@ -181,12 +181,11 @@ class LadderChoice:
             raise ClusterError(f"{self.cluster} has no group {self.group_name!r}; its groups are {', '.join(names)}")
         return cluster.group(self.group_name or names[0])
 
-    def variants(self, sixteen_bit: Precision, default: Sequence[Variant] = ()) -> tuple[Variant, ...]:
-        """The group's ladder, or the variants of ``--rungs``, or the default.
+    def variants(self, sixteen_bit: Precision) -> tuple[Variant, ...]:
+        """The group's ladder, or the variants of ``--rungs``; none where no option names a ladder.
 
         Args:
             sixteen_bit: the device's 16-bit format for the gradients of 8-bit operators.
-            default: variants where no option names a ladder.
 
         Raises:
             QSyncError: naming the entry that is no variant.
@@ -194,7 +193,7 @@ class LadderChoice:
         if group := self.group:
             return group.ladder
         if self.rungs is None:
-            return tuple(default)
+            return ()
         variants = tuple(_variant(entry, sixteen_bit) for entry in filter(None, (part.strip() for part in self.rungs.split(","))))
         if not variants:
             raise QSyncError("--rungs names no precision; write for example --rungs int8,bfloat16,float32")

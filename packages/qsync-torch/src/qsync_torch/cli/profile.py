@@ -114,7 +114,7 @@ def profile(
             take_sms(share, "this profile (--share, or its group's share)")
         target = chosen_device(device)
         facts[KIND_OF_DEVICE] = target.type
-        variants = ladder.variants(gradient_format(target), standard_ladder(target))
+        named = ladder.variants(gradient_format(target))
         try:
             cap = parse_bytes(memory_cap) if memory_cap else 0
         except ValueError as error:
@@ -130,6 +130,7 @@ def profile(
             if compiled is not None:
                 loaded = attrs.evolve(loaded, compiles=None if compiled == "no" else Compiled(Compiler(compiled)))
             dag = graph_of(loaded, dag_path)
+            variants = named or standard_ladder(target, dag)
             if target.type != "cpu":  # where kernels are tuned next, for a minute
                 check_base(dag, target, share, device_type(target, share, cap).name)
         if backend in (None, AUTO_BACKEND):

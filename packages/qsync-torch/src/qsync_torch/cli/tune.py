@@ -95,9 +95,10 @@ def tune(
     else:
         kind, capability = "cuda", capability_of(arch)
         sixteen_bit = Precision.BFLOAT16 if int(capability.split(".")[0]) >= 8 else Precision.FLOAT16
-    variants = ladder.variants(sixteen_bit, int8_rungs(sixteen_bit))
+    named = ladder.variants(sixteen_bit)
     backends = list(find_backends(split_chain(backend or "auto")))
     dag = graph_named(job, (), batch_size)
+    variants = named or int8_rungs(sixteen_bit, dag)
     requests = distinct_requests(dag, variants, kind, capability)
     note = "" if requests else _nothing_to_do(dag, variants)
     if arch is not None:

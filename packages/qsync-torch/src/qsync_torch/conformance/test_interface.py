@@ -13,6 +13,7 @@ from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest, Op
+from qsync_torch.conformance.stored import STORAGES
 from qsync_torch.conformance.subject import Subject, check_sentences
 from qsync_torch.conformance.table import TABLE
 
@@ -25,7 +26,9 @@ CONFIG_TEXT = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
 def samples(subject: Subject, op: str, variant: Variant) -> list[KernelRequest]:
     """Requests of which a backend that offers the operator should have no reason to refuse all."""
     asked = [case.draw(subject.device).asked for case in TABLE[op].typical]
-    return list(dict.fromkeys(subject.request(op, variant, each.shapes, **each.fields) for each in asked))
+    variants = [attrs.evolve(variant, storage=each) for each in STORAGES] if op == Op.DEQUANTIZE else [variant]
+    pairs = itertools.product(variants, asked)
+    return list(dict.fromkeys(subject.request(op, one, each.shapes, **each.fields) for one, each in pairs))
 
 
 def variants_of(compute: str) -> list[Variant]:

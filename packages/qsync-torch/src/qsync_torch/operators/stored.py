@@ -6,17 +6,24 @@ An int8 product reads int8 rows as they are stored (:class:`qsync_torch.operator
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, cast
 
+import attrs
 import torch
 
 from qsync_core.geometry import Geometry
-from qsync_core.ir.precision import NF4_BLOCK, NF4_CONSTANTS, Storage
+from qsync_core.ir.precision import Storage
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Kernel, KernelRequest, Op
+from qsync_core.kernels.choice import KernelChoice
+from qsync_core.kernels.support import FLOATS
 from qsync_torch.aten import float_products, stored_weights
 from qsync_torch.aten.stored_weights import StoredWeight
-from qsync_torch.kernels.binding import BOUND, OperatorBinding
+from qsync_torch.devices import device_facts
+from qsync_torch.dtypes import PRECISION
+from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding
+from qsync_torch.kernels.selection import build_kernel, default_backend
 from qsync_torch.kinds import products
 from qsync_torch.operators.autograd import apply_of
 from qsync_torch.operators.cast_cache import CastCache
@@ -26,7 +33,10 @@ from qsync_torch.torch_internals import transforms_are_active
 
 
 def dequantize(stored: StoredWeight, storage: Storage, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """:func:`qsync_torch.aten.stored_weights.dequantize_weight` as one operator of PyTorch's, which a compiler keeps whole."""
+    """What products in ``dtype`` read of a stored weight, as one operator of PyTorch's, which a compiler keeps whole.
+
+    The backend is the fastest that the device has (:data:`qsync_core.kernels.backend.Op.DEQUANTIZE`); all write the same bits.
+    """
     return cast(torch.Tensor, torch.ops.qsync.dequantize_stored(*stored, str(storage), list(shape), dtype))
 
 
@@ -39,28 +49,22 @@ def _dequantize(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    stored, how = StoredWeight(values, scale, constants, offset), Storage(storage)
-    if how is Storage.NF4 and values.is_cuda and _has_bitsandbytes():
-        return _by_bitsandbytes(stored, shape, dtype)
-    return stored_weights.dequantize_weight(stored, how, shape, dtype)
+    out = torch.empty(tuple(shape), dtype=dtype, device=values.device)
+    _KERNELS[values.device, storage, tuple(shape), dtype](values, scale, constants, offset, out)
+    return out
 
 
-@functools.cache
-def _has_bitsandbytes() -> bool:
-    """Whether its kernels can be asked: they compute the same numbers in one pass over a GPU's memory."""
-    try:
-        importlib.import_module("bitsandbytes")
-    except Exception:  # which raises what it likes where its library of CUDA kernels is another one
-        return False
-    return all(hasattr(torch.ops.bitsandbytes, name) for name in ("dequantize_4bit", "dequantize_blockwise"))
+def _kernel_of(asked: tuple[torch.device, str, tuple[int, ...], torch.dtype]) -> Kernel:
+    device, storage, shape, dtype = asked
+    if PRECISION.get(dtype) not in FLOATS:  # such as float64, which no product of a plan computes in
+        return stored_weights.build_dequantize(Storage(storage))
+    variant = attrs.evolve(Variant.plain(PRECISION[dtype]), storage=Storage(storage))
+    kind, capability = device_facts(device)
+    request = KernelRequest(Op.DEQUANTIZE, variant, (shape,), device_kind=kind, compute_capability=capability)
+    return build_kernel(request, KernelChoice((default_backend(device),)))
 
 
-def _by_bitsandbytes(stored: StoredWeight, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    library = torch.ops.bitsandbytes
-    codes = stored_weights.dynamic_codes(stored.values.device)
-    largest = library.dequantize_blockwise(stored.constants, stored.scale, codes, NF4_CONSTANTS, torch.float32) + stored.offset
-    found: torch.Tensor = library.dequantize_4bit(stored.values, largest, NF4_BLOCK, "nf4", list(shape), dtype)
-    return found.view(tuple(shape))
+_KERNELS = Memo(_kernel_of)
 
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")

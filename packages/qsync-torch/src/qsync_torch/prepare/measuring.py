@@ -244,7 +244,7 @@ class Bench:
 
     def _probe(self, inputs: Mapping[str, str]) -> Made:
         self.board.stage(COMPARING)(0, 1, "a few steps")
-        ladder = standard_ladder(self.device)
+        ladder = standard_ladder(self.device, self.dag)
         if self.device.type == "cpu":
             ratios = compared_rungs(self.dag, dict(self.job.model.named_parameters())) if self.dag.adjustable else {}
             ladder = (*(rung for rung, ratio in ratios.items() if _may_pay(ratio)), CPU_LADDER[-1])
