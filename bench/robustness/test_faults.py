@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from forked import SERVED
-from nightly import nightly
 from robustness import damaged, kills
 
 
@@ -16,9 +15,8 @@ def files() -> dict[str, bytes]:
     return damaged.make_files()
 
 
-@pytest.mark.parametrize("numbers", [range(75), *nightly(range(75, 150))])
-def test_damaged_files_are_accepted_or_refused_in_a_sentence(numbers: range, files: dict[str, bytes]) -> None:
-    found = damaged.check(numbers, 1, files)
+def test_damaged_files_are_accepted_or_refused_in_a_sentence(files: dict[str, bytes]) -> None:
+    found = damaged.check(range(150), 1, files)
     assert found["failures"] == []
     assert set(found["outcomes"]) == {"accepted", "refused"}
     assert set(found["kinds"]) >= {"damaged", "inconsistent", "text"}
