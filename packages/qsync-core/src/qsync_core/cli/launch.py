@@ -147,8 +147,9 @@ def launch(
                     f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
                 )
         started = list(script) if manifest == "RayJob" else preparing(script, str(run), str(cluster_path))
-    restarts = {} if max_restarts is None else {"max_restarts": max_restarts}
-    meeting = Meeting(master_addr, master_port, elastic=elastic, **restarts)
+    meeting = Meeting(master_addr, master_port, elastic=elastic)
+    if max_restarts is not None:
+        meeting = attrs.evolve(meeting, max_restarts=max_restarts)
     if manifest is None:
         for_manifest = {
             "--image": image,
