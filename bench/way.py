@@ -7,6 +7,7 @@
     python bench/way.py --only W5                     from a script of another style to training: commands, edits, warnings
     python bench/way.py --only W6                     the documentation: pages that no link leads to, dead examples, sizes
     python bench/way.py --only W7 --crds FOLDER       manifests against schemas; FOLDER has CustomResourceDefinitions (*.yaml)
+    python bench/way.py --only W8                     README's command for the main job in a fresh clone; needs a package index
 
 A row is written as soon as it has a value.
 """
@@ -37,6 +38,7 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]
         "W5": partial(_rows, "journey.first_hour", "rows"),
         "W6": partial(_rows, "journey.pages", "rows"),
         "W7": partial(_rows, "journey.manifests", "rows", options.crds),
+        "W8": partial(_rows, "journey.fresh_machine", "rows"),
     }
 
 

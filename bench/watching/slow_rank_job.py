@@ -102,7 +102,7 @@ def trial(phase: str, slow: int, kind: int) -> dict[str, Any]:
         "right": sentence.startswith(f"rank {slow} is slow in its {expected}:"),
         "steps": at,
         "said": sentence,
-        "early": len(early),
+        "early": early,
         "injected_ms": injected_ms,
         "excess_ms": float(excess[1]) if excess else 0.0,
     }

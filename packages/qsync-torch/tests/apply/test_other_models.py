@@ -113,6 +113,15 @@ def test_data_parallel_is_refused():
     assert model(images()).shape == (4, 4)
 
 
+def test_data_parallel_around_a_planned_model_is_refused_where_it_copies_it():
+    model = ConvNet()
+    applied = apply_(model, named(fc=INT8))
+    with pytest.raises(PlanError, match=r"start a process for each GPU with torchrun and use Distributed.*or call remove"):
+        model.fc._replicate_for_data_parallel()  # what torch.nn.parallel.replicate calls for each module
+    applied.remove()
+    model.fc._replicate_for_data_parallel()
+
+
 def test_an_operator_of_the_plan_that_the_first_step_does_not_run_is_named(x):
     class Off(TwoLayers):
         def body(self, x):

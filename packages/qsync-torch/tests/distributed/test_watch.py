@@ -69,6 +69,18 @@ def test_a_rank_that_hangs_ends_where_another_is_missing_frozen_or_has_failed(st
     assert re.search(f"^error: {said}", capfd.readouterr().err, re.MULTILINE)  # where PyTorch may write too
 
 
+@pytest.mark.usefixtures("ended")
+def test_ranks_that_were_killed_are_told_from_those_that_live_and_those_that_have_left():
+    store = dist.HashStore()
+    store.set("qsync/watch1/1", JSON_STATE)
+    store.set("qsync/watch1/3", json.dumps({"left": "RankError: another rank has failed"}))
+    first, third = (Mailbox(rank, range(4), store, 10.0) for rank in (0, 2))
+    with watched("qsync prepare", first) as gone, watched("qsync prepare", third) as gone_for_third:
+        assert (gone(), gone_for_third()) == ([1], [1])
+    with watched("qsync prepare", None) as gone:
+        assert gone() == []
+
+
 def test_a_rank_that_is_done_is_not_waited_for():
     store = dist.HashStore()
     with watched("qsync prepare", Mailbox(1, range(2), store, 10.0)):

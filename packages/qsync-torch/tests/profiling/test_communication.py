@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -189,16 +190,19 @@ def test_a_rank_that_fails_ends_the_others_and_leaves_the_process_group_in_step(
 
 
 LEAVES = """
-import os, sys, torch, torch.distributed as dist
+import os, signal, sys, torch, torch.distributed as dist
 from qsync_core.errors import QSyncError
+from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.ranks import naming_lost_ranks
+from qsync_torch.distributed.watch import watched
+os.environ["QSYNC_RANK_TIMEOUT_S"] = "4"
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-dist.barrier()
-if rank == 1:
-    os._exit(9)
 try:
-    with naming_lost_ranks("qsync communicate"):
+    with watched("qsync communicate", Mailbox.of_group(None)) as gone, naming_lost_ranks("qsync communicate", gone):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
 except QSyncError as error:
     print(type(error).__name__, error, flush=True)
@@ -209,10 +213,8 @@ os._exit(0)
 @pytest.mark.distributed
 def test_a_rank_that_dies_in_a_collective_is_named_in_a_sentence(tmp_path):
     (status, out, _), (died, _, _) = run([["-c", LEAVES, str(rank), str(tmp_path / "store")] for rank in range(2)], [{}] * 2)
-    assert (status, died) == (0, 9)
-    sentence = (
-        "another rank of this job has failed, or cannot be reached any more, while this one was in qsync communicate: see what"
-    )
+    assert (status, died) == (0, -signal.SIGKILL)
+    sentence = "rank 1 of this job has failed, or cannot be reached any more, while this one was in qsync communicate: see what"
     assert out.startswith(f"RankError {sentence} was printed there last (")
 
 

@@ -364,8 +364,14 @@ class Operator:
             with DisableTorchFunction():
                 self._check_call(input, held.device)
                 casts, seeds = self._in_force.casts_of(input), self._seeds(stored.values)
-                with torch.autocast(held.device.type, enabled=False):
+                device = held.device.type
+                if not torch.is_autocast_enabled(device):
                     return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
+                torch.set_autocast_enabled(device, False)
+                try:
+                    return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
+                finally:
+                    torch.set_autocast_enabled(device, True)
         except NumericsError as error:
             raise self._named(error) from None
 

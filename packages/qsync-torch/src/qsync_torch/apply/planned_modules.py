@@ -143,6 +143,7 @@ def _planned_class(
         "__copy__": copy,
         "extra_repr": extra_repr,
         "__prepare_scriptable__": _refuse_scripting,
+        "_replicate_for_data_parallel": _refuse_replicas,
     }
     if hasattr(unplanned, "__deepcopy__"):
         body["__deepcopy__"] = deepcopy
@@ -170,6 +171,13 @@ def _refuse_scripting(self: Any) -> Any:
     raise PlanError(
         "torch.jit.script reads the source of a model, which has nothing of its plan: script a copy, which is in full "
         "precision (torch.jit.script(copy.deepcopy(model))), or call remove() first"
+    )
+
+
+def _refuse_replicas(self: Any) -> Any:
+    raise PlanError(
+        "nn.DataParallel copies a model to each GPU in every forward, and a plan is for one process with one GPU: start a process "
+        "for each GPU with torchrun and use DistributedDataParallel, or call remove() first"
     )
 
 

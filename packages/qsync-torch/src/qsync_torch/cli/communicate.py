@@ -63,14 +63,14 @@ def communicate(
             take_sms(own.fraction, f"group {own.group!r}")
         target = chosen_device(device)
         facts[KIND_OF_DEVICE] = target.type
-    with watched("qsync communicate", members_to_be("watch")), process_group_from_environment(target) as rank:
+    with watched("qsync communicate", members_to_be("watch")) as gone, process_group_from_environment(target) as rank:
         check_not_alone()
         with together("qsync communicate", slow=True), job_code(job):
             cluster = read_cluster(cluster_path) if cluster_path else None
             group, share = _own_group(cluster)
             loaded = load_job(job, batch_size)
             dag = graph_of(loaded, dag_path)
-        with job_code(job), naming_lost_ranks("qsync communicate"), progress_bar("communicate") as update:
+        with job_code(job), naming_lost_ranks("qsync communicate", gone), progress_bar("communicate") as update:
             found = measure_communication(
                 loaded,
                 dag,

@@ -67,7 +67,7 @@ def _notes(job: Job, answers: list[Fit]) -> list[str]:
         f"convolutions {'in TF32' if convolutions else 'in float32'} and linear layers {'in TF32' if linears else 'in float32'}"
     )
     notes = [
-        f"estimated, not measured: peaks of 12 jobs were at most {MEMORY_ERROR} off on an H100, steps up to {TIME_ERROR}",
+        f"estimated, not measured: peaks of 12 jobs were at most {MEMORY_ERROR} off on an H200, steps up to {TIME_ERROR}",
         "times are of one GPU without communication, eager and at its full clocks; memory counts 10⁹ bytes for a GB",
     ]
     if job.amp is None:

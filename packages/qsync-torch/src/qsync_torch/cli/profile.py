@@ -121,7 +121,7 @@ def profile(
             raise QSyncError(f"--memory-cap: {error}") from None
 
     unfinished = partial_file(output)
-    with watched("qsync profile", members_to_be("watch")), process_group_from_environment(target) as rank:
+    with watched("qsync profile", members_to_be("watch")) as gone, process_group_from_environment(target) as rank:
         with together("qsync profile", slow=True), job_code(job):
             check_store(target, tuning)
             if fresh:
@@ -136,7 +136,7 @@ def profile(
         if backend in (None, AUTO_BACKEND):
             with progress_bar("tune") as update:
                 tune_job(dag, variants, target, tuning=tuning, seconds=tune_s, progress=update)
-        with job_code(job), naming_lost_ranks("qsync profile"), progress_bar("profile") as update:
+        with job_code(job), naming_lost_ranks("qsync profile", gone), progress_bar("profile") as update:
             found = run_profile(
                 loaded,
                 dag,

@@ -306,11 +306,12 @@ def _members(group: dist.ProcessGroup | Mailbox | None) -> Mailbox | None:
 
 
 @contextmanager
-def naming_lost_ranks(what: str) -> Iterator[None]:
+def naming_lost_ranks(what: str, gone: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
     """Surround collectives: one that fails because of another rank says so.
 
     Args:
         what: the call, as its user knows it.
+        gone: finds the ranks that live no longer, as :func:`~qsync_torch.distributed.watch.watched` gives it.
 
     Raises:
         RankError: in the place of PyTorch's error, which gives a line of its own source.
@@ -322,8 +323,10 @@ def naming_lost_ranks(what: str) -> Iterator[None]:
             raise
         if isinstance(error, StoreSilent):
             raise RankError(store_has_gone(what, error)) from error
+        lost = ", ".join(map(str, gone()))
+        who = f"rank {lost}" if lost else "another rank"
         raise RankError(
-            f"another rank of this job has failed, or cannot be reached any more, while this one was in {what}: see what was "
+            f"{who} of this job has failed, or cannot be reached any more, while this one was in {what}: see what was "
             f"printed there last ({_first_line(error).partition('. ')[0]})"
         ) from error
 

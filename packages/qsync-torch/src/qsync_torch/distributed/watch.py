@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,10 +21,12 @@ from qsync_torch.distributed.exchange import BEATS_PER_TIMEOUT, end_process, gra
 from qsync_torch.distributed.mailbox import Mailbox, beside
 
 _LEFT = "left"
+_BEATS_MISSED = 2.5
+"""Signs of life that a rank does not give in time, after which it is taken to be gone where another one must be."""
 
 
 @contextmanager
-def watched(what: str, members: Mailbox | None) -> Iterator[None]:
+def watched(what: str, members: Mailbox | None) -> Iterator[Callable[[], list[int]]]:
     """Run a block on every rank, which ends with the process where another rank gives no sign of life or fails.
 
     The others' silence is noticed after ``QSYNC_RANK_TIMEOUT_S`` seconds.  This rank then has a moment to end by itself, where it
@@ -35,11 +37,15 @@ def watched(what: str, members: Mailbox | None) -> Iterator[None]:
         what: the call, as its user knows it; equal on all ranks.
         members: the ranks that take part; None where this one is alone.
 
+    Yields:
+        What finds the ranks that live no longer, in a quarter of that time, for who has seen that one is lost
+        (:func:`~qsync_torch.distributed.ranks.naming_lost_ranks`).
+
     Raises:
         RankError: when the store does not answer.
     """
     if members is None:
-        yield
+        yield list
         return
     try:
         watch = _Watch(what, members)
@@ -47,7 +53,7 @@ def watched(what: str, members: Mailbox | None) -> Iterator[None]:
         raise RankError(store_has_gone(what, error)) from None
     try:
         with beside("qsync-watch", watch.run):
-            yield
+            yield watch.gone
     except BaseException as error:
         watch.leave(f"{type(error).__name__}: {error}".partition("\n")[0])
         raise
@@ -67,6 +73,16 @@ class _Watch:
         with suppress(dist.DistError):
             self._say({_LEFT: error})
 
+    def gone(self) -> list[int]:
+        """The ranks that give no sign of life now, and have not said that they end; none where the store has gone too."""
+        try:
+            before = self._box.heard(self._name, self._others)
+            time.sleep(_BEATS_MISSED * self._timeout_s / BEATS_PER_TIMEOUT)
+            now = self._box.heard(self._name, self._others)
+        except dist.DistError:
+            return []
+        return [rank for rank in self._others if now.get(rank) == before.get(rank) and _LEFT not in now.get(rank, {})]
+
     def run(self, done: threading.Event) -> None:
         """Show that this rank lives, and look after the others until one is missing."""
         heard: dict[int, Any] = {}
@@ -74,18 +90,31 @@ class _Watch:
         while True:
             moment_s = grace_s(self._timeout_s)
             try:
-                self._beats += 1
-                self._say({"beats": self._beats})
+                self._beat()
                 if found := self._failed(heard, since):
                     moment_s = self._timeout_s  # this rank may only be busy, and hear the reason in the other's own words
                 else:
                     found = self._missing(heard, since)
             except dist.DistError as error:
                 found = store_has_gone(self._what, error)
-            if found and not done.wait(moment_s):
+            if found and not self._ends(done, moment_s):
                 end_process(found)
             if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
                 return
+
+    def _ends(self, done: threading.Event, moment_s: float) -> bool:
+        """Whether the block ends within a moment; until then this rank is not gone."""
+        until = time.monotonic() + moment_s
+        with suppress(dist.DistError):
+            while time.monotonic() < until:
+                if done.wait(self._timeout_s / BEATS_PER_TIMEOUT):
+                    return True
+                self._beat()
+        return done.wait(max(0.0, until - time.monotonic()))
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._say({"beats": self._beats})
 
     def _say(self, state: dict[str, object]) -> None:
         self._box.say(self._name, state)

@@ -67,6 +67,20 @@ def _kernel_of(asked: tuple[torch.device, str, tuple[int, ...], torch.dtype]) ->
 _KERNELS = Memo(_kernel_of)
 
 
+def _read(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    constants: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    storage: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The same as one operator of PyTorch's where a compiler traces it; a call of that costs more than a small kernel takes."""
+    run = _dequantize if type(values) is torch.Tensor else torch.ops.qsync.dequantize_stored
+    return cast(torch.Tensor, run(values, scale, constants, offset, storage, shape, dtype))
+
+
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 _LIBRARY.define(
     "dequantize_stored(Tensor values, Tensor scale, Tensor? constants, Tensor? offset, str storage, int[] shape, ScalarType dtype) "
@@ -103,25 +117,27 @@ class StoredProduct(torch.autograd.Function):
         """The geometry comes as constants, which a compiler can write into a graph."""
         ctx.save_for_backward(values, scale, constants, offset)
         ctx.kept = storage, shape, settings, x.shape
-        weight = torch.ops.qsync.dequantize_stored(values, scale, constants, offset, storage, shape, x.dtype)
+        weight = _read(values, scale, constants, offset, storage, shape, x.dtype)
         return float_products.product(x, weight, bias, _geometry_of(settings))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Differentiable by the incoming gradient: it consists of torch's operators."""
+        if grad.device.type != "meta" and torch.is_autocast_enabled(grad.device.type):
+            with torch.autocast(grad.device.type, enabled=False):  # ``backward()`` under it would choose other formats
+                return StoredProduct.backward(ctx, grad)
         storage, shape, settings, x_shape = ctx.kept
         geometry, grad_x, grad_b = _geometry_of(settings), None, None
-        # Where ``backward()`` is called under autocast, that would choose other formats.
-        with torch.autocast(grad.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                weight = torch.ops.qsync.dequantize_stored(*ctx.saved_tensors, storage, shape, grad.dtype)
-                wide = float_products.needs_widening(grad)
-                source = grad.float() if wide else grad
-                x = source.new_zeros(()).expand(x_shape)  # of which no more than the shape is read
-                grad_x, _ = products.product_gradients(source, x, weight.float() if wide else weight, geometry, True, False)
-                grad_x = grad_x.to(grad.dtype)
-            if ctx.needs_input_grad[1]:
-                grad_b = products.bias_gradient(grad, geometry, torch.float32).to(grad.dtype)
+        if ctx.needs_input_grad[0]:
+            weight = _read(*ctx.saved_tensors, storage, shape, grad.dtype)
+            wide = float_products.needs_widening(grad)
+            source = grad.float() if wide else grad
+            # Of the activation no more than the shape is read, and of rows nothing.
+            x = source if geometry is None else source.new_zeros(()).expand(x_shape)
+            grad_x, _ = products.product_gradients(source, x, weight.float() if wide else weight, geometry, True, False)
+            grad_x = grad_x.to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_b = products.bias_gradient(grad, geometry, torch.float32).to(grad.dtype)
         return grad_x, grad_b, *(None,) * 7
 
 

@@ -147,10 +147,10 @@ def prepare(request: Request) -> Prepared:
         QSyncError: on every rank; the folder then continues from what is finished.
     """
     started = time.monotonic()
-    with watched(WHAT, members_to_be("watch") or Mailbox.of_group(None)):
+    with watched(WHAT, members_to_be("watch") or Mailbox.of_group(None)) as gone:
         # A script runs before there is a process group, because it may make that itself.
         said = _of_script(request) if is_script(request.job) else None
-        with process_group_from_environment(request.device, said.backend if said else "") as rank, naming_lost_ranks(WHAT):
+        with process_group_from_environment(request.device, said.backend if said else "") as rank, naming_lost_ranks(WHAT, gone):
             return _prepare(request, _load(request, said), rank, started)
 
 

@@ -64,8 +64,15 @@ class Told:
 
     @classmethod
     def of(cls, window: int, steps: Sequence[StepPhases], machine: str, group: str, weight: float) -> Told:
-        """Sum up the steps of a window."""
-        found = {phase: _mean([float(step.phases_ns.get(phase, 0)) for step in steps]) for phase in Phase}
+        """Sum up the steps of a window: those that do not tell their communication have as much as those that do."""
+        told = [step.phases_ns.get(Phase.COMMUNICATION, 0) for step in steps if step.tells_communication]
+        usual_ns = statistics.median(told) if told else 0.0
+        taken = {phase: [float(step.phases_ns.get(phase, 0)) for step in steps] for phase in Phase}
+        for number, step in enumerate(steps):
+            if not step.tells_communication:
+                taken[Phase.COMMUNICATION][number] += usual_ns
+                taken[Phase.BACKWARD][number] -= usual_ns
+        found = {phase: _mean(taken_ns) for phase, taken_ns in taken.items()}
         return cls(
             window,
             statistics.fmean(sum(step.phases_ns.values()) for step in steps),
@@ -83,8 +90,11 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(values)
     cut = int(len(ordered) * _TRIMMED)
     kept = ordered[cut : len(ordered) - cut]
-    error = statistics.stdev(kept) / len(kept) ** 0.5 if len(kept) > 1 else 0.0
-    return statistics.fmean(kept), error
+    mean = statistics.fmean(kept)
+    if len(kept) < 2:
+        return mean, 0.0
+    variance = sum((value - mean) ** 2 for value in kept) / (len(kept) - 1)  # statistics.stdev is slow: fractions
+    return mean, (variance / len(kept)) ** 0.5
 
 
 @attrs.frozen

@@ -7,7 +7,6 @@ all ranks ends in the same exchange.  Between two moments that are marked, all t
 from __future__ import annotations
 
 import enum
-import heapq
 import itertools
 import time
 import weakref
@@ -52,16 +51,20 @@ class StepPhases:
     Attributes:
         phases_ns: how long each phase took, all together the step.
         received_ns: when all gradients were there, on the clock that the processes of one machine share; 0 on a GPU.
+        tells_communication: whether it was looked at; else COMMUNICATION is in BACKWARD.
     """
 
     phases_ns: Mapping[Phase, int]
     received_ns: int
+    tells_communication: bool = True
 
 
 _LOOKED_AT = 3
 """Steps in which it is seen behind which parameters' gradients buckets are sent."""
-_SENDERS = 32
+_SENDERS = 16
 """Parameters, at most, whose gradients are looked at afterwards."""
+_EVERY = 4
+"""Steps of which they are looked at in one."""
 _OUTPUTS = 8
 """Outputs, at most, that are asked when backward begins."""
 _MARKS = 100_000
@@ -86,7 +89,7 @@ class PhaseTimes:
         wrappers = [wrapper_in(model) for model in models]
         self._device = next((p.device for p in wrappers[0].parameters()), torch.device("cpu"))
         self._marks: list[tuple[Phase, Moment]] = []
-        self._finished: deque[tuple[list[tuple[Phase, Moment]], Moment]] = deque()
+        self._finished: deque[tuple[list[tuple[Phase, Moment]], Moment, bool]] = deque()
         self._in_backward = False
         self._syncs = False
         self._running: weakref.ref[DistributedDataParallel] | None = None
@@ -176,15 +179,15 @@ class PhaseTimes:
 
     def _finish(self) -> None:
         phase, end = self._marks[-1]
-        self._finished.append((self._marks, end))
+        self._finished.append((self._marks, end, self._senders.are_looked_at))
         self._marks, self._optimizer_steps = [(phase, end)], False
         self._senders.step()
         while self._finished and has_passed(self._finished[0][1]):
-            marks, end = self._finished.popleft()
+            marks, end, tells = self._finished.popleft()
             phases: Counter[Phase] = Counter()
             for (what, begin), (_, then) in itertools.pairwise(marks):
                 phases[what] += between_ns(begin, then)
-            self._tell(StepPhases(phases, end if isinstance(end, int) else 0))
+            self._tell(StepPhases(phases, end if isinstance(end, int) else 0, tells))
 
     def _optimize(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_backward and self._marks and self._owns(optimizer):
@@ -221,40 +224,50 @@ class _BackwardBegins:
 class _Senders:
     """Marks what DistributedDataParallel does in its own hooks behind gradients: it copies them, and sends a bucket that is full.
 
-    A parameter's own hook runs before the wrapper's, and one of its node in autograd's graph, made later, behind it.  In some
-    steps all parameters have both; then those alone behind which the most was done.
+    A parameter's own hook runs before the wrapper's, and one of its node in autograd's graph, made later, behind it.  In the first
+    steps all parameters have both; then those alone behind which the most was done, in one of some steps: a call of Python between
+    two kernels takes tens of microseconds, because nothing that it needs is in a cache.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mark: Callable[[Phase], None]) -> None:
         self._mark = mark
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self._took: Counter[int] = Counter()
-        self._handles: dict[int, tuple[Any, Any]] = {}
+        self._handles: list[Any] = []
         self._steps = 0
         self._since_ns = 0
-        for parameter in parameters:
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
-            key = id(parameter)
-            self._handles[key] = (
-                parameter.register_post_accumulate_grad_hook(self._before),
-                node.register_hook(lambda *_, key=key: self._after(key)),
-            )
+        self._look()
+
+    @property
+    def are_looked_at(self) -> bool:
+        """Whether they are in this step."""
+        return bool(self._handles)
 
     def step(self) -> None:
         """A step has ended."""
         self._steps += 1
-        if self._steps != _LOOKED_AT:
+        if self._steps < _LOOKED_AT:
             return
-        kept = set(heapq.nlargest(_SENDERS, self._took, key=lambda key: self._took[key]))
-        for key in self._handles.keys() - kept:
-            for handle in self._handles.pop(key):
-                handle.remove()
+        self.close()
+        if self._steps == _LOOKED_AT:
+            self._parameters = {key: self._parameters[key] for key, _ in self._took.most_common(_SENDERS)}
+        if self._steps % _EVERY == 0:
+            self._look()
 
     def close(self) -> None:
         """Take the hooks out again."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._handles.clear()
+
+    def _look(self) -> None:
+        for key, alive in self._parameters.items():
+            if (parameter := alive()) is not None:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._handles += [
+                    parameter.register_post_accumulate_grad_hook(self._before),
+                    node.register_hook(lambda *_, key=key: self._after(key)),
+                ]
 
     def _before(self, parameter: torch.Tensor) -> None:
         self._mark(Phase.COMMUNICATION)
