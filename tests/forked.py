@@ -27,13 +27,14 @@ PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "qsync_t
 SELDOM = (50_000, 10, 10)
 """How many new objects Python's garbage collector waits for, by generation, as in the root's ``conftest.py``."""
 
-_SERVED = multiprocessing.get_context("forkserver")
-_SERVED.set_forkserver_preload(PRELOADED)
+SERVED = multiprocessing.get_context("forkserver")
+"""Starts what :mod:`multiprocessing` starts, in forks of the server too."""
+SERVED.set_forkserver_preload(PRELOADED)
 
 
 def preload(*modules: str) -> None:
     """Have these modules imported as well, where they are installed; before the first process."""
-    _SERVED.set_forkserver_preload([*PRELOADED, *modules])
+    SERVED.set_forkserver_preload([*PRELOADED, *modules])
 
 
 def run_forked(
@@ -79,7 +80,7 @@ class Forked:
         for file in self._files:
             file.touch()
         settings = dict(os.environ if env is None else env), str(cwd or Path.cwd()), *map(str, self._files)
-        self._process = _SERVED.Process(target=_run, args=([str(argument) for argument in arguments], *settings))
+        self._process = SERVED.Process(target=_run, args=([str(argument) for argument in arguments], *settings))
         self._process.start()
 
     @property

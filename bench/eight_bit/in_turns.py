@@ -26,6 +26,8 @@ COMPILES = "qsync compiles"
 LIMIT_S = 400.0
 """How long a contender may take to answer."""
 GIB = 2.0**30
+STARTS: multiprocessing.context.BaseContext = multiprocessing.get_context("spawn")
+"""How processes start: as new ones, which share no memory of a GPU."""
 
 
 @attrs.frozen
@@ -106,9 +108,8 @@ class _Contender:
     """A process that trains when it is asked to; ``waits``: for compilers, before its first step."""
 
     def __init__(self, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...], *, waits: bool = False) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments, waits), daemon=False)
+        self._pipe, theirs = STARTS.Pipe()
+        self._process = STARTS.Process(target=_serve, args=(theirs, make, arguments, waits), daemon=False)
         self._process.start()
         theirs.close()
 

@@ -5,7 +5,14 @@ import os
 import pytest
 import torch
 
+from eight_bit import in_turns
 from eight_bit.in_turns import take_turns
+from forked import SERVED
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    monkeypatch.setattr(in_turns, "STARTS", SERVED)
 
 
 def step_of(folder, name, fails_until):

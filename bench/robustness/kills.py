@@ -395,9 +395,9 @@ def kill_all(hits: int, seed: int, commands: Mapping[str, list[str]] = COMMANDS)
     return findings
 
 
-def in_fresh_process(hits: int, seed: int) -> Findings:
-    """The same in a new process, whose threads have not started yet: a fork keeps only one."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+def in_fresh_process(hits: int, seed: int, context: multiprocessing.context.BaseContext) -> Findings:
+    """The same in a process that ``context`` starts, whose threads have not started yet: a fork keeps only one."""
+    with context.Pool(1) as pool:
         return pool.apply(kill_all, (hits, seed))
 
 

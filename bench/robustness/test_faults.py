@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import SERVED
 from robustness import damaged, kills
 
 
@@ -34,6 +35,6 @@ def test_bombs_take_little_memory(item: bytes, files: dict[str, bytes], tmp_path
 
 
 def test_interrupted_commands_end_as_if_nothing_had_happened() -> None:
-    found = kills.in_fresh_process(5, 1)
+    found = kills.in_fresh_process(5, 1, SERVED)
     assert found.failures == []
     assert found.hits.total() >= 5

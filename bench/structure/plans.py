@@ -43,7 +43,7 @@ MEASURED = ("h200/resnet50", "h200/bert-base", "cpu/roberta-base", "cpu/vgg16-bn
 TOLERANCES = (0.0, 0.1, 0.5)
 VERSIONS = ("output_formats", "dag_digest", "input_digests", "software")
 """Fields of a plan that name what planned, or that older plans do not have."""
-LATER = ", channel_factors=False"
+LATER = (", channel_factors=False", ", storage=<Storage.AS_IS: 'as-is'>")
 """What a variant says by now of something that none of these plans may use."""
 
 
@@ -116,7 +116,13 @@ def planned(found: Any, options: dict[str, Any]) -> dict[str, str] | str:
     except QSyncError as error:
         return f"{type(error).__name__}: {error}"
     names = (field.name for field in attrs.fields(type(plan)))
-    return {name: repr(getattr(plan, name)).replace(LATER, "") for name in names if name not in VERSIONS}
+    return {name: _as_before(repr(getattr(plan, name))) for name in names if name not in VERSIONS}
+
+
+def _as_before(text: str) -> str:
+    for said in LATER:
+        text = text.replace(said, "")
+    return text
 
 
 def exact(found: Any, options: dict[str, Any]) -> Any:

@@ -19,27 +19,28 @@ import attrs
 HERE = Path(__file__).resolve().parent
 
 
-def run_in(tree: Path, script: str, *arguments: str, plugins: Path | None = None) -> str:
+def run_in(tree: Path, script: str, *arguments: str, plugins: Path | None = None, replays: bool = False) -> str:
     """Run a script of this folder with the packages of a tree, and return what it prints.
 
     Args:
         tree: a checkout.
         script, arguments: what runs; the tree is its first argument.
         plugins: a folder with entry points, see :func:`null_plugin`.
+        replays: whether calls are replayed (``QSYNC_REPLAY``), which is off by default.
 
     Raises:
         subprocess.CalledProcessError: when it fails; its messages have gone to stderr.
     """
-    process = _start(tree, script, *arguments, plugins=plugins)
+    process = _start(tree, script, *arguments, plugins=plugins, replays=replays)
     printed, _ = process.communicate()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
     return printed
 
 
-def _start(tree: Path, script: str, *arguments: str, plugins: Path | None) -> subprocess.Popen[str]:
+def _start(tree: Path, script: str, *arguments: str, plugins: Path | None, replays: bool) -> subprocess.Popen[str]:
     folders = [*sorted(tree.glob("packages/*/src")), *([plugins, HERE] if plugins else [])]
-    own = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1", "QSYNC_REPLAY": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1", "QSYNC_REPLAY": str(int(replays))}
     environment = os.environ | own
     # -P: the folder of the script is not searched, whose modules have everyday names.
     command = [sys.executable, "-P", str(HERE / script), str(tree), *arguments]
@@ -98,10 +99,12 @@ class Round:
         return statistics.median(now), statistics.median(before)
 
 
-def times_in_turns(now: Path, before: Path) -> Round:
+def times_in_turns(now: Path, before: Path, *, replays: bool) -> Round:
     """Time the layers of :mod:`structure.step_driver` in two trees, in fresh processes on one core that take turns."""
     with null_plugin() as plugins, contextlib.ExitStack() as running:
-        drivers = [running.enter_context(_start(tree, "step_driver.py", plugins=plugins)) for tree in (now, before)]
+        drivers = [
+            running.enter_context(_start(tree, "step_driver.py", plugins=plugins, replays=replays)) for tree in (now, before)
+        ]
         core = {max(os.sched_getaffinity(0))}
         for driver in drivers:
             os.sched_setaffinity(driver.pid, core)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from structure.rows import Row, row, shortened
 from structure.running import KINDS, checkout, run_in, times_in_turns
@@ -48,17 +51,22 @@ def path_rows(tree: Path) -> Iterator[Row]:
 
 
 def host_time_rows(tree: Path, rounds: int = ROUNDS) -> Iterator[Row]:
-    """S8."""
+    """S8, as calls run by default, and S8b, as they run where replays are asked for."""
     with checkout(tree, BEFORE_RIDING) as old:
-        found = [times_in_turns(tree, old) for _ in range(rounds)]
+        yield _host_time_row("S8", "QSYNC_REPLAY off, as by default", tree, old, rounds, replays=False)
+        yield _host_time_row("S8b", "QSYNC_REPLAY=1", tree, old, rounds, replays=True)
+
+
+def _host_time_row(id: str, setting: str, tree: Path, old: Path, rounds: int, *, replays: bool) -> Row:
+    found = [times_in_turns(tree, old, replays=replays) for _ in range(rounds)]
     ratios = [one.ratio() for one in found]
     layers = []
     for kind in KINDS:
         now, before = (statistics.median(times) for times in zip(*(one.time_us(kind) for one in found), strict=True))
         layers.append(f"{kind} {now:.0f} µs a layer, before {before:.0f} µs")
-    what = f"host time of int8 layers, forward and backward, kernels that do nothing, QSYNC_REPLAY=1, over {BEFORE_RIDING} in turns"
+    what = f"host time of int8 layers, forward and backward, kernels that do nothing, {setting}, over {BEFORE_RIDING} in turns"
     spread = "; ".join([f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds", *layers])
-    yield row("S8", what, round(statistics.median(ratios), 3), "", spread, "≤ 0.75")
+    return row(id, what, round(statistics.median(ratios), 3), "", spread, "≤ 0.75")
 
 
 def test_command_rows(tree: Path, log: Path | None) -> Iterator[Row]:
@@ -93,12 +101,14 @@ def repeated_rows(tree: Path) -> Iterator[Row]:
 
 
 def _tests_row(id: str, what: str, tree: Path, tests: Sequence[str]) -> Row:
-    """Runs tests, those of the nightly environment too."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "--timeout", "900", f"--junit-xml={report}", *tests]
-        subprocess.run(command, cwd=tree, check=False, stdout=sys.stderr)
-        cases = list(ET.parse(report).getroot().iter("testcase"))
+    """Runs tests, those of the nightly environment too; each folder's in a process, because folders have modules of one name."""
+    cases: list[ET.Element] = []
+    for _, own in itertools.groupby(tests, key=lambda test: test.partition("::")[0].rpartition("/")[0]):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.xml")
+            command = [sys.executable, "-m", "pytest", "-q", "--timeout", "900", f"--junit-xml={report}", *own]
+            subprocess.run(command, cwd=tree, check=False, stdout=sys.stderr)
+            cases += ET.parse(report).getroot().iter("testcase")
     wrong = [f"{case.get('name')}" for case in cases if any(part.tag in ("failure", "error") for part in case)]
     skipped = sum(any(part.tag == "skipped" for part in case) for case in cases)
     run = len(cases) - skipped
@@ -145,12 +155,22 @@ def silence_rows(tree: Path) -> Iterator[Row]:
 
 
 def plan_rows(tree: Path) -> Iterator[Row]:
-    """S15."""
-    with checkout(tree, BEFORE_DERIVED) as old:
-        now, before = ([json.loads(line) for line in run_in(each, "plans.py").splitlines()] for each in (tree, old))
-    differ = [one["name"] for one, other in zip(now, before, strict=True) if one != other]
+    """S15, and S15b on the words of notes, which say why a plan is as it is."""
+    with checkout(tree, BEFORE_DERIVED) as old, ThreadPoolExecutor() as pool:
+        printed = pool.map(lambda each: run_in(each, "plans.py"), (tree, old))
+    now, before = ([json.loads(line) for line in text.splitlines()] for text in printed)
+    pairs = list(zip(now, before, strict=True))
+    differ = [one["name"] for one, other in pairs if _without_notes(one) != _without_notes(other)]
     refused = sum(isinstance(one["plan"], str) for one in now)
-    what = f"exact plans whose bytes, but for versions, are others than at {BEFORE_DERIVED}, formats of outputs being the same"
+    what = "exact plans whose bytes, but for versions and the words of notes, are others than at "
+    what += f"{BEFORE_DERIVED}, formats of outputs being the same"
     spread = f"of {len(now)} instances, {refused} of which have no plan, said in the same sentence"
     spread += f"; differ: {', '.join(shortened(differ))}" * bool(differ)
     yield row("S15", what, len(differ), "plans", spread, "0")
+    reworded = sum(one != other for one, other in pairs) - len(differ)
+    yield row("S15b", f"equal plans of S15 whose notes have other words than at {BEFORE_DERIVED}", reworded, "plans", "")
+
+
+def _without_notes(planned: Mapping[str, Any]) -> Any:
+    plan = planned["plan"]
+    return plan if isinstance(plan, str) else {name: text for name, text in plan.items() if name != "notes"}

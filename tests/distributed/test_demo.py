@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from click.testing import CliRunner
 
 from nightly import nightly
 from qsync_core.artifacts.files import load
+from qsync_core.cli.root import cli
 from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
@@ -75,8 +75,7 @@ def test_a_worker_that_fails_ends_the_demo_with_what_it_printed(tmp_path):
 
 
 def test_the_command_refuses_a_budget_that_is_no_size():
-    command = [sys.executable, "-m", "qsync_core.cli", "demo", "--memory-budget", "plenty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = CliRunner().invoke(cli, ["demo", "--memory-budget", "plenty"])
+    assert done.exit_code == 1
     assert "--memory-budget is a size, 'auto' or 'none': not a size: 'plenty'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

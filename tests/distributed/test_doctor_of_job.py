@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -72,11 +71,11 @@ def test_a_rank_ends_where_another_program_has_the_port_and_says_nothing():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         environment = os.environ | place | {"MASTER_PORT": str(silent.getsockname()[1]), "QSYNC_RANK_TIMEOUT_S": "1"}
-        command = [sys.executable, "-m", "qsync", "doctor"]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        ended = Forked(["-m", "qsync", "doctor"], env=environment)
+        _, said = ended.communicate(TIMEOUT_S)
     assert ended.returncode == 1
     waited = "rank 1 waited 1 s for rank 0, which keeps the store there (what listens there says nothing, as another program would"
-    assert ended.stderr.startswith(f"error: the ranks of this job did not meet at 127.0.0.1:{environment['MASTER_PORT']}: {waited}")
+    assert said.startswith(f"error: the ranks of this job did not meet at 127.0.0.1:{environment['MASTER_PORT']}: {waited}")
 
 
 def test_a_rank_that_stops_in_an_all_reduce_is_named():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from contracts.environment import ROOT
+from forked import run_forked
 from qsync_core.artifacts.files import load
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
@@ -27,11 +26,10 @@ def test_the_pages_commands_plan_16_v100_and_16_t4(tmp_path: Path):
     said = ""
     for line in block.splitlines():
         program, *arguments = shlex.split(line)
-        command = [sys.executable, *(["-m", "qsync_core.cli"] if program == "qsync" else []), *arguments]
-        environment = {**os.environ, "COLUMNS": "500"}
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, (line, done.stderr)
-        said += done.stdout
+        command = [*(["-m", "qsync_core.cli"] if program == "qsync" else []), *arguments]
+        (done,) = run_forked([command], [{**os.environ, "COLUMNS": "500"}], cwd=tmp_path, timeout_s=300)
+        assert done.status == 0, (line, done.output)
+        said += done.output
     assert "int8>float32 is left out: V100 has no int8 hardware" in said
     assert "verdict: estimated: use infer: 100.0% more throughput" in said
     plan = load(tmp_path / "plan.qsync", PrecisionPlan)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
+from forked import Forked
 from qsync_core.settings import SETTINGS
 from qsync_torch.devices import memory_format, software_versions
 
@@ -35,8 +34,10 @@ print(json.dumps(software_versions(torch.device("cuda"))))
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_tf32_is_recorded_whichever_switch_made_it(switch):
     """In a process of its own, because PyTorch refuses to mix the two kinds of switches in one."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, switch], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+    process = Forked(["-c", PROGRAM, switch])
+    printed, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    found = json.loads(printed)
     assert (found["float32_matmul"], found["cudnn_tf32"], found["cudnn_rnn_tf32"]) == SWITCHES[switch]
     assert set(SETTINGS) - set(found) == {"device", "share", "memory_format", "threads", "machine", "cpu_capability", "compiled"}
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
 
+from forked import Forked
 from qsync_core.errors import ArtifactError, PlanError
 from qsync_torch import Checkpoints, apply_
 
@@ -170,8 +169,8 @@ checkpoints.save(2, {"weight": torch.zeros(4)})
 
 @pytest.mark.parametrize("moment", ["writing", "renaming"])
 def test_a_kill_during_a_checkpoint_leaves_the_one_before_and_its_rest_goes_with_the_next(tmp_path, moment):
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment], capture_output=True, text=True, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended
+    killed = Forked(["-c", KILLED, str(tmp_path), moment])
+    assert killed.wait(60) == -signal.SIGKILL, killed.communicate()
     checkpoints = Checkpoints(tmp_path)
     assert torch.equal(checkpoints.load().state["weight"], torch.ones(4))
     assert len(list(tmp_path.glob(".*.tmp"))) == 1
@@ -184,6 +183,7 @@ TWO_MACHINES = (
     + """
 import json, shutil
 from pathlib import Path
+from forked import Forked
 from qsync_core.errors import QSyncError
 from qsync_torch import Checkpoints, apply_
 sys.path.insert(0, HERE)

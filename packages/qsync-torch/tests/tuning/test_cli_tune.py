@@ -12,6 +12,7 @@ from qsync_core.cli.root import cli
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.profile import Profile
 from qsync_core.kernels.choice import KernelChoice
+from qsync_core.tuning import search
 from qsync_core.tuning.store import read_store
 from qsync_torch.profiling import profile as profiling
 from qsync_torch.profiling.bench import Efforts
@@ -40,6 +41,7 @@ CLUSTER = cluster_text(train={}, infer={"ladder": ["int8", "float32"], "rounding
 @pytest.fixture
 def qsync(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "Effort", partial(search.Effort, samples=(1, 1)))
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
 

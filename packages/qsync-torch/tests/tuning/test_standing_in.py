@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from processes import run_together
+from forked import run_forked
 from qsync_core.errors import BackendError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
@@ -235,9 +234,9 @@ def test_what_a_plan_pins_is_compiled_on_a_machine_that_measured_nothing(install
 def test_ranks_of_different_readiness_train_one_model(tmp_path):
     """Rank 0 has the compiled kernels, rank 1 not: each runs its own, only rank 1 says so, and weights stay equal."""
     script = str(Path(__file__).parent / "unready_rank.py")
-    ranks = [["-W", "always", script, str(rank), str(tmp_path)] for rank in range(2)]
+    ranks = [[script, str(rank), str(tmp_path)] for rank in range(2)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ended = run_together([[sys.executable, *own] for own in ranks], [environment] * 2, cwd=tmp_path, timeout_s=300)
+    ended = run_forked(ranks, [environment] * 2, cwd=tmp_path, timeout_s=300)
     assert [one.status for one in ended] == [0, 0], ended
     ready, unready = (json.loads(one.output.splitlines()[-1]) for one in ended)
     assert (ready["late"], ready["asked"]) == (sorted(PRODUCTS), [])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from qsync_torch import apply_
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.kernels import installed, selection
 
+warnings.simplefilter("always")
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 late, ready = LateBackend(cache=[(op, "a") for op in PRODUCTS] if rank == 0 else []), NamedBackend("ready")
 

@@ -33,7 +33,6 @@ class _Assignment(click.ParamType[Any]):
         return key, rest
 
 
-_RESTARTS, _RESTARTS_ELASTIC = 3, 100
 _RANKS = _Assignment("GROUP=NUMBER", "infer=2")
 _SELECT = _Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
 _RESOURCE = _Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
@@ -148,8 +147,9 @@ def launch(
                     f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
                 )
         started = list(script) if manifest == "RayJob" else preparing(script, str(run), str(cluster_path))
-    restarts = (_RESTARTS_ELASTIC if elastic else _RESTARTS) if max_restarts is None else max_restarts
-    meeting = Meeting(master_addr, master_port, elastic=elastic, max_restarts=restarts)
+    meeting = Meeting(master_addr, master_port, elastic=elastic)
+    if max_restarts is not None:
+        meeting = attrs.evolve(meeting, max_restarts=max_restarts)
     if manifest is None:
         for_manifest = {
             "--image": image,

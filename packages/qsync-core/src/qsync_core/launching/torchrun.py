@@ -19,15 +19,20 @@ class Meeting:
         host: the machine of node rank 0.
         elastic: machines may come and go; else all must be there.
         standalone: one machine is all there is, and needs neither address nor port.
-        max_restarts: how often all processes are started again after one has failed.
+        max_restarts: how often all processes are started again after one has failed; an elastic job counts machines that come and
+            go, too.
     """
 
     host: str
     port: int = 29500
     name: str = "qsync"
     elastic: bool = False
-    max_restarts: int = 3
+    max_restarts: int = attrs.field()
     standalone: bool = False
+
+    @max_restarts.default
+    def _usual(self) -> int:
+        return 100 if self.elastic else 3
 
     @property
     def environment(self) -> dict[str, str]:

@@ -12,7 +12,8 @@ from qsync_torch.benchmarking.contenders import Contender
 from qsync_torch.benchmarking.problems import Problem
 from qsync_torch.benchmarking.results import NOT_FINITE
 from qsync_torch.benchmarking.shapes import ProductShape
-from qsync_torch.conformance.products import KINDS, SIGNATURES, Product, Size
+from qsync_torch.conformance.product_entries import KINDS
+from qsync_torch.conformance.products import SIGNATURES, Product, Size
 from qsync_torch.conformance.quantization import Quantization, expected_scales, groups_of
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS

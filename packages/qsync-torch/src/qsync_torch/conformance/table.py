@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qsync_torch.conformance import producer_entries, products, quantization, stored
+from qsync_torch.conformance import producer_entries, product_entries, quantization_entries, stored
 from qsync_torch.conformance.calls import Entry
 
-TABLE: dict[str, Entry] = quantization.ENTRIES | stored.ENTRIES | products.ENTRIES | producer_entries.ENTRIES
+TABLE: dict[str, Entry] = quantization_entries.ENTRIES | stored.ENTRIES | product_entries.ENTRIES | producer_entries.ENTRIES
 """Entries by the names of their operators."""
