@@ -6,11 +6,15 @@ from torch import nn
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.errors import QSyncError
+from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import OpClass
+from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS
+from qsync_planner.matching import Inputs
+from qsync_planner.replayer.replay import Replayer
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import bench
 from qsync_torch.profiling.bench import Efforts
@@ -310,6 +314,23 @@ def profile_of(model, notes=None):
     return dag, profile(
         job, dag, ProfileRequest(with_collectives=False, efforts=EFFORTS), note=(notes if notes is not None else []).append
     )
+
+
+def test_a_rung_of_rows_is_measured_of_a_model_with_convolutions(job, dag):
+    """They stay at the base in the whole step of that rung, which is predicted as it was measured."""
+    rows, notes = Variant.named("int8-all"), []
+    asked = ProfileRequest(ladder=(rows, INT8, FLOAT32), with_collectives=False, efforts=EFFORTS)
+    found = profile(job, dag, asked, note=notes.append)
+    has = {op_id.fqn: rows in by_variant for op_id, by_variant in found.cost_index.items() if INT8 in by_variant}
+    assert has == {"stem": False, "a": False, "b": False, "head": True}
+    assert not any("no kernels in 8 bit" in note for note in notes)
+    measured = {step.variant: step for step in found.steps}
+    assert measured.keys() == {rows, INT8, FLOAT32}
+    cluster = Cluster("one", (DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, (rows, INT8, FLOAT32)),))
+    plan = {operator.op_id: rows if operator.op_id.fqn == "head" else FLOAT32 for operator in dag.adjustable}
+    predicted = Replayer(Inputs(dag, cluster, {"g": found})).replay({"g": plan}).groups["g"]
+    assert predicted.period_ns == pytest.approx(measured[rows].iteration_ns, abs=len(dag.operators))
+    assert predicted.peak_bytes == measured[rows].peak_bytes
 
 
 @pytest.mark.parametrize("layout, said", [(torch.contiguous_format, "2 of 3 convolutions read images"), (torch.channels_last, "")])
