@@ -144,6 +144,7 @@ def measure(job: JobOf, place: Place, folder: Path, here: Mapping[str, Any], sec
     if not found["prepared"]:
         ended = prepare(place, run, environment, min(seconds(), longest_s - found["prepare_s"]))
         spent = {"prepare_s": round(found["prepare_s"] + ended.seconds, 1), "calls": found["calls"] + 1}
+        spent["stages"] = [*found.get("stages", ()), *ended.stages]
         if ended.late and spent["prepare_s"] < longest_s - 1:
             return save(**spent)  # the next call goes on
         if any(ended.statuses) or not run.plan(groups).exists():
