@@ -75,7 +75,9 @@ def test_variant_text() -> None:
     assert Variant.parse("int8-all") == Variant.parse(every)
     assert Variant.named("int8-all", sixteen_bit=Precision.FLOAT16) == Variant.parse(every.replace("bfloat16", "float16"))
     assert Variant.parse("int8-all>float32").label == "int8-all>float32"
-    assert Variant.parse(text.replace("gw=bfloat16", "gw=int8")).label == "int8"
+    for field, other in (("x=row", "x=tensor"), ("gw=int8", "gw=bfloat16"), ("gi=int8", "gi=bfloat16")):
+        assert Variant.parse(every.replace(field, other)).label == "int8"
+    assert Variant.parse(every.replace("sym=true", "sym=false")).label == "int8-affine"
 
 
 INT8_TEXT = str(Variant.of(Precision.INT8))

@@ -125,3 +125,21 @@ def test_a_ladder_under_amp_keeps_what_is_stored_at_its_base():
     assert kept == (NF4, STORED_INT8, BF16)
     assert [variant.label for variant in cut] == ["float32@nf4"]
     assert attrs.evolve(NF4, output=Precision.FLOAT32).known_as({NF4}) == NF4
+
+
+ROWS = Variant.named("int8-all")
+
+
+@pytest.mark.parametrize(
+    "kind, weight, runs",
+    [
+        ("linear", (133_144, 64), True),
+        ("linear", (133_145, 64), False),  # 133,145 · 127² is above 2³¹ - 1
+        ("conv2d", (8, 8, 3, 3), False),
+    ],
+)
+def test_int8_in_all_products_is_for_rows_whose_sums_fit(kind, weight, runs):
+    operator = attrs.evolve(LINEAR, kind=kind, weight_shape=weight, frozen=False)
+    assert operator.runs_in(ROWS) == runs
+    assert operator.runs_in(INT8)
+    assert operator.runs_in(BF16)

@@ -205,7 +205,7 @@ def test_every_shape_and_every_cut_is_exact(m, n, k, cut):
 
 
 def test_the_longest_extreme_sum_does_not_overflow():
-    from qsync_core.kernels.support import MAX_CONTRACTION
+    from qsync_core.ir.precision import MAX_CONTRACTION
 
     x = torch.full((1, MAX_CONTRACTION), -127, dtype=torch.int8)
     out = torch.empty(1, 1, dtype=torch.float32)

@@ -162,7 +162,7 @@ def test_the_copies_by_column_are_those_of_the_transposed_operands(device):
 
 
 def test_more_rows_than_one_int32_sum_takes(device):
-    from qsync_core.kernels.support import MAX_CONTRACTION
+    from qsync_core.ir.precision import MAX_CONTRACTION
     from qsync_torch.aten.linear import build_linear_grad_weight
 
     rows = MAX_CONTRACTION + 5

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from qsync_core.geometry import Geometry
-from qsync_core.kernels.support import MAX_CONTRACTION
+from qsync_core.ir.precision import MAX_CONTRACTION
 from qsync_torch.aten.int8 import im2col_channels_last, int8_conv2d, int8_product
 
 

@@ -17,7 +17,7 @@ import attrs
 from qsync_core.geometry import Geometry
 from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Granularity, Precision, Storage
+from qsync_core.ir.precision import MAX_CONTRACTION, Granularity, Precision, Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kinds import KINDS, Kind
 
@@ -161,12 +161,13 @@ class Operator:
         out, and in whole steps of a rung they are at the base.
 
         The patches of a convolution overlap, so that its rows have no scales of their own, and its weight's gradient is summed
-        over all of them: there is no 8-bit product for that.
+        over all of them: there is no 8-bit product for that.  An int8 gradient of the input sums over the outputs, in int32.
         """
         if self.not_stored_as(variant.storage) or not variant.compute.needs_scale:
             return not self.not_stored_as(variant.storage)
         has_rows = variant.x_granularity is Granularity.PER_ROW or variant.grad_weight.needs_scale
-        return self.row.in_8_bit and (self.row.of_rows or not has_rows)
+        overflows = variant.grad_input is Precision.INT8 and self.weight_shape and self.weight_shape[0] > MAX_CONTRACTION
+        return self.row.in_8_bit and (self.row.of_rows or not has_rows) and not overflows
 
     def not_stored_as(self, storage: Storage) -> str:
         """Why its weight cannot be stored so; empty where it can."""

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
+MAX_CONTRACTION = (2**31 - 1) // 127**2
+"""Longest contraction of int8 values in -127..127 whose int32 sum cannot overflow."""
+
 
 class Precision(enum.StrEnum):
     """A number format.  The value is the name that torch, plans and people use."""

@@ -90,6 +90,12 @@ class Variant:
         )
 
     @property
+    def has_rows_throughout(self) -> bool:
+        """Whether all three products are in int8, with a scale a row: what ``int8-all`` means."""
+        formats = {self.compute, self.grad_input, self.grad_weight}
+        return formats == {Precision.INT8} and self.x_granularity is Granularity.PER_ROW and self.symmetric
+
+    @property
     def as_is(self) -> Variant:
         """The variant that differs in storing the weight as the script has it."""
         return attrs.evolve(self, storage=Storage.AS_IS) if self.storage.is_quantized else self
@@ -183,15 +189,16 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Short text for tables: the compute format, whether gradients are computed in it too (``-all``, of 8-bit formats), whether
-        it is affine, and the output's where it is not the usual one (of 8-bit formats 16 bit), and how a frozen weight is stored;
-        for what a fused chain keeps in 8 bit the format of that."""
+        """Short text for tables: the compute format, whether it is affine or all three products are in int8 (``int8-all``), and the
+        output's where it is not the usual one (of 8-bit formats 16 bit), and how a frozen weight is stored; for what a fused
+        chain keeps in 8 bit the format of that."""
         if self.storage.is_quantized:
             return f"{self.as_is.label}{STORED}{self.storage}"
         if self.saved.needs_scale and not self.compute.needs_scale:
             return f"{self.saved} saved"
-        throughout = self.compute.needs_scale and self.grad_input == self.grad_weight == self.compute
-        compute = f"{self.compute}{ALL if throughout else ''}{'' if self.symmetric else AFFINE}"
+        compute = str(self.compute) if self.symmetric else f"{self.compute}{AFFINE}"
+        if self.has_rows_throughout:
+            compute = f"{self.compute}{ALL}"
         is_usual = self.output is not Precision.FLOAT32 if self.compute.needs_scale else self.output is self.compute
         return compute if is_usual else f"{compute}>{self.output}"
 

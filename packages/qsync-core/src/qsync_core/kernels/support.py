@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from qsync_core.ir.chain import Activation
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import MAX_CONTRACTION, Granularity, Precision
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kinds import KINDS
 
@@ -35,10 +35,8 @@ FIRST_TENSOR_CORES = {
     Precision.FLOAT8_E4M3FN: (8, 9),
 }
 """First CUDA compute capability whose tensor cores multiply a format."""
-MAX_CONTRACTION = (2**31 - 1) // 127**2
-"""Longest contraction of int8 values in -127..127 whose int32 sum cannot overflow."""
 MAX_AFFINE_CONTRACTION = (2**31 - 1) // (255 * 127)
-"""The same with an activation that has a zero point, from which its values are up to 255 away."""
+"""The longest int8 contraction with an activation that has a zero point, from which its values are up to 255 away."""
 
 
 def format_field(op: str) -> str:

@@ -96,7 +96,10 @@ def _fit_alternating(
         return {}
     without_plan, adjustable = CostModel(dag, profile, calibration), dag.adjustable
     model = CostModel(dag, profile, calibration, lowers=True)
-    lowered = {operator.op_id: measured.variant if number % 2 else base for number, operator in enumerate(adjustable)}
+    lowered = {
+        operator.op_id: _in_rung(operator, measured.variant, base) if number % 2 else base
+        for number, operator in enumerate(adjustable)
+    }
     staying = len(adjustable) - len(adjustable) // 2
     try:
         ends = [uniform_times(dag, of, variant) for of, variant in ((without_plan, base), (model, measured.variant))]
@@ -151,7 +154,8 @@ def _optimizer(profile: Profile, step: StepMeasurement) -> tuple[int, int]:
 
 
 def _uniform(dag: PrecisionDag, model: CostModel, variant: Variant) -> CostMapper:
-    return CostMapper(dag, model, {operator.op_id: variant for operator in dag.adjustable})
+    base = Variant.plain(dag.base)
+    return CostMapper(dag, model, {operator.op_id: _in_rung(operator, variant, base) for operator in dag.adjustable})
 
 
 def _modelled(mapper: CostMapper) -> PhaseTimes:
@@ -160,7 +164,7 @@ def _modelled(mapper: CostMapper) -> PhaseTimes:
 
 
 def uniform_times(dag: PrecisionDag, model: CostModel, variant: Variant) -> PhaseTimes:
-    """What a model says of a step with every adjustable operator in one variant.
+    """What a model says of a step with every adjustable operator that runs in a variant in it, the others at the base.
 
     Raises:
         PlanError: when an operator was not measured so.
@@ -250,7 +254,7 @@ def _fit_rung(
     others = lowered - {op_id for mixed in alone for op_id in mixed.lowered}
     # What the others cannot take back, because no time becomes negative, all give together: graphs of some layers alone may each
     # take the CPU what the whole takes it once.
-    for who in (others or lowered, lowered):
+    for who in dict.fromkeys((frozenset(others or lowered), frozenset(lowered))):
         known = attrs.evolve(calibration, corrections={**calibration.corrections, **found})
         for key, more in _fit(dag, profile, known, step, every, who, settled=calibration.corrections).items():
             found[key] = found[key].plus(more) if key in found else more

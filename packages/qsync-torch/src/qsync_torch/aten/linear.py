@@ -19,9 +19,8 @@ from collections.abc import Callable
 
 import torch
 
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import MAX_CONTRACTION, Granularity, Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.support import MAX_CONTRACTION
 from qsync_torch.aten import float_products
 from qsync_torch.aten.int8 import int8_product
 from qsync_torch.aten.quantize import affine_parts, dequantize, less_zero_point

@@ -98,7 +98,7 @@ def tune(
     named = ladder.variants(sixteen_bit)
     backends = list(find_backends(split_chain(backend or "auto")))
     dag = graph_named(job, (), batch_size)
-    variants = named or int8_rungs(sixteen_bit, dag)
+    variants = named or int8_rungs(sixteen_bit, dag if kind == "cuda" else None)
     requests = distinct_requests(dag, variants, kind, capability)
     note = "" if requests else _nothing_to_do(dag, variants)
     if arch is not None:

@@ -6,6 +6,7 @@ of each rank shows that its process lives, and looks whether the others do.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,8 @@ def watched(what: str, members: Mailbox | None) -> Iterator[Callable[[], list[in
 
     Yields:
         What finds the ranks that live no longer, in a quarter of that time, for who has seen that one is lost
-        (:func:`~qsync_torch.distributed.ranks.naming_lost_ranks`).
+        (:func:`~qsync_torch.distributed.ranks.naming_lost_ranks`).  Where one torchrun has started all of them it finds none:
+        torchrun says itself which has ended, and ends the others before that.
 
     Raises:
         RankError: when the store does not answer.
@@ -53,11 +55,16 @@ def watched(what: str, members: Mailbox | None) -> Iterator[Callable[[], list[in
         raise RankError(store_has_gone(what, error)) from None
     try:
         with beside("qsync-watch", watch.run):
-            yield watch.gone
+            yield list if _of_one_torchrun() else watch.gone
     except BaseException as error:
         watch.leave(f"{type(error).__name__}: {error}".partition("\n")[0])
         raise
     watch.leave("")
+
+
+def _of_one_torchrun() -> bool:
+    """Whether one agent of torchrun has started all ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 class _Watch:

@@ -537,6 +537,6 @@ def nothing() -> tuple[Mapping[str, Made], Sequence[str]]:
 
 
 def _observed_rungs(cluster: Cluster) -> tuple[Variant, ...]:
-    """What any chip's ladder has, and what the groups' have besides."""
+    """What any chip's ladder has whatever the job, and what the groups' have besides."""
     own = (rung for group in cluster.groups for rung in group.ladder)
     return tuple(dict.fromkeys((*any_chips_ladder(), *own)))

@@ -416,7 +416,7 @@ def _kinds_alone(
         return cost.forward_compute_ns + cost.backward_compute_ns
 
     rung = next((variant for variant in complete if variant != base.variant), None)
-    kinds = layer_kinds(bench.dag, base_ns)
+    kinds = [] if rung is None else [kind for kind in layer_kinds(bench.dag, base_ns) if bench.dag[kind[0]].runs_in(rung)]
     if rung is None or len(kinds) < 2:
         return []
     found: list[MixedStep] = []
@@ -453,8 +453,8 @@ def _alternating(
 
 
 def _complete(dag: PrecisionDag, items: Iterable[Item], variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants in which every adjustable operator that runs in them has right kernels: whole steps are measured in these, with
-    the others at the base.
+    """The variants in which operators run, and every one that does has right kernels: whole steps are measured in these, with the
+    others at the base.
     """
     held: dict[Variant, set[OpId]] = {}
     for item in items:
@@ -463,7 +463,11 @@ def _complete(dag: PrecisionDag, items: Iterable[Item], variants: Sequence[Varia
     def lowered(variant: Variant) -> set[OpId]:
         return {operator.op_id for operator in dag.adjustable if operator.runs_in(variant)}
 
-    return tuple(variant for variant in variants if lowered(variant) <= held.get(variant, set()))
+    return tuple(
+        variant
+        for variant in variants
+        if lowered(variant) <= held.get(variant, set()) and (lowered(variant) or variant == Variant.plain(dag.base))
+    )
 
 
 def left_out_sentence(wrong: WrongKernels, device: str) -> str:

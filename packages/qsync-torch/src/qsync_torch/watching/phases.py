@@ -7,6 +7,7 @@ all ranks ends in the same exchange.  Between two moments that are marked, all t
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 import time
 import weakref
@@ -61,8 +62,8 @@ class StepPhases:
 
 _LOOKED_AT = 3
 """Steps in which it is seen behind which parameters' gradients buckets are sent."""
-_SENDERS = 16
-"""Parameters, at most, whose gradients are looked at afterwards."""
+_SENDERS, _SHARE = 64, 0.25
+"""Parameters, at most, whose gradients are looked at afterwards: those behind which the wrapper does this share of the most."""
 _EVERY = 4
 """Steps of which they are looked at in one."""
 _OUTPUTS = 8
@@ -225,7 +226,7 @@ class _Senders:
     """Marks what DistributedDataParallel does in its own hooks behind gradients: it copies them, and sends a bucket that is full.
 
     A parameter's own hook runs before the wrapper's, and one of its node in autograd's graph, made later, behind it.  In the first
-    steps all parameters have both; then those alone behind which the most was done, in one of some steps: a call of Python between
+    steps all parameters have both; then those alone behind which buckets are sent, in one of some steps: a call of Python between
     two kernels takes tens of microseconds, because nothing that it needs is in a cache.
     """
 
@@ -233,6 +234,7 @@ class _Senders:
         self._mark = mark
         self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self._took: Counter[int] = Counter()
+        self._least: dict[int, int] = {}
         self._handles: list[Any] = []
         self._steps = 0
         self._since_ns = 0
@@ -246,11 +248,17 @@ class _Senders:
     def step(self) -> None:
         """A step has ended."""
         self._steps += 1
+        if 1 < self._steps <= _LOOKED_AT:  # the buckets of the first step are others; and any step may be held up once
+            self._least = {key: min(self._least.get(key, took), took) for key, took in self._took.items()}
+        self._took.clear()
         if self._steps < _LOOKED_AT:
             return
         self.close()
         if self._steps == _LOOKED_AT:
-            self._parameters = {key: self._parameters[key] for key, _ in self._took.most_common(_SENDERS)}
+            enough = _SHARE * max(self._least.values(), default=0)
+            senders = [key for key, least in self._least.items() if least >= enough]
+            kept = heapq.nlargest(_SENDERS, senders, key=lambda key: self._least[key])
+            self._parameters = {key: self._parameters[key] for key in kept}
         if self._steps % _EVERY == 0:
             self._look()
 
@@ -262,7 +270,7 @@ class _Senders:
 
     def _look(self) -> None:
         for key, alive in self._parameters.items():
-            if (parameter := alive()) is not None:
+            if (parameter := alive()) is not None and parameter.requires_grad:  # a script may have frozen it since
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._handles += [
                     parameter.register_post_accumulate_grad_hook(self._before),
