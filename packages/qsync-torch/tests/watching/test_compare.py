@@ -108,13 +108,3 @@ def test_a_window_keeps_stalls_of_some_steps_and_leaves_out_single_ones():
     assert stalls.phases_ns[Phase.INPUT] == pytest.approx((13 * 1 + 3 * 41) / 16 * MS)  # two of each end are left out
     once = Told.of(0, [*steps[1:4] * 6, steps[1], StepPhases({Phase.INPUT: 5000 * MS}, 7)], "", "", 1.0)
     assert (once.phases_ns[Phase.INPUT], once.received_ns) == (pytest.approx(MS), [7])
-
-
-def test_steps_that_do_not_tell_their_communication_have_as_much_as_those_that_do():
-    took = {Phase.FORWARD: 20 * MS, Phase.BACKWARD: 40 * MS, Phase.COMMUNICATION: 6 * MS, Phase.WAIT: 2 * MS}
-    within = {**took, Phase.BACKWARD: 46 * MS, Phase.COMMUNICATION: 0}
-    steps = [StepPhases(took, 0) if number % 4 == 0 else StepPhases(within, 0, tells_communication=False) for number in range(12)]
-    found = Told.of(0, steps, "a machine", "", 1.0)
-    expected = {phase: took.get(phase, 0) for phase in Phase}
-    assert (found.phases_ns, found.step_ns) == (expected, 68 * MS)
-    assert set(found.errors_ns.values()) == {0.0}

@@ -64,15 +64,8 @@ class Told:
 
     @classmethod
     def of(cls, window: int, steps: Sequence[StepPhases], machine: str, group: str, weight: float) -> Told:
-        """Sum up the steps of a window: those that do not tell their communication have as much as those that do."""
-        told = [step.phases_ns.get(Phase.COMMUNICATION, 0) for step in steps if step.tells_communication]
-        usual_ns = statistics.median(told) if told else 0.0
-        taken = {phase: [float(step.phases_ns.get(phase, 0)) for step in steps] for phase in Phase}
-        for number, step in enumerate(steps):
-            if not step.tells_communication:
-                taken[Phase.COMMUNICATION][number] += usual_ns
-                taken[Phase.BACKWARD][number] -= usual_ns
-        found = {phase: _mean(taken_ns) for phase, taken_ns in taken.items()}
+        """Sum up the steps of a window."""
+        found = {phase: _mean([float(step.phases_ns.get(phase, 0)) for step in steps]) for phase in Phase}
         return cls(
             window,
             statistics.fmean(sum(step.phases_ns.values()) for step in steps),

@@ -52,20 +52,16 @@ class StepPhases:
     Attributes:
         phases_ns: how long each phase took, all together the step.
         received_ns: when all gradients were there, on the clock that the processes of one machine share; 0 on a GPU.
-        tells_communication: whether it was looked at; else COMMUNICATION is in BACKWARD.
     """
 
     phases_ns: Mapping[Phase, int]
     received_ns: int
-    tells_communication: bool = True
 
 
 _LOOKED_AT = 3
 """Steps in which it is seen behind which parameters' gradients buckets are sent."""
 _SENDERS, _SHARE = 64, 0.25
 """Parameters, at most, whose gradients are looked at afterwards: those behind which the wrapper does this share of the most."""
-_EVERY = 4
-"""Steps of which they are looked at in one."""
 _OUTPUTS = 8
 """Outputs, at most, that are asked when backward begins."""
 _MARKS = 100_000
@@ -90,7 +86,7 @@ class PhaseTimes:
         wrappers = [wrapper_in(model) for model in models]
         self._device = next((p.device for p in wrappers[0].parameters()), torch.device("cpu"))
         self._marks: list[tuple[Phase, Moment]] = []
-        self._finished: deque[tuple[list[tuple[Phase, Moment]], Moment, bool]] = deque()
+        self._finished: deque[tuple[list[tuple[Phase, Moment]], Moment]] = deque()
         self._in_backward = False
         self._syncs = False
         self._running: weakref.ref[DistributedDataParallel] | None = None
@@ -180,15 +176,15 @@ class PhaseTimes:
 
     def _finish(self) -> None:
         phase, end = self._marks[-1]
-        self._finished.append((self._marks, end, self._senders.are_looked_at))
+        self._finished.append((self._marks, end))
         self._marks, self._optimizer_steps = [(phase, end)], False
         self._senders.step()
         while self._finished and has_passed(self._finished[0][1]):
-            marks, end, tells = self._finished.popleft()
+            marks, end = self._finished.popleft()
             phases: Counter[Phase] = Counter()
             for (what, begin), (_, then) in itertools.pairwise(marks):
                 phases[what] += between_ns(begin, then)
-            self._tell(StepPhases(phases, end if isinstance(end, int) else 0, tells))
+            self._tell(StepPhases(phases, end if isinstance(end, int) else 0))
 
     def _optimize(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_backward and self._marks and self._owns(optimizer):
@@ -226,56 +222,47 @@ class _Senders:
     """Marks what DistributedDataParallel does in its own hooks behind gradients: it copies them, and sends a bucket that is full.
 
     A parameter's own hook runs before the wrapper's, and one of its node in autograd's graph, made later, behind it.  In the first
-    steps all parameters have both; then those alone behind which buckets are sent, in one of some steps: a call of Python between
-    two kernels takes tens of microseconds, because nothing that it needs is in a cache.
+    steps all parameters have both; then those alone behind which buckets are sent: a call of Python between two kernels takes tens
+    of microseconds, because nothing that it needs is in a cache.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mark: Callable[[Phase], None]) -> None:
         self._mark = mark
-        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
         self._took: Counter[int] = Counter()
         self._least: dict[int, int] = {}
-        self._handles: list[Any] = []
+        self._handles: dict[int, tuple[Any, Any]] = {}
         self._steps = 0
         self._since_ns = 0
-        self._look()
-
-    @property
-    def are_looked_at(self) -> bool:
-        """Whether they are in this step."""
-        return bool(self._handles)
+        for parameter in parameters:
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            key = id(parameter)
+            self._handles[key] = (
+                parameter.register_post_accumulate_grad_hook(self._before),
+                node.register_hook(lambda *_, key=key: self._after(key)),
+            )
 
     def step(self) -> None:
         """A step has ended."""
         self._steps += 1
-        if 1 < self._steps <= _LOOKED_AT:  # the buckets of the first step are others; and any step may be held up once
+        if self._steps > _LOOKED_AT:
+            return
+        if self._steps > 1:  # the buckets of the first step are others; and any step may be held up once
             self._least = {key: min(self._least.get(key, took), took) for key, took in self._took.items()}
         self._took.clear()
-        if self._steps < _LOOKED_AT:
-            return
-        self.close()
         if self._steps == _LOOKED_AT:
             enough = _SHARE * max(self._least.values(), default=0)
             senders = [key for key, least in self._least.items() if least >= enough]
-            kept = heapq.nlargest(_SENDERS, senders, key=lambda key: self._least[key])
-            self._parameters = {key: self._parameters[key] for key in kept}
-        if self._steps % _EVERY == 0:
-            self._look()
+            kept = set(heapq.nlargest(_SENDERS, senders, key=lambda key: self._least[key]))
+            for key in self._handles.keys() - kept:
+                for handle in self._handles.pop(key):
+                    handle.remove()
 
     def close(self) -> None:
         """Take the hooks out again."""
-        for handle in self._handles:
-            handle.remove()
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
         self._handles.clear()
-
-    def _look(self) -> None:
-        for key, alive in self._parameters.items():
-            if (parameter := alive()) is not None and parameter.requires_grad:  # a script may have frozen it since
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._handles += [
-                    parameter.register_post_accumulate_grad_hook(self._before),
-                    node.register_hook(lambda *_, key=key: self._after(key)),
-                ]
 
     def _before(self, parameter: torch.Tensor) -> None:
         self._mark(Phase.COMMUNICATION)
