@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from qsync_core.artifacts.files import digest
 from qsync_core.chains.finding import chains_of
@@ -19,6 +20,8 @@ from qsync_planner.indicators.interface import Omega, RatesCopies, RatesErrors, 
 from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
+
+T = TypeVar("T")
 
 
 def indicate(
@@ -73,15 +76,18 @@ def indicate(
     with guarded(chosen, observations):
         omega = _of_those_that_run(chosen.omega(dag, rated, observations), dag)
         _check_omega(chosen.name, omega, dag, rated)
-        flips = chosen.flips(dag, rated, observations) if isinstance(chosen, RatesFlips) else {}
+        flips = _of_those_that_run(chosen.flips(dag, rated, observations), dag) if isinstance(chosen, RatesFlips) else {}
         flips = {op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()}
         masks = chosen.masks(dag, rated, observations) if isinstance(chosen, RatesFlips) else {}
         kept = chosen.kept_inputs(observations) if isinstance(chosen, RatesKeptInputs) and observations is not None else {}
         _check_kept(chosen.name, kept, dag)
         copies = chosen.copies(dag, rated, observations) if isinstance(chosen, RatesCopies) and observations is not None else {}
-        copies = {op_id: {v: gain for v, gain in by_variant.items() if gain != 0} for op_id, by_variant in copies.items()}
+        copies = {
+            op_id: {v: gain for v, gain in by_variant.items() if gain != 0}
+            for op_id, by_variant in _of_those_that_run(copies, dag).items()
+        }
         shifts = chosen.shifts(dag, rated, observations) if isinstance(chosen, RatesStored) and observations is not None else {}
-        errors = chosen.errors(dag, rated, observations) if isinstance(chosen, RatesErrors) else {}
+        errors = _of_those_that_run(chosen.errors(dag, rated, observations), dag) if isinstance(chosen, RatesErrors) else {}
         errors = {op_id: {v: error for v, error in by_variant.items() if error > 0} for op_id, by_variant in errors.items()}
         notes = tuple(chosen.notes(dag, observations))
         blind = unreached(observations, dag, chosen.collectors)
@@ -120,12 +126,12 @@ def _check_omega(name: str, omega: Mapping[OpId, Mapping[Variant, float]], dag: 
                 )
 
 
-def _of_those_that_run(omega: Omega, dag: PrecisionDag) -> dict[OpId, dict[Variant, float]]:
-    """Ω without variants that an operator's kind does not run in."""
+def _of_those_that_run(rated: Mapping[OpId, Mapping[Variant, T]], dag: PrecisionDag) -> dict[OpId, dict[Variant, T]]:
+    """What an indicator says of operators, without variants that their kind does not run in."""
     adjustable = {operator.op_id: operator for operator in dag.adjustable}
     return {
         op_id: {v: value for v, value in by_variant.items() if op_id not in adjustable or adjustable[op_id].runs_in(v)}
-        for op_id, by_variant in omega.items()
+        for op_id, by_variant in rated.items()
     }
 
 
