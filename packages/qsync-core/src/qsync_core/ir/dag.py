@@ -163,8 +163,10 @@ class Operator:
         The patches of a convolution overlap, so that its rows have no scales of their own, and its weight's gradient is summed
         over all of them: there is no 8-bit product for that.  An int8 gradient of the input sums over the outputs, in int32.
         """
-        if self.not_stored_as(variant.storage) or not variant.compute.needs_scale:
-            return not self.not_stored_as(variant.storage)
+        if self.not_stored_as(variant.storage):
+            return False
+        if not variant.compute.needs_scale:
+            return True
         has_rows = variant.x_granularity is Granularity.PER_ROW or variant.grad_weight.needs_scale
         overflows = variant.grad_input is Precision.INT8 and self.weight_shape and self.weight_shape[0] > MAX_CONTRACTION
         return self.row.in_8_bit and (self.row.of_rows or not has_rows) and not overflows

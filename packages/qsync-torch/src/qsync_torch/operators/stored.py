@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import attrs
@@ -42,18 +42,17 @@ def dequantize(stored: StoredWeight, storage: Storage, shape: Sequence[int], dty
     return _read(*stored, str(storage), tuple(shape), dtype)
 
 
-def _read(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    constants: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    storage: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Call the operator, or what is behind it: the dispatcher takes longer than a small weight's kernel runs."""
+def _read(values: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Call the operator with what :func:`_dequantize` takes, or that at once: the dispatcher takes longer than a small weight's
+    kernel runs.
+    """
     run = _dequantize if is_plain(values) and values.device.type != "meta" else torch.ops.qsync.dequantize_stored
-    return cast(torch.Tensor, run(values, scale, constants, offset, storage, shape, dtype))
+    return cast(torch.Tensor, run(values, *others))
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """What turns autocast off on a kind of device; where it is off, nothing, because its context takes longer than to ask."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _dequantize(
@@ -127,9 +126,7 @@ class StoredProduct(torch.autograd.Function):
         """Differentiable by the incoming gradient: it consists of torch's operators."""
         storage, shape, settings, x_shape = ctx.kept
         geometry, grad_x, grad_b = _geometry_of(settings), None, None
-        # Where ``backward()`` is called under autocast, that would choose other formats.
-        enabled = torch.is_autocast_enabled(grad.device.type)  # a context takes longer than to ask
-        with torch.autocast(grad.device.type, enabled=False) if enabled else nullcontext():
+        with without_autocast(grad.device.type):  # where ``backward()`` is called under it, that would choose other formats
             if ctx.needs_input_grad[0]:
                 values, scale, constants, offset = ctx.saved_tensors
                 weight = _read(values, scale, constants, offset, storage, shape, grad.dtype)
