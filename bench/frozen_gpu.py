@@ -56,6 +56,7 @@ from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.profiling.memory import memory_rise, storage_bytes
 from qsync_torch.profiling.profile import ProfileRequest, profile
+from qsync_torch.replaying import extension
 from qsync_torch.tracing.trace import trace
 from results import write_rows
 
@@ -357,6 +358,7 @@ def _true_errors(bench: Bench, rules: Mapping[str, Stored]) -> dict[str, float]:
 
 def times(bench: Bench) -> Iterator[dict[str, Any]]:
     """F3: the step at the middle cap, in turns with NF4 of the libraries that are installed."""
+    extension.want(bench.device, wait=True)  # as from the second training of a machine on
     stored = {"plan": bench.planned(bench.caps(3)[1]), "own NF4": bench.uniform(NF4), "bfloat16": bench.uniform(BFLOAT16)}
     models = {name: bench.model(one) for name, one in stored.items()}
     for library, make in (("bitsandbytes", bench.of_bitsandbytes), ("torchao", bench.of_torchao)):
