@@ -24,7 +24,7 @@ def test_calls_run_in_python_unless_asked(said, monkeypatch):
     assert extension.want(CPU) is None
 
 
-@pytest.mark.parametrize(("said", "loads"), [(None, True), ("background", True), ("0", False)])
+@pytest.mark.parametrize(("said", "loads"), [("background", True), ("1", True), ("0", False), (None, False)])
 def test_measured_steps_wait_for_the_compiler_where_calls_on_a_gpu_are_replayed(said, loads, monkeypatch):
     monkeypatch.delenv(extension.REPLAY_VARIABLE, raising=False)
     if said is not None:
@@ -36,7 +36,7 @@ def test_measured_steps_wait_for_the_compiler_where_calls_on_a_gpu_are_replayed(
 
 
 def test_without_a_compiler_calls_on_a_gpu_run_in_python(monkeypatch):
-    monkeypatch.delenv(extension.REPLAY_VARIABLE, raising=False)
+    monkeypatch.setenv(extension.REPLAY_VARIABLE, "background")
     monkeypatch.setenv("CXX", "false")
     assert extension.want(torch.device("cuda"), wait=True) is None
 
