@@ -16,7 +16,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.timeline import Timeline
 from qsync_core.run_folder import RunFolder
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=70)
 
 
 @pytest.mark.parametrize(

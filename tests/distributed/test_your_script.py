@@ -18,7 +18,7 @@ from qsync_torch.capturing.script import job_of_script
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=40)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 STRANGERS = {script.name: script for script in ALL}
 
