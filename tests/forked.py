@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from processes import Ended
@@ -74,6 +74,7 @@ class Forked:
         cwd: the folder it runs in; this process's by default.
         stderr: ``subprocess.STDOUT`` to have one output; by default the two are apart.
         output: a file to which all that it prints is appended.
+        first: what the process does before anything else; it is pickled.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Forked:
         cwd: Path | None = None,
         stderr: int | None = None,
         output: Path | None = None,
+        first: Callable[[], object] | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name) / name for name in ("out", "out" if stderr == subprocess.STDOUT else "err")]
@@ -92,7 +94,7 @@ class Forked:
         for file in self._files:
             file.touch()
         settings = dict(os.environ if env is None else env), str(cwd or Path.cwd()), *map(str, self._files)
-        self._process = SERVED.Process(target=_run, args=([str(argument) for argument in arguments], *settings))
+        self._process = SERVED.Process(target=_run, args=([str(argument) for argument in arguments], *settings, first))
         self._process.start()
 
     @property
@@ -131,8 +133,10 @@ class Forked:
         self._process.join()
 
 
-def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str, first: Callable[[], object] | None) -> None:
     """Become what ``python arguments`` is; end as an interpreter ends, but without destructors."""
+    if first:
+        first()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
