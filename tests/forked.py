@@ -27,6 +27,9 @@ PRELOADED = [
 ]  # fmt: skip
 """What takes a rank longest to import.  None of it starts a thread, which a fork would lose."""
 
+TORCHRUN = str(Path(__file__).with_name("forking_agent.py"))
+"""What stands for ``-m torch.distributed.run`` where ranks are to be forks as well."""
+
 SELDOM = (50_000, 10, 10)
 """How many new objects Python's garbage collector waits for, by generation, as in the root's ``conftest.py``."""
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from clusters import cluster_text
-from forked import Forked
+from forked import TORCHRUN, Forked
 from qsync_core.artifacts.files import digest, save
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
@@ -30,7 +30,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-KILLED_RANK, FORKING_AGENT = (Path(__file__).with_name(name) for name in ("killed_rank.py", "forking_agent.py"))
+KILLED_RANK = Path(__file__).with_name("killed_rank.py")
 GROUPS = ("train", "infer")
 LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
 STARTED = re.compile(r"(\w+)/\d+: plan in force in ([\d.]+) s, (\d) ranks, step (\d+)")
@@ -148,7 +148,7 @@ class ElasticJob:
             with path.open("ab") as output:
                 self.agents[machine] = subprocess.Popen(command, cwd=EXAMPLES, env=env, stdout=output, stderr=output)
         else:
-            self.agents[machine] = Forked([str(FORKING_AGENT), *command], cwd=EXAMPLES, env=env, output=path)
+            self.agents[machine] = Forked([TORCHRUN, *command], cwd=EXAMPLES, env=env, output=path)
 
     def worker(self, machine: str) -> int | None:
         """The process of a machine's rank that has its plan in force; None while there is none."""

@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -168,7 +169,7 @@ def _drawing_script() -> str:
     import vl_convert
 
     own = resources.files(__package__).joinpath("page.js").read_text("utf-8")
-    name = hashlib.sha256(f"{vl_convert.__version__}\n{own}".encode()).hexdigest()
+    name = hashlib.sha256(f"{version('vl-convert-python')}\n{own}".encode()).hexdigest()
     kept = default_store_path().parent / "pages" / f"{name[:24]}.js"
     with contextlib.suppress(OSError):
         return kept.read_text("utf-8")
