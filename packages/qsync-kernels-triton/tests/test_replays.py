@@ -52,7 +52,7 @@ def on_a_gpu(request):
 @pytest.fixture(scope="module")
 def compiled_extension(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QSYNC_TUNING", "/tmp/tun/t.sqlite")
+        patch.setenv("QSYNC_TUNING", str(tmp_path_factory.mktemp("cache") / "tuning.sqlite"))
         extension._load()
         found = extension.loaded()
         yield found
