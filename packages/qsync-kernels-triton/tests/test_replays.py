@@ -27,7 +27,7 @@ from qsync_torch.kernels import selection
 from qsync_torch.operators import casts, products, replays, stored
 from qsync_torch.replaying import extension
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow(seconds=60)
 
 ALL = "int8;out=float32;save=int8;gi=int8;gw=int8;x={};w=channel;round=stochastic;sym=true"
 
@@ -117,11 +117,11 @@ def trained(make, x, variant, module, monkeypatch, compiles=False):
 @pytest.mark.parametrize(
     ("make", "variant"),
     [
-        (Attention, "int8"),
-        (Attention, ALL.format("tensor")),
+        pytest.param(Attention, "int8", marks=pytest.mark.nightly),
+        pytest.param(Attention, ALL.format("tensor"), marks=pytest.mark.nightly),
         (Attention, ALL.format("row")),
-        (Checkpointed, ALL.format("row")),
-        (Convolutions, "int8"),
+        pytest.param(Checkpointed, ALL.format("row"), marks=pytest.mark.nightly),
+        pytest.param(Convolutions, "int8", marks=pytest.mark.nightly),
     ],
 )
 def test_steps_are_bit_equal_to_python_s(make, variant, compiled_extension, triton, monkeypatch):
@@ -158,8 +158,11 @@ class Adapted(nn.Module):
         return self.b(torch.tanh(self.a(x) + self.adapter(x)) + self.c(x))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("storage", ["nf4", "int8-row", "int8-block"])
+_LATER = pytest.mark.nightly
+
+
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=_LATER), True])
+@pytest.mark.parametrize("storage", ["nf4", *(pytest.param(name, marks=_LATER) for name in ("int8-row", "int8-block"))])
 def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, autocast, compiled_extension, triton, monkeypatch):
     monkeypatch.setattr(stored, "default_backend", lambda device: "triton")
     base = Precision.BFLOAT16 if autocast else Precision.FLOAT32
@@ -189,6 +192,23 @@ def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, autocas
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
+
+
+def test_a_graph_may_be_the_last_that_holds_programs(compiled_extension, triton, monkeypatch):
+    """PyTorch frees its nodes without Python's lock, which ends the process where one of Python's objects is freed so."""
+    monkeypatch.setattr(extension, "_loaded", compiled_extension)
+    monkeypatch.setattr(stored, "default_backend", lambda device: "triton")
+    monkeypatch.setattr(stored, "_KERNELS", type(stored._KERNELS)(stored._kernel_of))
+    stored.REPLAY_OF_STORED.clear()
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False))
+    applied = apply_(model, {"0#0": "float32@nf4"})
+    for _ in range(4):
+        y = model(torch.randn(4, 64, requires_grad=True))
+        y.sum().backward()
+    assert [run.programs() for run in stored.REPLAY_OF_STORED.values()] == [(1, 1)]
+    stored.REPLAY_OF_STORED.clear()
+    del y
+    applied.remove()
 
 
 def test_a_backend_that_does_not_tell_of_launches_is_not_recorded(compiled_extension, monkeypatch):

@@ -338,6 +338,17 @@ struct Lowered : std::enable_shared_from_this<Lowered> {
   py::object record, slow;
 
   Lowered(py::object record_, py::object slow_) : record(std::move(record_)), slow(std::move(slow_)) {}
+  // The last to hold it may be a node of a graph, which PyTorch frees without the interpreter's lock.
+  ~Lowered() {
+    if (!Py_IsInitialized()) {  // Python's objects are gone
+      new Programs(std::move(forwards)), new Programs(std::move(backwards));
+      record.release(), slow.release();
+      return;
+    }
+    py::gil_scoped_acquire held;
+    forwards.entries.clear(), backwards.entries.clear();
+    record = py::object(), slow = py::object();
+  }
 
   std::shared_ptr<Program> recorded(bool backward, const variable_list& tensors, const py::tuple& more) {
     py::object made = record(backward, all_wrapped(tensors), *more);
