@@ -22,7 +22,7 @@ from qsync_planner.allocator.problem import GroupProblem
 _ROUNDS = 200
 _ARCS, _WIDER = 64, 2
 """Arcs beside the nearest that a plan is looked for among at first, and times as many where none was found."""
-_QUICK, _LOOKS, _FEW, _MORE = 200, 5, 2_000, 4
+_QUICK, _LOOKS, _FEW, _MORE = 1_000, 5, 2_000, 4
 """Labels that are kept for a plan that is near enough, how often that is tried farther and farther from the bound, labels that are
 kept at first else, and times as many where these are not all."""
 _MANY, _FARTHER, _LEAST = 300, 1.5, 1e-6
