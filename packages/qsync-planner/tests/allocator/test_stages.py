@@ -166,13 +166,16 @@ def test_labels_that_take_more_of_every_row_and_cost_more_are_dropped(seed: int)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_labels_of_one_row_are_compared_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by enumeration where many are compared by sorting, which leaves none that is no better than another."""
+@pytest.mark.parametrize("all_differ", [False, True])
+def test_labels_of_one_row_are_compared_once(all_differ: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by enumeration where many are compared by sorting; also where what takes more costs less, so that none is dropped."""
     monkeypatch.setattr(labels, "_FEW", 0)
     monkeypatch.setattr(labels, "_not_worse", None)
-    network, rows = drawn_network(random.Random(seed), 10, 3, 1)
-    found = best_path(network, rows, network.priced(rows, np.array([1e-7])), math.inf, math.inf, 10**6)
-    paths = np.array([*itertools.product(range(3), repeat=10)]) + network.first[:-1]
+    network, rows = drawn_network(random.Random(seed), 7, 3, 1)
+    if all_differ:
+        rows = [Row(np.round((1 - network.cost) * 10**9), 3.5e9)]
+    found = best_path(network, rows, network.priced(rows, np.array([1e-10])), math.inf, math.inf, 10**6)
+    paths = np.array([*itertools.product(range(3), repeat=7)]) + network.first[:-1]
     keeps = rows[0].amounts[paths].sum(axis=1) <= rows[0].most
     assert found.complete
     assert found.path is not None

@@ -124,7 +124,7 @@ def best_path(
         largest = max(largest, len(survivors))
         if not len(survivors):
             return Labelled(None, complete, largest)
-        labels = new[survivors] if len(survivors) < len(kept) else new
+        labels = new[survivors]
         at = labels.state[0] if (labels.state == labels.state[0]).all() else None
         back.append((before[survivors], arc[survivors]))
     place = int(np.argmin(labels.cost))
