@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first: all processes wait for a long file that one of them begins last."""
-    slow = {item.path for item in items if any(item.get_closest_marker(name) for name in ("slow", "distributed"))}
-    items.sort(key=lambda item: item.path not in slow)
+    """Put files with slow tests first, the longest before all: the other processes wait for a long file that one begins last."""
+    seconds: dict[Path, float] = {}
+    for item in items:
+        for mark in filter(None, map(item.get_closest_marker, ("slow", "distributed"))):
+            seconds[item.path] = max(seconds.get(item.path, 0.0), mark.kwargs.get("seconds", 5.0))
+    items.sort(key=lambda item: -seconds.get(item.path, 0.0))
 
 
 def pytest_collection_finish() -> None:

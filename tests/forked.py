@@ -16,13 +16,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from processes import Ended
 
-PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "qsync_torch.apply.apply", "qsync_core.cli.root"]
+PRELOADED = [
+    "torch.distributed", "torch.nn.parallel", "torch._dynamo", "qsync_torch.apply.apply", "qsync_torch.prepare.planning",
+    "qsync_core.cli.root", "qsync_planner.reporting.report", "torch.export._trace",
+]  # fmt: skip
 """What takes a rank longest to import.  None of it starts a thread, which a fork would lose."""
+
+TORCHRUN = str(Path(__file__).with_name("forking_agent.py"))
+"""What stands for ``-m torch.distributed.run`` where ranks are to be forks as well."""
 
 SELDOM = (50_000, 10, 10)
 """How many new objects Python's garbage collector waits for, by generation, as in the root's ``conftest.py``."""
@@ -70,17 +76,28 @@ class Forked:
         env: the whole environment; that of this process by default.
         cwd: the folder it runs in; this process's by default.
         stderr: ``subprocess.STDOUT`` to have one output; by default the two are apart.
+        output: a file to which all that it prints is appended.
+        first: what the process does before anything else; it is pickled.
     """
 
     def __init__(
-        self, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, stderr: int | None = None
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stderr: int | None = None,
+        output: Path | None = None,
+        first: Callable[[], object] | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name) / name for name in ("out", "out" if stderr == subprocess.STDOUT else "err")]
+        if output:
+            self._files = [output, output]
         for file in self._files:
             file.touch()
         settings = dict(os.environ if env is None else env), str(cwd or Path.cwd()), *map(str, self._files)
-        self._process = SERVED.Process(target=_run, args=([str(argument) for argument in arguments], *settings))
+        self._process = SERVED.Process(target=_run, args=([str(argument) for argument in arguments], *settings, first))
         self._process.start()
 
     @property
@@ -119,13 +136,23 @@ class Forked:
         self._process.join()
 
 
-def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str, first: Callable[[], object] | None) -> None:
     """Become what ``python arguments`` is; end as an interpreter ends, but without destructors."""
-    gc.freeze()  # what the server has imported stays to the end; profiling would look through all of it many times
-    gc.set_threshold(*SELDOM)
+    if first:
+        first()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
+    status = become(arguments, env, cwd)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def become(arguments: Sequence[str], env: Mapping[str, str], cwd: str) -> int:
+    """Do in this process, which is a fork, what ``python arguments`` does; its exit status."""
+    gc.freeze()  # what the server has imported stays to the end; profiling would look through all of it many times
+    gc.set_threshold(*SELDOM)
     multiprocessing.set_start_method(None, force=True)  # what the process starts, it starts as Python does by default
     os.environ.clear()
     os.environ.update(env)
@@ -133,7 +160,7 @@ def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str
     sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path]
     status = 0
     try:
-        _main(arguments)
+        _main(list(arguments))
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
@@ -143,9 +170,7 @@ def _run(arguments: list[str], env: dict[str, str], cwd: str, out: str, err: str
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    return status
 
 
 def _main(arguments: list[str]) -> None:

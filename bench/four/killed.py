@@ -86,7 +86,7 @@ class Kills:
         """A job of these ranks, which goes on with ``least`` of them."""
         return ElasticJob(
             run, folder, steps, SAVE_EVERY, groups=groups, least=least, most=len(groups), wait_s=WAIT_S,
-            environments=self.environments,
+            environments=self.environments, torchrun=True,
         )  # fmt: skip
 
     def once(self, folder: Path, seed: int) -> Resumed:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launching import EXAMPLES
 
+import forked
 from qsync_core.artifacts.files import digest, save
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
@@ -19,6 +20,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 
+forked.preload("sklearn.datasets", "torch.distributed.run")
 LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from clusters import cluster_text
+from forked import TORCHRUN, Forked
 from qsync_core.artifacts.files import digest, save
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
@@ -90,6 +91,7 @@ class ElasticJob:
         least, most: how many machines may make the job; by default one to two.
         wait_s: for further machines, once there are enough.
         environments: more variables, by machine.
+        torchrun: start torchrun itself, and not its agent in a fork, whose ranks are forks again (``forking_agent.py``).
     """
 
     def __init__(
@@ -105,16 +107,17 @@ class ElasticJob:
         most: int = 2,
         wait_s: int = 1,
         environments: Mapping[str, Mapping[str, str]] | None = None,
+        torchrun: bool = False,
     ) -> None:
         self.run, self.folder, self.steps, self.save_every, self.machines = run, folder, steps, save_every, names_of(groups)
         folder.mkdir(parents=True, exist_ok=True)
         self._kills, self._environments = kills or {}, environments or {}
-        self._nodes, self._wait_s = f"{least}:{most}", wait_s
+        self._nodes, self._wait_s, self._torchrun = f"{least}:{most}", wait_s, torchrun
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self._port = found.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, subprocess.Popen[bytes] | Forked] = {}
 
     def start(self, machine: str) -> None:
         """Start a machine's agent."""
@@ -122,7 +125,7 @@ class ElasticJob:
         rendezvous = (
             f"is_host=false,last_call_timeout={self._wait_s},keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
         )
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", "--nproc-per-node=1"]
+        command = [f"--nnodes={self._nodes}", "--nproc-per-node=1"]
         command += ["--max-restarts=1000", "--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-conf={rendezvous}"]
         command += [f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job", str(KILLED_RANK), str(self.run.path)]
         command += [f"--steps={self.steps}", f"--save-every={self.save_every}", f"--checkpoints={self.folder / 'checkpoints'}"]
@@ -139,10 +142,13 @@ class ElasticJob:
             "ELASTIC_MACHINE": machine,
             **own,
         }
-        with (self.folder / f"{machine}.out").open("ab") as output:
-            self.agents[machine] = subprocess.Popen(
-                command, cwd=EXAMPLES, env=os.environ | variables, stdout=output, stderr=output, start_new_session=True
-            )
+        env, path = os.environ | variables, self.folder / f"{machine}.out"
+        if self._torchrun:
+            command = [sys.executable, "-m", "torch.distributed.run", *command]
+            with path.open("ab") as output:
+                self.agents[machine] = subprocess.Popen(command, cwd=EXAMPLES, env=env, stdout=output, stderr=output)
+        else:
+            self.agents[machine] = Forked([TORCHRUN, *command], cwd=EXAMPLES, env=env, output=path)
 
     def worker(self, machine: str) -> int | None:
         """The process of a machine's rank that has its plan in force; None while there is none."""
@@ -220,7 +226,7 @@ class ElasticJob:
         """End what still runs."""
         for agent in self.agents.values():
             if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGTERM)
+                os.kill(agent.pid, signal.SIGTERM)
         for agent in self.agents.values():
             agent.wait()
         for machine in self.machines:

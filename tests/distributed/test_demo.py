@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from forked import Forked
 from nightly import nightly
 from qsync_core.artifacts.files import load
 from qsync_core.cli.root import cli
@@ -16,17 +20,24 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.timeline import Timeline
 from qsync_core.run_folder import RunFolder
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=70)
+
+
+def forked_popen(command, *, env, stdout, preexec_fn, **_):
+    """``subprocess.Popen``, without the imports that each worker would do in its share of a core."""
+    return Forked(command[1:], env=env, output=Path(stdout.name), first=preexec_fn)
 
 
 @pytest.mark.parametrize(
     ("model", "arguments"),
     [("resnet", {"memory_budget": "auto"}), *nightly(("resnet", {"predict_check": True}), ("bert", {}))],
 )
-def test_demo_from_end_to_end(model, arguments, tmp_path):
+def test_demo_from_end_to_end(model, arguments, tmp_path, monkeypatch):
+    from qsync_torch.demo import flow
     from qsync_torch.demo.flow import Options, run_demo
     from qsync_torch.demo.report import write_report
 
+    monkeypatch.setattr(flow, "subprocess", SimpleNamespace(Popen=forked_popen, DEVNULL=subprocess.DEVNULL))
     said: list[str] = []
     outcome = run_demo(Options(model, steps=10, folder=tmp_path, tiny=True, **arguments), said.append)
     assert any("qsync prepare" in what for what in said)

@@ -15,7 +15,7 @@ from launching import run_machines
 from forked import Forked
 from processes import Ended, free_port
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=40)
 FAULTY = str(Path(__file__).with_name("doctor_with_fault.py"))
 TIMEOUT_S = 120
 

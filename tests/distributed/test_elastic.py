@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from elastic_job import GROUPS, ElasticJob, differences, make_run_folder
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=60)
 STEPS, SAVE_EVERY = 12, 2
 MORE_STEPS_THAN_RUN = 100_000
 """A rank that is left alone does not come to the end before the other is back: 400 steps took one five seconds."""
@@ -21,12 +21,12 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(run, tmp_path_factory):
     """A job that nobody disturbs: its last checkpoint, and the losses of both groups."""
-    with ElasticJob(run, tmp_path_factory.mktemp("unbroken"), STEPS, SAVE_EVERY) as job:
+    with ElasticJob(run, tmp_path_factory.mktemp("unbroken"), STEPS, SAVE_EVERY, least=2) as job:
         return job.finish(), {group: job.last_losses(group) for group in GROUPS}
 
 
 def test_killed_ranks_start_again_and_the_run_is_that_of_one_that_nobody_disturbed(run, unbroken, tmp_path):
-    with ElasticJob(run, tmp_path, STEPS, SAVE_EVERY, KILLS) as job:
+    with ElasticJob(run, tmp_path, STEPS, SAVE_EVERY, KILLS, least=2) as job:
         last = job.finish()
         starts = {group: [start.step for start in job.starts(group)] for group in GROUPS}
         assert {group: job.last_losses(group) for group in GROUPS} == unbroken[1]
@@ -42,7 +42,7 @@ def test_killed_ranks_start_again_and_the_run_is_that_of_one_that_nobody_disturb
 
 
 def test_a_machine_goes_and_comes_back_while_the_other_keeps_the_global_batch(run, tmp_path):
-    with ElasticJob(run, tmp_path, MORE_STEPS_THAN_RUN, SAVE_EVERY) as job:
+    with ElasticJob(run, tmp_path, MORE_STEPS_THAN_RUN, SAVE_EVERY, torchrun=True) as job:
         job.wait(lambda: len(job.losses("train")) >= 3, "the first steps")
         job.kill_machine("infer")
         job.wait(lambda: any(line["ranks"] == 1 for line in job.losses("train")), "steps of the survivor")

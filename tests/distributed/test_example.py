@@ -18,7 +18,7 @@ from launching import EXAMPLES, train
 from processes import Ended
 from qsync_core.ir.precision import Precision
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=30)
 
 
 @pytest.fixture(scope="module")

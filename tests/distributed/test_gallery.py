@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 from launching import EXAMPLES, run_ranks
 
+import forked
 from nightly import nightly
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=60)
 PLACES = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "EPOCHS": "1", "STEPS": "10"} for rank in range(2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once() -> None:
+    """Of no effect where processes were started before: this file is one of the first."""
+    forked.preload("sklearn.datasets", "transformers.models.vit.modeling_vit", "peft")
 
 
 @pytest.mark.parametrize(

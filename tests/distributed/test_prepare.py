@@ -25,7 +25,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.timeline import Timeline
 from qsync_core.run_folder import RunFolder
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=80)
 
 JOB = f"{Path(__file__).with_name('tiny_job.py')}:make_job"
 TIMEOUT_S = 180

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import pytest
 import torch
 from launching import EXAMPLES, run_ranks
 
-from forked import run_forked
+from forked import TORCHRUN, run_forked
 from journey.scripts import ALL, IMPORT
 from qsync_torch.capturing.script import job_of_script
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 
-pytestmark = pytest.mark.distributed
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+pytestmark = pytest.mark.distributed(seconds=40)
 STRANGERS = {script.name: script for script in ALL}
 
 
@@ -72,9 +70,7 @@ def test_a_strangers_script_trains_as_it_did_where_nothing_is_lowered(tmp_path, 
         folder.mkdir()
         (folder / "train.py").write_text(text)
         if name == "hybrid":
-            prepare = (*TORCHRUN, "-m", "qsync", "prepare", "train.py", "-o", "run")
-            done = subprocess.run(prepare, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
+            python(folder, TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qsync", "prepare", "train.py", "-o", "run")
             assert (folder / "run" / "report.html").is_file()
             assert not (folder / "autoencoder.pt").exists()
         train(folder)

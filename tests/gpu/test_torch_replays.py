@@ -80,6 +80,33 @@ def test_steps_are_bit_equal_to_python_s(backend, variant, compiles, extension, 
         assert sum(sum(run.programs()) for run in REPLAY_OF.values()) >= 4
 
 
+@pytest.mark.parametrize("storage", ["nf4", "int8-row", "int8-block"])
+def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, extension, monkeypatch):
+    from qsync_core.ir.precision import Precision
+    from qsync_torch import apply_
+    from qsync_torch.operators import stored
+
+    pytest.importorskip("qsync_kernels_triton")
+    x, found, module = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16), [], extension.loaded()
+    for loaded in (None, module):
+        monkeypatch.setattr(extension, "_loaded", loaded)
+        stored.REPLAY_OF_STORED.clear()
+        torch.manual_seed(0)
+        frozen = [torch.nn.Linear(256, 512), torch.nn.Linear(512, 256, bias=False)]
+        model, seen = torch.nn.Sequential(*frozen).to("cuda", torch.bfloat16).requires_grad_(False), []
+        applied = apply_(model, {f"{name}#0": f"bfloat16@{storage}" for name in "01"}, base=Precision.BFLOAT16)
+        for step in range(6):
+            inputs = (x * (step + 1)).requires_grad_()
+            y = model(inputs)
+            y.float().square().sum().backward()
+            seen += [y.detach(), inputs.grad]
+        found.append(seen)
+        applied.remove()
+    assert [run.programs() for run in stored.REPLAY_OF_STORED.values()] == [(1, 1), (1, 1)]
+    assert all(torch.isfinite(one).all() for one in found[0])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_a_captured_step_replays_programs(extension):
     """What was recorded before is captured in a CUDA graph as Python's launches are."""
     from qsync_torch import apply_

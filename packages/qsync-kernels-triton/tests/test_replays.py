@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.precision import Precision
 from qsync_kernels_triton.backend import TritonBackend
 
 pytest.importorskip("qsync_torch", reason="operators need qsync-torch, which the backend does not")
 
 from qsync_torch import apply_
 from qsync_torch.kernels import selection
-from qsync_torch.operators import casts, products, replays
+from qsync_torch.operators import casts, products, replays, stored
 from qsync_torch.replaying import extension
 
 pytestmark = pytest.mark.nightly
@@ -142,6 +143,63 @@ def test_a_compiled_graph_s_nodes_are_replayed(compiled_extension, triton, monke
     found, _ = trained(Attention, x, ALL.format("row"), compiled_extension, monkeypatch, compiles=True)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
+
+
+class Adapted(nn.Module):
+    """Frozen layers whose weights are stored, and what is trained beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 128).requires_grad_(False), nn.Linear(128, 64, bias=False).requires_grad_(False)
+        self.c, self.adapter = nn.Linear(64, 128), nn.Linear(64, 128)
+        self.c.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x) + self.adapter(x)) + self.c(x))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("storage", ["nf4", "int8-row", "int8-block"])
+def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, autocast, compiled_extension, triton, monkeypatch):
+    monkeypatch.setattr(stored, "default_backend", lambda device: "triton")
+    base = Precision.BFLOAT16 if autocast else Precision.FLOAT32
+    x, found = torch.randn(2, 8, 64), []
+    for module in (None, compiled_extension):
+        monkeypatch.setattr(extension, "_loaded", module)
+        monkeypatch.setattr(stored, "_KERNELS", type(stored._KERNELS)(stored._kernel_of))
+        stored.REPLAY_OF_STORED.clear()
+        torch.manual_seed(0)
+        model, seen = Adapted(), []
+        applied = apply_(model, {f"{name}#0": f"{base}@{storage}" for name in "abc"}, base=base)
+        for step in range(5):
+            inputs = (x + step).requires_grad_(step != 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y = model(inputs)
+            y.float().square().sum().backward()
+            seen += [y.detach(), model.adapter.weight.grad.clone(), model.c.bias.grad.clone(), inputs.grad]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(inputs)
+        (first,) = torch.autograd.grad(y.float().square().sum(), inputs, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), inputs)
+        found.append([*seen, first.detach(), second])
+        applied.remove()
+    programs = [run.programs() for run in stored.REPLAY_OF_STORED.values()]
+    assert len(programs) == 2  # of two shapes
+    assert all(min(each) >= 1 for each in programs)
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_a_backend_that_does_not_tell_of_launches_is_not_recorded(compiled_extension, monkeypatch):
+    monkeypatch.setattr(extension, "_loaded", compiled_extension)
+    stored.REPLAY_OF_STORED.clear()
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False))
+    applied = apply_(model, {"0#0": "float32@nf4"})
+    for _ in range(4):
+        model(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    assert [run.programs() for run in stored.REPLAY_OF_STORED.values()] == [(0, 0)]
+    applied.remove()
 
 
 def test_what_has_no_derivative_is_refused_by_name(compiled_extension, triton, monkeypatch):

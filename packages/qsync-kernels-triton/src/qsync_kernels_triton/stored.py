@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from qsync_core.ir.precision import INT8_BLOCK_COLUMNS, NF4_BLOCK, NF4_CONSTANTS, Storage
+from qsync_core.kernels.launches import HERE
 from qsync_core.kernels.nf4 import NF4_CODES, dynamic_codes
 from qsync_kernels_triton.config import StoredConfig
 from qsync_kernels_triton.launching import Launch, Planned, refuse
@@ -117,6 +118,10 @@ def _plan_nf4(out: torch.Tensor, config: StoredConfig) -> Callable[..., None]:
     grid, codes = (max(1, triton.cdiv(words, block)), 1, 1), _codes(out.device)
 
     def run(values: Any, scale: Any, constants: Any, mean: Any, out: torch.Tensor) -> None:
+        if (recorder := HERE.recorder) is not None:
+            recorder.keeps(codes)
+            if values.data_ptr() % 16:  # of which some have words that cannot be read, and some not
+                recorder.refuse("what is stored is a part of another tensor")
         if values.data_ptr() % 4:  # a part of another tensor, whose words cannot be read
             values = values.clone()
         launch(grid, None, (values, scale, constants, mean, codes, out), (words, rest))

@@ -359,3 +359,23 @@ def test_where_no_other_plan_is_better_a_sentence_says_so() -> None:
     (section,) = (section for section in report_page(job_of(case), None, None).sections if section.title == "Other plans")
     assert section.sentences == ("No other plan is better than this one in Ω, in step time or in memory.",)
     assert not section.parts
+
+
+def test_the_drawing_script_is_bundled_once_for_a_user(tmp_path, monkeypatch):
+    """What is kept is what is bundled; where nothing can be kept, the script is made all the same."""
+    vl_convert = pytest.importorskip("vl_convert")
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda own: f"{len(own)} </script")
+    monkeypatch.setenv("QSYNC_TUNING", str(tmp_path / "tuning.sqlite"))
+    script = pages._drawing_script.__wrapped__()
+    assert script.endswith(" <\\/script")
+    (kept,) = (tmp_path / "pages").iterdir()
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda own: "another")
+    assert pages._drawing_script.__wrapped__() == script == kept.read_text()
+    kept.parent.chmod(0o777)  # so that others may have written it
+    assert pages._drawing_script.__wrapped__() == "another"
+    kept.parent.chmod(0o700)
+    monkeypatch.setattr(pages, "version", lambda package: "0.0")
+    assert pages._drawing_script.__wrapped__() == "another"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QSYNC_TUNING", str(tmp_path / "file" / "tuning.sqlite"))
+    assert pages._drawing_script.__wrapped__() == "another"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from forked import Forked
+from forked import TORCHRUN, Forked
 from processes import free_port
 from qsync_core.errors import JobError
 from qsync_torch.capturing.script import job_of_script
@@ -41,9 +39,7 @@ def script(folder: Path, *, destroys: bool) -> Path:
 def test_another_process_group_is_made_in_place_of_the_scripts(tmp_path, torchrun, destroys):
     command = [str(DRIVER), str(script(tmp_path, destroys=destroys))]
     if torchrun:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *command]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started = [subprocess.Popen(launch, cwd=tmp_path, **pipes)]
+        started = [Forked([TORCHRUN, "--nproc-per-node", "2", "--standalone", *command], cwd=tmp_path)]
     else:
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         started = [Forked(command, cwd=tmp_path, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(2)]

@@ -24,6 +24,23 @@ def test_calls_run_in_python_unless_asked(said, monkeypatch):
     assert extension.want(CPU) is None
 
 
+@pytest.mark.parametrize(("said", "loads"), [("background", True), ("1", True), ("0", False), (None, False)])
+def test_measured_steps_wait_for_the_compiler_where_calls_on_a_gpu_are_replayed(said, loads, monkeypatch):
+    monkeypatch.delenv(extension.REPLAY_VARIABLE, raising=False)
+    if said is not None:
+        monkeypatch.setenv(extension.REPLAY_VARIABLE, said)
+    made = object()
+    monkeypatch.setattr(extension, "_compiled", lambda: "path")
+    monkeypatch.setattr(extension, "_import", lambda path: made)
+    assert extension.want(torch.device("cuda"), wait=True) is (made if loads else None)
+
+
+def test_without_a_compiler_calls_on_a_gpu_run_in_python(monkeypatch):
+    monkeypatch.setenv(extension.REPLAY_VARIABLE, "background")
+    monkeypatch.setenv("CXX", "false")
+    assert extension.want(torch.device("cuda"), wait=True) is None
+
+
 def test_another_value_is_refused(monkeypatch):
     monkeypatch.setenv(extension.REPLAY_VARIABLE, "yes")
     with pytest.raises(BackendError, match=r"QSYNC_REPLAY is 1 .*, background or 0 .*, got 'yes'"):

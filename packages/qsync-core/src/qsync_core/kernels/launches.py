@@ -34,6 +34,9 @@ class Recorder(Protocol):
             stream: where the stream lies: PyTorch's current one, in each call.
         """
 
+    def keeps(self, tensor: Any) -> None:
+        """Hear of a tensor of the kernel's own, such as a table, which lives as long as the process and holds the same."""
+
     def refuse(self, reason: str) -> None:
         """Hear that the call cannot be recorded."""
 

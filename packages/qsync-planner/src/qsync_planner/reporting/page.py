@@ -7,17 +7,22 @@ escapes all text, charts get their data as JSON, and the page's content security
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import attrs
 
+from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.errors import PlanError
 from qsync_core.printable import printable
+from qsync_core.tuning.store import default_store_path
 
 _NEEDS = ("jinja2", "vl_convert")
 MISSING = "a page needs qsync-planner's extra 'report', which is not installed: pip install 'qsync-planner[report]'"
@@ -159,12 +164,23 @@ def _files() -> Any:
 def _drawing_script() -> str:
     """Vega, Vega-Lite and Vega-Embed, and ``page.js``, which draws with them.
 
-    A script ends at the first ``</script``, wherever that stands; in a string it means the same with a backslash.
+    Bundling takes seconds, and the same every time: the result stays in the user's cache folder.  A script ends at the first
+    ``</script``, wherever that stands; in a string it means the same with a backslash.
     """
     import vl_convert
 
     own = resources.files(__package__).joinpath("page.js").read_text("utf-8")
-    return vl_convert.javascript_bundle(own).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    name = hashlib.sha256(f"{version('vl-convert-python')}\n{own}".encode()).hexdigest()
+    kept = default_store_path().parent / "pages" / f"{name[:24]}.js"
+    with contextlib.suppress(OSError):
+        folder = kept.parent.stat()
+        if folder.st_uid == os.getuid() and not folder.st_mode & 0o022:  # what others can write there is no script of ours
+            return kept.read_text("utf-8")
+    script = vl_convert.javascript_bundle(own).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    with contextlib.suppress(OSError):  # without a cache, the next page takes as long
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(kept, script.encode())
+    return script
 
 
 def _hash(script: str) -> str:

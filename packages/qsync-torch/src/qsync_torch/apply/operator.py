@@ -39,7 +39,7 @@ from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
 from qsync_torch.operators.replays import REPLAY_OF
 from qsync_torch.operators.step_key import StepKey
-from qsync_torch.operators.stored import run_stored, without_autocast
+from qsync_torch.operators.stored import WithoutAutocast, run_stored
 from qsync_torch.replaying import extension
 from qsync_torch.torch_internals import DisableTorchFunction, process_groups
 
@@ -364,7 +364,7 @@ class Operator:
             with DisableTorchFunction():
                 self._check_call(input, held.device)
                 casts, seeds = self._in_force.casts_of(input), self._seeds(stored.values)
-                with without_autocast(held.device.type):
+                with WithoutAutocast(held.device.type):
                     return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)
         except NumericsError as error:
             raise self._named(error) from None

@@ -217,7 +217,7 @@ def run_workers(task: str, command: Sequence[str], folder: Path, weak: WeakWorke
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log if rank else None,
-                        preexec_fn=partial(weak.take_place, rank),
+                        preexec_fn=weak.place(rank).take,
                     )
                 )
             until = float("inf")

@@ -110,12 +110,9 @@ class WeakWorker:
         if self._load:
             self._load.close()
 
-    def take_place(self, rank: int) -> None:
-        """Make the calling process the strong (0) or the weak worker (1), until it ends, which it does with its parent."""
-        die_with_parent()
-        os.sched_setaffinity(0, {self._cores[rank]})
-        if rank and self._quota:
-            self._quota.enter()
+    def place(self, rank: int) -> Place:
+        """The strong (0) or the weak worker's (1)."""
+        return Place(self._cores[rank], self._quota if rank else None)
 
     def calibrate(self) -> StepRatio:
         """Adjust until the measured ratio of step times is near the target; returns what was measured then."""
@@ -185,6 +182,21 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends, however it ends (Linux; elsewhere a no-op)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@attrs.frozen
+class Place:
+    """A worker's: its core, and the quota of the weak one's."""
+
+    core: int
+    quota: CpuQuota | None
+
+    def take(self) -> None:
+        """Bring the calling process there until it ends, which it does with its parent."""
+        die_with_parent()
+        os.sched_setaffinity(0, {self.core})
+        if self.quota:
+            self.quota.enter()
 
 
 class CpuQuota:

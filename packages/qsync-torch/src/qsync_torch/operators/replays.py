@@ -21,7 +21,7 @@ from qsync_torch.torch_internals import running_node
 Tensors = Sequence[torch.Tensor | None]
 
 
-class _Context:
+class Context:
     """What an autograd function sees of autograd."""
 
     saved_tensors: Tensors = ()
@@ -32,6 +32,7 @@ class _Context:
         self.needs_input_grad = tuple(needs)
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep what backward is recorded with."""
         self.saved_tensors = tensors
 
 
@@ -77,7 +78,7 @@ class Replays:
 
     def _forward(self, tensors: Tensors, needs: Sequence[bool], grad_enabled: bool) -> Tensors:
         x, weight, bias, offset, *parts = tensors
-        context, made = _Context(needs), _OneCopy()
+        context, made = Context(needs), _OneCopy()
         copy = Operand(*parts) if parts else None  # type: ignore[arg-type]
         given: Any = (x, weight, bias, self._binding, Seeds(offset=offset), grad_enabled, made, None, copy)  # type: ignore[arg-type]
         y = QuantizedProduct.forward(context, *given)
@@ -94,7 +95,7 @@ class Replays:
     ) -> tuple[torch.Tensor | None, ...]:
         grad, *saved = tensors
         assert grad is not None
-        context, node = _Context(needs), running_node()
+        context, node = Context(needs), running_node()
         context.saved_tensors, context.next_functions = saved, () if node is None else node.next_functions
         context.kept = self._binding, Seeds(name=name), torch.Size(shape), dtype
         return QuantizedProduct.backward(context, grad)

@@ -6,8 +6,7 @@ An int8 product reads int8 rows as they are stored (:class:`qsync_torch.operator
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import attrs
@@ -18,6 +17,7 @@ from qsync_core.ir.precision import Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_core.kernels.choice import KernelChoice
+from qsync_core.kernels.launches import HERE
 from qsync_core.kernels.support import FLOATS
 from qsync_torch.aten import float_products, stored_weights
 from qsync_torch.aten.stored_weights import StoredWeight
@@ -25,12 +25,15 @@ from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding
 from qsync_torch.kernels.library_ops import is_plain
-from qsync_torch.kernels.selection import build_kernel, default_backend
+from qsync_torch.kernels.selection import build_kernel, default_backend, reports
 from qsync_torch.kinds import products
 from qsync_torch.operators.autograd import apply_of
 from qsync_torch.operators.cast_cache import CastCache
 from qsync_torch.operators.casts import Operand, Seeds, float_input
 from qsync_torch.operators.products import QuantizedProduct, offset_of
+from qsync_torch.operators.replays import Context, Tensors
+from qsync_torch.replaying import extension
+from qsync_torch.replaying.recording import recorded
 from qsync_torch.torch_internals import transforms_are_active
 
 
@@ -50,9 +53,19 @@ def _read(values: torch.Tensor, *others: Any) -> torch.Tensor:
     return cast(torch.Tensor, run(values, *others))
 
 
-def without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """What turns autocast off on a kind of device; where it is off, nothing, because its context takes longer than to ask."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+class WithoutAutocast:
+    """Autocast turned off on a kind of device; ``torch.autocast(enabled=False)`` takes ten times as long."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._was_on = kind, torch.is_autocast_enabled(kind)
+
+    def __enter__(self) -> None:
+        if self._was_on:
+            torch.set_autocast_enabled(self._kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on:
+            torch.set_autocast_enabled(self._kind, True)
 
 
 def _dequantize(
@@ -65,7 +78,10 @@ def _dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     out = torch.empty(tuple(shape), dtype=dtype, device=values.device)
-    _KERNELS[values.device, storage, tuple(shape), dtype](values, scale, constants, offset, out)
+    kernel = _KERNELS[values.device, storage, tuple(shape), dtype]
+    if HERE.recorder is not None and not reports(kernel):
+        HERE.recorder.refuse("a backend does not tell of its launches")
+    kernel(values, scale, constants, offset, out)
     return out
 
 
@@ -126,7 +142,7 @@ class StoredProduct(torch.autograd.Function):
         """Differentiable by the incoming gradient: it consists of torch's operators."""
         storage, shape, settings, x_shape = ctx.kept
         geometry, grad_x, grad_b = _geometry_of(settings), None, None
-        with without_autocast(grad.device.type):  # where ``backward()`` is called under it, that would choose other formats
+        with WithoutAutocast(grad.device.type):  # where ``backward()`` is called under it, that would choose other formats
             if ctx.needs_input_grad[0]:
                 values, scale, constants, offset = ctx.saved_tensors
                 weight = _read(values, scale, constants, offset, storage, shape, grad.dtype)
@@ -138,6 +154,69 @@ class StoredProduct(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_b = products.bias_gradient(grad, geometry, torch.float32).to(grad.dtype)
         return grad_x, grad_b, *(None,) * 7
+
+
+class StoredReplays:
+    """How the extension asks for programs of products with weights stored alike (:class:`qsync_torch.operators.replays.Replays`).
+
+    Args:
+        how: storage, shape of the weight, and geometry, as :class:`StoredProduct` takes them.
+        new_program: makes an empty program.
+    """
+
+    def __init__(self, how: tuple[Any, ...], new_program: Callable[[], Any]) -> None:
+        self._how, self._new_program = how, new_program
+
+    def record(self, backward: bool, tensors: Tensors, needs: Sequence[bool], *more: Any) -> Any:
+        """Record a call.
+
+        Args:
+            backward: which one.
+            tensors: of forward activation, what is stored and, between, bias and None; of backward the gradient and what forward
+                saved.
+            needs: which gradients are wanted, of activation, weight (never) and bias.
+            more: of backward shape and format of the activation.
+
+        Returns:
+            A program, or None.
+        """
+        if backward:
+            return recorded(self._new_program, lambda *given: self.backward("", given, needs, *more), tensors)
+        return recorded(self._new_program, lambda *given: self._forward(given, needs), tensors)
+
+    def _forward(self, tensors: Tensors, needs: Sequence[bool]) -> Tensors:
+        x, values, bias, _, *others = tensors
+        context = Context(needs)
+        y = StoredProduct.forward(context, x, bias, values, *others, *self._how)  # type: ignore[arg-type]
+        return y, *context.saved_tensors, None, None
+
+    def backward(self, name: str, tensors: Tensors, needs: Sequence[bool], shape: Sequence[int], dtype: torch.dtype) -> Tensors:
+        """The gradients of activation, weight (None) and bias."""
+        grad, *saved = tensors
+        assert grad is not None
+        context = Context((needs[0], needs[2]))
+        context.saved_tensors, context.kept = saved[:4], (*self._how, shape)
+        grad_x, grad_b, *_ = StoredProduct.backward(context, grad)
+        return grad_x, None, grad_b
+
+
+def _replay_of(how: tuple[Any, ...]) -> Callable[..., Any]:
+    module = extension.loaded()
+    made = StoredReplays(how, module.Program)
+    run: Callable[..., Any] = module.Lowered(made.record, made.backward)
+    return run
+
+
+REPLAY_OF_STORED: Memo[tuple[Any, ...], Callable[..., Any]] = Memo(_replay_of)
+"""What runs a product in the extension, by how its weight is stored: as :data:`qsync_torch.operators.replays.REPLAY_OF`."""
+
+
+def _applied(x: torch.Tensor, bias: torch.Tensor | None, stored: StoredWeight, how: tuple[Any, ...]) -> torch.Tensor:
+    if extension.loaded() is not None and not torch.compiler.is_compiling():
+        y = REPLAY_OF_STORED[how](x, stored.values, bias, None, stored[1:], False, "")
+        if y is not None:
+            return cast(torch.Tensor, y)
+    return apply_of(StoredProduct)(x, bias, *stored, *how)
 
 
 def _int8_product(
@@ -222,6 +301,5 @@ def run_stored(
         weight = dequantize(stored, storage, shape, x.dtype)
         y = float_products.product(x, weight, bias, binding.called)
     else:
-        apply = apply_of(StoredProduct)
-        y = apply(x, bias, *stored, str(storage), shape, _settings_of(binding.called))
+        y = _applied(x, bias, stored, (str(storage), shape, _settings_of(binding.called)))
     return y if y.dtype is binding.output else y.to(binding.output)

@@ -106,9 +106,9 @@ def _cuda_samples(call: Callable[[], object], device: torch.device, repeats: int
 
 
 def _cpu_samples(call: Callable[[], object], device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> list[float]:
-    samples = []
+    samples, others = [], _as_large_as_caches()
     for _ in range(repeats):
-        _leave_caches()
+        others.add_(1)
         dist.barrier(group)
         start = time.perf_counter_ns()
         call()
@@ -116,9 +116,9 @@ def _cpu_samples(call: Callable[[], object], device: torch.device, repeats: int,
     return samples
 
 
-def _leave_caches() -> None:
-    """Push everything else out of a CPU's caches, as a backward pass between two all-reduces does."""
-    torch.ones(_CACHE_BYTES // 4).add_(1)
+def _as_large_as_caches() -> torch.Tensor:
+    """Make what pushes everything else out of a CPU's caches when it is used, as a backward pass between two all-reduces does."""
+    return torch.ones(_CACHE_BYTES // 4)
 
 
 def _compute_share(nbytes: int, repeats: int, group: dist.ProcessGroup | None) -> float:
@@ -129,11 +129,11 @@ def _compute_share(nbytes: int, repeats: int, group: dist.ProcessGroup | None) -
     """
     tensor = torch.zeros(max(1, nbytes // 4))
     a = torch.rand(_SHARE_MATRIX, _SHARE_MATRIX)
-    shares = []
+    shares, others = [], _as_large_as_caches()
     for _ in range(repeats):
         dist.barrier(group)
         given = _core_share(lambda: [a @ a for _ in range(_SHARE_PRODUCTS)])
-        _leave_caches()
+        others.add_(1)
         dist.barrier(group)
         taken = _core_share(lambda: dist.all_reduce(tensor, group=group))
         if given > 0:

@@ -56,6 +56,7 @@ from qsync_torch.profiling.items import FLOAT32, Item, RightKernels, distinct_it
 from qsync_torch.profiling.memory import outside_bytes
 from qsync_torch.profiling.resume_store import ResumeStore
 from qsync_torch.profiling.whole_step import StepRunner, lowered_steps, may_bind, measure_alternating
+from qsync_torch.replaying import extension
 from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.held_state import held_state
 from qsync_torch.tracing.running_loss import is_run_loss
@@ -322,6 +323,9 @@ def _right_kernels(
         if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
             chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
     build_all(chooser.to_compile, partial(_tell_compiled, progress, 0))
+    if any(variant.compute.needs_scale for variant in variants):
+        progress(0, 1, "compiler of replays")
+        extension.want(device, wait=True)
     progress(0, 1, "canary")
     canary = Canary(device)
     right = right_kernels(items, dag, chooser, canary)

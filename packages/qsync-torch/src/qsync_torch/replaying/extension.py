@@ -26,8 +26,8 @@ from qsync_core.errors import BackendError
 from qsync_core.tuning.store import default_store_path
 
 REPLAY_VARIABLE = "QSYNC_REPLAY"
-"""Environment variable: 1 replays calls, and compiles the extension before the first one if it is missing; ``background``
-compiles it beside training on a GPU.  Without it all calls run in Python, until replays have been measured on GPUs."""
+"""Environment variable: ``background`` replays calls on GPUs, and compiles the extension beside training if it is missing; 1 waits
+for the compiler, and replays calls on CPUs too.  Without it all calls run in Python (docs/decisions/replays.md)."""
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _MODULE, _BACKGROUND = "qsync_replay", "background"
 _LOG = logging.getLogger("qsync_torch.replaying")
@@ -42,19 +42,23 @@ def loaded() -> Any:
     return _loaded
 
 
-def want(device: torch.device) -> Any:
+def want(device: torch.device, *, wait: bool = False) -> Any:
     """The extension where it is there; it is made where calls on this device are replayed.
+
+    Args:
+        device: where they run.
+        wait: for the compiler, as before steps that are measured: calls cost what they cost from the second training on.
 
     Raises:
         BackendError: where ``QSYNC_REPLAY`` is 1 and the extension cannot be had, or is none of its values.
     """
-    if _loaded is None and device.type not in _asked:
+    if _loaded is None and (wait or device.type not in _asked):
         _asked.add(device.type)
-        _make(device)
+        _make(device, wait)
     return _loaded
 
 
-def _make(device: torch.device) -> None:
+def _make(device: torch.device, wait: bool) -> None:
     said = os.environ.get(REPLAY_VARIABLE, "")
     if said not in ("", "0", "1", _BACKGROUND):
         raise BackendError(
@@ -63,7 +67,10 @@ def _make(device: torch.device) -> None:
     if said == "1":
         _load()
     elif said == _BACKGROUND and device.type == "cuda":
-        threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True).start()
+        loading = threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True)
+        loading.start()
+        if wait:
+            loading.join()
 
 
 def _load_quietly() -> None:

@@ -112,6 +112,7 @@ class _Recorder(TorchDispatchMode):
         self._known: list[tuple[int, int, int, torch.Tensor]] = []
         self._views: dict[tuple[Any, ...], int] = {}
         self._alive: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}
         self._slots = len(tensors)
         for slot, x in enumerate(tensors):
             if x is not None and x.numel():
@@ -122,6 +123,9 @@ class _Recorder(TorchDispatchMode):
 
     def refuse(self, reason: str) -> None:
         self.refusal = reason
+
+    def keeps(self, tensor: torch.Tensor) -> None:
+        self._kept[tensor.data_ptr()] = tensor
 
     def end(self, results: Tensors) -> None:
         """Say what the function returned.
@@ -151,8 +155,9 @@ class _Recorder(TorchDispatchMode):
             result = function(*tensors, *after)
         finally:
             self._is_aside, HERE.recorder = False, self
-        given = [*(None for _ in tensors), *after]
-        self.program.call(function, given, [], [(place, self._slot(x)) for place, x in enumerate(tensors)], -1, None)
+        given = [*(self._kept.get(x.data_ptr()) for x in tensors), *after]
+        slots = [(place, self._slot(x)) for place, x in enumerate(tensors) if given[place] is None]
+        self.program.call(function, given, [], slots, -1, None)
         return result
 
     def called_in_c(
@@ -163,12 +168,12 @@ class _Recorder(TorchDispatchMode):
         self.program.c_call(function, arguments, places, stream, _current_stream, fails)
 
     def _place(self, address: int) -> tuple[int, int] | None:
-        """Slot and offset of an address; None of no memory.
+        """Slot and offset of an address; None of no memory, and of what is the kernel's own.
 
         Raises:
             RefusedError: where it is in no memory that is known.
         """
-        if not address:
+        if not address or address in self._kept:
             return None
         for begin, end, slot, _ in self._known:
             if begin <= address < end:
