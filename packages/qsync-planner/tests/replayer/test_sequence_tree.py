@@ -16,11 +16,11 @@ def fold_of(letters: list[str]) -> Callable[[int, int], Node]:
     return lambda first, last: (None, None, "".join(letters[first:last]))
 
 
-def tree_of(letters: list[str]) -> SequenceTree:
+def tree_of(letters: list[str], *, stays: bool = False) -> SequenceTree:
     def join(left: Node, right: Node) -> Node:
         return (left, right, left[2] + right[2])
 
-    return SequenceTree(len(letters), fold_of(letters), join)
+    return SequenceTree(len(letters), fold_of(letters), join, stays=stays)
 
 
 @given(st.integers(0, 300), st.data())
@@ -37,6 +37,12 @@ def test_changed_entries_make_the_root_of_the_changed_sequence_and_leave_the_old
         assert tree.root[2] == "".join(letters)
         roots.append((tree.root, "".join(letters)))
     assert all(root[2] == text for root, text in roots)
+
+
+@given(st.integers(0, 300))
+def test_what_stays_is_one_leaf(count: int) -> None:
+    tree = tree_of([*"abc"] * count, stays=True)
+    assert (tree.half, tree.root[2]) == (0, "abc" * count)
 
 
 @given(st.integers(1, 300), st.data())

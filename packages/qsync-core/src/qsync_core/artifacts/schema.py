@@ -156,7 +156,10 @@ def _holds(fields: dict[str, Any], values: dict[str, Any]) -> bool:
 
 
 def _without(fields: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in names}
+    found = dict(fields)
+    for name in names:
+        found.pop(name, None)
+    return found
 
 
 def migrate(kind: str, version: int, plain: Any) -> Any:

@@ -268,7 +268,7 @@ class _Allocation:
         state, programs, solver = start.state, start.programs, self._request.solver
         if not isinstance(solver, str):
             return bounded(state, solver(state, start.starts, limit_ns), limit_ns, programs)
-        starts = raised_to_base(state, start.starts, limit_ns)
+        starts = raised_to_base(state, start.starts, limit_ns, programs)
         if solver == "greedy":
             return bounded(state, solve_greedy(state, starts, limit_ns), limit_ns, programs)
         if solver == "auto" and not is_installed():

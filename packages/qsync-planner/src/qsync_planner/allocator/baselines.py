@@ -160,7 +160,9 @@ def _move_to_leanest(state: SearchState, group: str, programs: Programs) -> int:
     return move_to_least_memory(state, group)
 
 
-def raised_to_base(state: SearchState, starts: Mapping[str, UniformStart], limit_ns: int) -> dict[str, UniformStart]:
+def raised_to_base(
+    state: SearchState, starts: Mapping[str, UniformStart], limit_ns: int, programs: Programs
+) -> dict[str, UniformStart]:
     """Begin at the base precision with every group whose limits it keeps: no plan has a smaller Σ Ω.
 
     A step without a plan takes the CPU less than the sum of its operators beside lowered ones says, so that a search from below
@@ -172,7 +174,8 @@ def raised_to_base(state: SearchState, starts: Mapping[str, UniformStart], limit
     found = dict(starts)
     for group in state.problem.groups:
         top = tuple(unit.top for unit in group.units)
-        if state.rungs(group.name) == top:
+        alone = programs.at_rungs(group)[-1]  # no job is faster than one of its groups alone
+        if state.rungs(group.name) == top or alone.period_ns > limit_ns or not group.fits(alone.peak_bytes):
             continue
         prediction = state.try_moves(group.name, dict(enumerate(top)))
         if prediction.iteration_ns <= limit_ns and group.fits(prediction.groups[group.name].peak_bytes):

@@ -16,8 +16,7 @@ Node = tuple[Any, ...]
 """What a run of the sequence amounts to.  Above the leaves the first two entries are the nodes of its halves."""
 T = TypeVar("T")
 BITS = 3
-SIZE = 1 << BITS
-"""How many entries a leaf sums up: summing up a few anew takes less than the nodes above them would."""
+"""A leaf sums up so many entries, as a power of two: summing up a few anew takes less than the nodes above them would."""
 _number = itemgetter(0)
 
 
@@ -27,15 +26,20 @@ class SequenceTree:
     Whose entries these are mostly owns the tree, and sums them up: the tree does not keep ``fold``, so that both are gone when
     nobody needs the owner, and Python has no circle to look for.
 
+    Args:
+        stays: no entry will change, so that one leaf does for all.
+
     Attributes:
         root: the node of the whole sequence.
         half: how many leaves lie below each half of the root (0: the root is the only leaf).
     """
 
-    def __init__(self, count: int, fold: Callable[[int, int], Node], join: Callable[[Node, Node], Node]) -> None:
-        self._count, self._join = count, join
+    def __init__(
+        self, count: int, fold: Callable[[int, int], Node], join: Callable[[Node, Node], Node], *, stays: bool = False
+    ) -> None:
+        self._count, self._join, self._bits = count, join, count.bit_length() if stays else BITS
         nothing = fold(count, count)
-        level = [self._leaf(number, fold) for number in range(-(-count >> BITS))] or [nothing]
+        level = [self._leaf(number, fold) for number in range(-(-count >> self._bits))] or [nothing]
         self.half = 0
         while len(level) > 1:
             if len(level) % 2:
@@ -46,12 +50,12 @@ class SequenceTree:
         self.root = level[0]
 
     def _leaf(self, number: int, fold: Callable[[int, int], Node]) -> Node:
-        first = number << BITS
-        return fold(first, min(first + SIZE, self._count))
+        first = number << self._bits
+        return fold(first, min(first + (1 << self._bits), self._count))
 
     def refresh(self, positions: Iterable[int], fold: Callable[[int, int], Node]) -> None:
         """Account for entries that changed."""
-        leaves = [(number, self._leaf(number, fold)) for number in sorted({position >> BITS for position in positions})]
+        leaves = [(number, self._leaf(number, fold)) for number in sorted({position >> self._bits for position in positions})]
         if leaves:
             self.root = self._replaced(self.root, self.half, leaves)
 

@@ -296,7 +296,13 @@ class MemoryLedger:
     """
 
     def __init__(
-        self, mapper: CostMapper, *, distributed: bool = True, bucket_views: bool = False, accumulates: bool = False
+        self,
+        mapper: CostMapper,
+        *,
+        distributed: bool = True,
+        bucket_views: bool = False,
+        accumulates: bool = False,
+        stays: bool = False,
     ) -> None:
         self._mapper = mapper
         known, key = mapper.model.once(_known_layouts), (distributed, bucket_views, accumulates)
@@ -309,10 +315,17 @@ class MemoryLedger:
         self._moment = [0] * (2 * count + 1)
         self._correction = self._held = 0
         self._known, self._concerned = known[key].intervals, known[key].concerned
-        self._tensors: list[Intervals] = [[] for _ in range(count)]
-        self._own: list[OwnBytes] = [(0, 0, 0, 0, 0)] * count
-        self._replace(range(count), range(count))
-        self._tree = SequenceTree(count, self._fold, _join)
+        self._tensors: list[Intervals] = [self._intervals_of(position) for position in range(count)]
+        self._own: list[OwnBytes] = [_own_bytes(state.evaluation) for state in mapper.states]
+        for position, (own, backward) in enumerate(zip(self._own, self._backward_of, strict=True)):
+            for start, end, nbytes in (*self._tensors[position], (position, backward + 1, own[0])):
+                self._delta[start] += nbytes
+                self._delta[end] -= nbytes
+            self._moment[position] += own[1]
+            self._moment[backward] += own[2]
+            self._correction += own[3]
+            self._held += own[4]
+        self._tree = SequenceTree(count, self._fold, _join, stays=stays)
 
     def _intervals_of(self, position: int) -> Intervals:
         """Return :meth:`_tensor_intervals`, computed once for the same states of the producer and of its readers."""
@@ -418,9 +431,6 @@ class MemoryLedger:
             if old != new:
                 tensors.append((position, old))
                 self._tensors[position] = new
-                if not old:
-                    intervals += [added for added in new if added[2]]
-                    continue
                 for (start, end, nbytes), added in zip_longest(old, new, fillvalue=_EMPTY):
                     if start == added[0] and end == added[1]:
                         nbytes -= added[2]

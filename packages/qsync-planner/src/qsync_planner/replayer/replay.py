@@ -97,7 +97,7 @@ class GroupState:
         model = replayer.model_of(group.name, variants) if stays else replayer.model(group.name)
         shape = shape or replayer.shape(group.name)
         self.mapper = replayer.mapper(group.name, variants) if stays else CostMapper(replayer.dag, model, variants)
-        self.timing = StepTiming(self.mapper, shape, synchronises=group.sync_per_step)
+        self.timing = StepTiming(self.mapper, shape, synchronises=group.sync_per_step, stays=stays)
         self._ledger = replayer.ledger_to_read(self.mapper) if stays else replayer.ledger(self.mapper)
         self._base = base_rung(group)
         self._lowered: set[OpId] = set()
@@ -352,20 +352,21 @@ class Replayer:
         """One group under some variants, to be changed without any of the others, perhaps with another shape of its step."""
         return GroupState(self, self.cluster.group(group), variants, shape)
 
-    def ledger(self, mapper: CostMapper) -> MemoryLedger:
-        """Memory of a rank of this job under a mapper's variants."""
+    def ledger(self, mapper: CostMapper, *, stays: bool = False) -> MemoryLedger:
+        """Memory of a rank of this job under a mapper's variants; ``stays``: these do not change."""
         return MemoryLedger(
             mapper,
             distributed=self.ranks > 1,
             bucket_views=self.settings.gradient_as_bucket_view,
             accumulates=self.dag.accumulate > 1,
+            stays=stays,
         )
 
     def ledger_to_read(self, mapper: CostMapper) -> MemoryLedger:
         """The same for one of :meth:`mapper`, to be read too."""
         ledgers, key = self._read.ledgers, (mapper, self.ranks > 1, self.settings.gradient_as_bucket_view)
         if key not in ledgers:
-            ledgers[key] = self.ledger(mapper)
+            ledgers[key] = self.ledger(mapper, stays=True)
         return ledgers[key]
 
     def alone(self, group: str, variants: Variants) -> GroupPrediction:

@@ -210,15 +210,15 @@ class StepTiming:
     a synchronising group are level between them.
     """
 
-    def __init__(self, work: CostMapper | Condensed, shape: StepShape, *, synchronises: bool) -> None:
+    def __init__(self, work: CostMapper | Condensed, shape: StepShape, *, synchronises: bool, stays: bool = False) -> None:
         self.work = work
         self.shape = shape
         self.cold = synchronises and not work.is_synchronous
         self._cuts = shape.at_cuts
-        self._tree = SequenceTree(len(work.forward), self._fold, _join)
+        self._tree = SequenceTree(len(work.forward), self._fold, _join, stays=stays or isinstance(work, Condensed))
         self._before_last: StepTiming | None = None
         if shape.micro_batches > 1:
-            self._before_last = StepTiming(work, shape.without_exchange, synchronises=synchronises)
+            self._before_last = StepTiming(work, shape.without_exchange, synchronises=synchronises, stays=stays)
 
     def _fold(self, first: int, last: int) -> Node:
         """A few operators: forward; then backward in reverse, after each the buckets that are ready and what they take here."""

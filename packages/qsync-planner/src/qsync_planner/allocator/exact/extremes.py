@@ -24,8 +24,8 @@ _ARCS, _WIDER, _PART = 64, 2, 0.1
 do not count."""
 _QUICK, _FEW, _MORE, _LABELS = 200, 2_000, 4, 20_000
 """Labels that are kept at first and then, times as many where these are not all, and the most."""
-_SOON = 256
-"""Arcs beside one of every stage that a plan is looked for among before all others."""
+_SOON = ((256, 20), (1024, _QUICK))
+"""Arcs beside one of every stage that a plan is looked for among before all others, and the labels that are kept then."""
 _MANY, _FARTHER = 300, 1.5
 """Labels from which on they grow fast, and times as far that one looks then."""
 _ROUNDING = 1e-9
@@ -136,8 +136,8 @@ class ExtremeSearch:
         # Arcs of the paths that the bound is a mean of are no farther than any.
         nearest = int(np.searchsorted(spread, _PART * self._gap * self.size(self.best), side="right"))
         arcs, reached, cap, halves, looked_farther = nearest + _ARCS, math.inf, _QUICK, False, False
-        soon = len(network.stages) + _SOON  # a path has an arc of every stage
-        among = float(spread[soon]) if soon < min(arcs, len(spread)) else math.inf
+        of_path, most_arcs = len(network.stages), min(arcs, len(spread))
+        soon = [(float(spread[of_path + more]), labels) for more, labels in _SOON if of_path + more < most_arcs]
         while not self.is_near() and not self._is_late():
             most = self.size(self.best) - 1
             distance = min(reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
@@ -149,16 +149,17 @@ class ExtremeSearch:
                 sought = min(most, sought + max(1, sought - math.floor(priced.bound)))
             rows = [*(attrs.evolve(row, most=row.most + sought) for row in sums), *limits]
             distance = sought - priced.bound + _ROUNDING * sought
-            labelled = best_path(network, rows, priced, distance, math.inf, cap, among)
+            among, labels = soon[0] if soon else (math.inf, cap)
+            labelled = best_path(network, rows, priced, distance, math.inf, labels, among)
             if labelled.path is not None:
                 plan = self._program.replay(network.rungs(labelled.path, self._units))
                 self._known.append(plan.rungs)
                 if not self._offer(plan) or self.size(plan) > sought:
                     values = network.values(labelled.path, self._program.program.columns)
                     return self._rows.add_exceeded(values, plan, *self._within(sought))
-                halves, looked_farther, cap, among = True, False, max(cap, _FEW), math.inf
-            elif among < math.inf:
-                among = math.inf
+                halves, looked_farther, cap, soon = True, False, max(cap, _FEW), []
+            elif soon:
+                soon.pop(0)
             elif cap == _QUICK and not labelled.complete:
                 cap = _FEW
             elif labelled.complete:

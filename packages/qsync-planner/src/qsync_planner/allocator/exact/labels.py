@@ -110,12 +110,13 @@ def best_path(
         fits, least_excess = ways.fitting(new, counting)
         fits &= (least_excess <= distance) & (new.cost + ways.rest_cost[new.state] < most_cost)
         kept = np.flatnonzero(fits)
-        new, least_excess = new[kept], least_excess[kept]
+        if len(kept) < len(fits):
+            new, least_excess, before, arc = new[kept], least_excess[kept], before[kept], arc[kept]
         if len(kept) <= _FEW:
             survivors = _best_of_few(new)
         else:
             survivors = _undominated(new)
-            if len(survivors) > _FEW:
+            if len(survivors) > _FEW and new.taken.shape[1] > 1:
                 survivors = survivors[_not_worse(new[survivors])]
         if len(survivors) > cap:
             complete, cap = False, min(cap, _BEAM)
@@ -125,7 +126,7 @@ def best_path(
             return Labelled(None, complete, largest)
         labels = new[survivors]
         at = labels.state[0] if (labels.state == labels.state[0]).all() else None
-        back.append((before[kept][survivors], arc[kept][survivors]))
+        back.append((before[survivors], arc[survivors]))
     place = int(np.argmin(labels.cost))
     path = []
     for before_, arcs in reversed(back):
@@ -270,6 +271,10 @@ def _undominated(labels: _Labels) -> Indices:
         return order[np.flatnonzero(np.concatenate([[True], ~alike]))]
     varied = max(range(rows), key=lambda row: len(np.unique(labels.taken[:, row]))) if rows > 1 else 0
     others = [labels.taken[:, row] for row in range(rows) if row != varied]
+    if not others and (labels.state == labels.state[0]).all():
+        order = np.lexsort((labels.cost, labels.taken[:, varied]))
+        cost = labels.cost[order]
+        return order[np.flatnonzero(np.concatenate([[True], cost[1:] < np.minimum.accumulate(cost)[:-1]]))]
     order = np.lexsort((labels.cost, labels.taken[:, varied], *others, labels.state))
     new = labels.state[order][1:] != labels.state[order][:-1]
     for other in others:

@@ -285,8 +285,10 @@ def best_prices(
             best, found = bound, prices
         master.add(network.cost[path].sum(), [row.amounts[path].sum() - row.most for row in rows])
         paths.append(path)
+        asked = prices
         highest, prices, weights = master.solve()
-        if highest - best <= _DUAL_GAP * abs(highest):
+        # The same prices again lead to the same path: the solver's tolerance is of costs as large as those of the first path.
+        if highest - best <= _DUAL_GAP * abs(highest) or np.array_equal(prices, asked):
             break
     used = [number for number, weight in enumerate(weights) if weight > _NO_WEIGHT]
     mixture = Mixture(tuple(paths[number] for number in used), tuple(float(weights[number]) for number in used))

@@ -22,8 +22,9 @@ from qsync_planner.allocator.problem import GroupProblem
 _ROUNDS = 200
 _ARCS, _WIDER = 64, 2
 """Arcs beside the nearest that a plan is looked for among at first, and times as many where none was found."""
-_QUICK, _FEW, _MORE = 200, 2_000, 4
-"""Labels that are kept for a plan that is near enough, that are kept at first else, and times as many where these are not all."""
+_QUICK, _LOOKS, _FEW, _MORE = 1_000, 5, 2_000, 4
+"""Labels that are kept for a plan that is near enough, how often that is tried farther and farther from the bound, labels that are
+kept at first else, and times as many where these are not all."""
 _MANY, _FARTHER, _LEAST = 300, 1.5, 1e-6
 """Labels from which on they grow fast, times as far that one looks then, and the part of the bound that is not worth less."""
 _BETTER = 0.9
@@ -208,11 +209,19 @@ class StagedSearch:
                 found, most = labelled.path, float(network.cost[labelled.path].sum())
             return labelled
 
-        if self._enough:  # a plan that is near enough may be found by few labels
-            distance = self._enough * abs(bound)
-            if look(distance, min(_QUICK, self._labels)).complete and most > bound + distance:
+        distance = self._enough * abs(bound)
+        for _ in range(_LOOKS if self._enough else 0):  # few labels may find a plan that is near enough, or nearly
+            labelled = look(distance, min(_QUICK, self._labels))
+            if labelled.complete and most <= bound + distance:
+                return found, most * (1 - _ROUNDING)
+            if labelled.complete:
                 proven = bound + distance - _ROUNDING * abs(bound)
                 arcs = max(arcs, int(np.searchsorted(spread, distance, side="right")) + _ARCS)
+            if found is not None or distance >= most - bound:
+                break
+            distance *= _MORE if _MORE * labelled.most < _QUICK else _WIDER
+        if found is not None and most - bound > self._enough * abs(bound) and look(most - bound, cap).complete:
+            return found, most * (1 - _ROUNDING)
         while not self._is_late() and (most == math.inf or most - proven > self._enough * most):
             # How many arcs are within a distance says how much there is to look through, whatever Ω and time are counted in.
             before, whole = most, min(most - priced.bound, float(spread.sum()))
