@@ -112,7 +112,7 @@ class Truth:
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[Any, float]:
         """Measure every plan on the step's batch; nothing is written."""
-        model = copy.deepcopy(step.model).double()
+        model = _in_float64(step.model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
         def gradient() -> torch.Tensor:
@@ -129,6 +129,17 @@ class Truth:
             for op_id, weight in kept.items():
                 model.get_submodule(op_id.fqn).weight.data = weight
         return {}
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    """A copy whose norms compute in float64 too: Llama's own go by way of float32."""
+    copied = copy.deepcopy(model).double()
+    for name, norm in list(copied.named_modules()):
+        if type(norm).__name__ == "LlamaRMSNorm":
+            exact = nn.RMSNorm(norm.weight.shape[0], norm.variance_epsilon)
+            exact.weight = norm.weight
+            copied.set_submodule(name, exact)
+    return copied
 
 
 def read_of(weight: torch.Tensor, variant: Variant) -> torch.Tensor:
