@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed import run
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -11,16 +11,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from forked import become
 
 
-def rank(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+def rank(arguments: Sequence[str]) -> None:
     """Become ``python arguments`` with the variables that the agent has set."""
-    if status := become(arguments, {**os.environ, **env}, os.getcwd()):
+    if status := become(arguments, dict(os.environ), os.getcwd()):
         os._exit(status)
 
 
 def launch(config: LaunchConfig, entrypoint: object) -> Callable[..., object]:
     """Have the agent fork, where torchrun has it start an interpreter (``entrypoint``) with ``-u`` and what that is to run."""
     config.start_method = "fork"
-    return lambda _, *arguments: elastic_launch(config, rank)(arguments, dict(os.environ))
+    return lambda _, *arguments: elastic_launch(config, rank)(arguments)
 
 
 run.elastic_launch = launch

@@ -370,7 +370,12 @@ def test_the_drawing_script_is_bundled_once_for_a_user(tmp_path, monkeypatch):
     assert script.endswith(" <\\/script")
     (kept,) = (tmp_path / "pages").iterdir()
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda own: "another")
-    assert pages._drawing_script.__wrapped__() == script == kept.read_text()
+    assert pages._drawing_script.__wrapped__() == script
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-1] + b"\xff")
+    assert pages._drawing_script.__wrapped__() == "another"
+    kept.write_bytes(whole)
+    assert pages._drawing_script.__wrapped__() == script
     kept.parent.chmod(0o777)  # so that others may have written it
     assert pages._drawing_script.__wrapped__() == "another"
     kept.parent.chmod(0o700)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qsync_core.errors import BackendError
+from qsync_torch import apply_
 from qsync_torch.replaying import extension
 
 CPU = torch.device("cpu")
@@ -64,3 +65,20 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch):
     extension._asked.clear()
     with pytest.raises(BackendError, match="others can write to it"):
         extension.want(CPU)
+
+
+def test_a_compiled_model_is_not_compiled_again_when_the_extension_arrives(monkeypatch):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64).requires_grad_(False))
+    applied = apply_(model, {"0#0": "float32@nf4"})
+    run, x = torch.compile(model, backend=backend), torch.randn(4, 64)
+    run(x)
+    monkeypatch.setattr(extension, "_loaded", object())
+    run(x)
+    assert len(compiled) == 1
+    applied.remove()

@@ -164,23 +164,28 @@ def _files() -> Any:
 def _drawing_script() -> str:
     """Vega, Vega-Lite and Vega-Embed, and ``page.js``, which draws with them.
 
-    Bundling takes seconds, and the same every time: the result stays in the user's cache folder.  A script ends at the first
-    ``</script``, wherever that stands; in a string it means the same with a backslash.
+    A script ends at the first ``</script``, wherever that stands; in a string it means the same with a backslash.
     """
+    own = resources.files(__package__).joinpath("page.js").read_text("utf-8")
+    return _bundled(own).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _bundled(own: str) -> str:
+    """A script with what it imports.  Bundling takes seconds: the result stays in the user's cache folder."""
     import vl_convert
 
-    own = resources.files(__package__).joinpath("page.js").read_text("utf-8")
     name = hashlib.sha256(f"{version('vl-convert-python')}\n{own}".encode()).hexdigest()
     kept = default_store_path().parent / "pages" / f"{name[:24]}.js"
     with contextlib.suppress(OSError):
-        folder = kept.parent.stat()
-        if folder.st_uid == os.getuid() and not folder.st_mode & 0o022:  # what others can write there is no script of ours
-            return kept.read_text("utf-8")
-    script = vl_convert.javascript_bundle(own).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+        folder, (digest, _, script) = kept.parent.stat(), kept.read_bytes().partition(b"\n")
+        is_own = folder.st_uid == os.getuid() and not folder.st_mode & 0o022  # what others can write there is no script of ours
+        if is_own and digest.decode("ascii", "replace") == hashlib.sha256(script).hexdigest():
+            return script.decode()
+    made: str = vl_convert.javascript_bundle(own)
     with contextlib.suppress(OSError):  # without a cache, the next page takes as long
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(kept, script.encode())
-    return script
+        write_atomically(kept, f"{hashlib.sha256(made.encode()).hexdigest()}\n{made}".encode())
+    return made
 
 
 def _hash(script: str) -> str:

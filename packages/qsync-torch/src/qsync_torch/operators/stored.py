@@ -212,7 +212,7 @@ REPLAY_OF_STORED: Memo[tuple[Any, ...], Callable[..., Any]] = Memo(_replay_of)
 
 
 def _applied(x: torch.Tensor, bias: torch.Tensor | None, stored: StoredWeight, how: tuple[Any, ...]) -> torch.Tensor:
-    if extension.loaded() is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and extension.loaded() is not None:  # which a compiler would guard, and then compile again
         y = REPLAY_OF_STORED[how](x, stored.values, bias, None, stored[1:], False, "")
         if y is not None:
             return cast(torch.Tensor, y)

@@ -169,6 +169,7 @@ def profile(
             "kernels": _kernels(choices),
             "number of ranks": str(rank_count()),
             "effort": str(asked.efforts),
+            **({} if extension.loaded() is None else {"calls": "replayed"}),
         },
     )
     if len(store) and digest(trace(job)) != dag_digest:
@@ -323,7 +324,7 @@ def _right_kernels(
         if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
             chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
     build_all(chooser.to_compile, partial(_tell_compiled, progress, 0))
-    if any(variant.compute.needs_scale for variant in variants):
+    if any(variant.compute.needs_scale or variant.storage.is_quantized for variant in variants):
         progress(0, 1, "compiler of replays")
         extension.want(device, wait=True)
     progress(0, 1, "canary")

@@ -30,6 +30,9 @@ _ALLOCATIONS = frozenset(
 
 Tensors = Sequence[torch.Tensor | None]
 
+_KEPT: dict[int, torch.Tensor] = {}
+"""Tensors of kernels' own, by their address: programs hold the address alone, so that they stay alive here."""
+
 
 class RefusedError(Exception):
     """Something cannot be recorded."""
@@ -112,7 +115,6 @@ class _Recorder(TorchDispatchMode):
         self._known: list[tuple[int, int, int, torch.Tensor]] = []
         self._views: dict[tuple[Any, ...], int] = {}
         self._alive: list[torch.Tensor] = []
-        self._kept: dict[int, torch.Tensor] = {}
         self._slots = len(tensors)
         for slot, x in enumerate(tensors):
             if x is not None and x.numel():
@@ -125,7 +127,7 @@ class _Recorder(TorchDispatchMode):
         self.refusal = reason
 
     def keeps(self, tensor: torch.Tensor) -> None:
-        self._kept[tensor.data_ptr()] = tensor
+        _KEPT[tensor.data_ptr()] = tensor
 
     def end(self, results: Tensors) -> None:
         """Say what the function returned.
@@ -155,7 +157,7 @@ class _Recorder(TorchDispatchMode):
             result = function(*tensors, *after)
         finally:
             self._is_aside, HERE.recorder = False, self
-        given = [*(self._kept.get(x.data_ptr()) for x in tensors), *after]
+        given = [*(_KEPT.get(x.data_ptr()) for x in tensors), *after]
         slots = [(place, self._slot(x)) for place, x in enumerate(tensors) if given[place] is None]
         self.program.call(function, given, [], slots, -1, None)
         return result
@@ -173,7 +175,7 @@ class _Recorder(TorchDispatchMode):
         Raises:
             RefusedError: where it is in no memory that is known.
         """
-        if not address or address in self._kept:
+        if not address or address in _KEPT:
             return None
         for begin, end, slot, _ in self._known:
             if begin <= address < end:

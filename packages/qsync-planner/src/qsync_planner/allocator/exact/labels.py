@@ -280,8 +280,7 @@ def _undominated(labels: _Labels) -> Indices:
     for other in others:
         new |= other[order][1:] != other[order][:-1]
     block = np.concatenate([[0], np.cumsum(new)])
-    rank = np.empty(count, dtype=np.int64)
-    rank[np.argsort(labels.cost, kind="stable")] = np.arange(count)
+    rank = np.unique(labels.cost, return_inverse=True)[1]  # the same for equal costs
     # A running minimum that restarts with each block, whose numbers are below those of all blocks before.
     falling = rank[order] - block * count
     least = np.minimum.accumulate(falling)

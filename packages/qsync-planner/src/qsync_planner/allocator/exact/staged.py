@@ -217,10 +217,11 @@ class StagedSearch:
             if labelled.complete:
                 proven = bound + distance - _ROUNDING * abs(bound)
                 arcs = max(arcs, int(np.searchsorted(spread, distance, side="right")) + _ARCS)
-            if found is not None or distance >= most - bound:
+            if found is not None or not 0 < distance < most - bound or self._is_late():
                 break
             distance *= _MORE if _MORE * labelled.most < _QUICK else _WIDER
-        if found is not None and most - bound > self._enough * abs(bound) and look(most - bound, cap).complete:
+        is_far = found is not None and most - bound > self._enough * abs(bound)
+        if is_far and not self._is_late() and look(most - bound, cap).complete:
             return found, most * (1 - _ROUNDING)
         while not self._is_late() and (most == math.inf or most - proven > self._enough * most):
             # How many arcs are within a distance says how much there is to look through, whatever Ω and time are counted in.
