@@ -27,7 +27,7 @@ from qsync_torch.kernels import selection
 from qsync_torch.operators import casts, products, replays, stored
 from qsync_torch.replaying import extension
 
-pytestmark = pytest.mark.slow(seconds=60)
+pytestmark = pytest.mark.nightly
 
 ALL = "int8;out=float32;save=int8;gi=int8;gw=int8;x={};w=channel;round=stochastic;sym=true"
 
@@ -117,11 +117,11 @@ def trained(make, x, variant, module, monkeypatch, compiles=False):
 @pytest.mark.parametrize(
     ("make", "variant"),
     [
-        pytest.param(Attention, "int8", marks=pytest.mark.nightly),
-        pytest.param(Attention, ALL.format("tensor"), marks=pytest.mark.nightly),
+        (Attention, "int8"),
+        (Attention, ALL.format("tensor")),
         (Attention, ALL.format("row")),
-        pytest.param(Checkpointed, ALL.format("row"), marks=pytest.mark.nightly),
-        pytest.param(Convolutions, "int8", marks=pytest.mark.nightly),
+        (Checkpointed, ALL.format("row")),
+        (Convolutions, "int8"),
     ],
 )
 def test_steps_are_bit_equal_to_python_s(make, variant, compiled_extension, triton, monkeypatch):
@@ -158,11 +158,8 @@ class Adapted(nn.Module):
         return self.b(torch.tanh(self.a(x) + self.adapter(x)) + self.c(x))
 
 
-_LATER = pytest.mark.nightly
-
-
-@pytest.mark.parametrize("autocast", [pytest.param(False, marks=_LATER), True])
-@pytest.mark.parametrize("storage", ["nf4", *(pytest.param(name, marks=_LATER) for name in ("int8-row", "int8-block"))])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("storage", ["nf4", "int8-row", "int8-block"])
 def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, autocast, compiled_extension, triton, monkeypatch):
     monkeypatch.setattr(stored, "default_backend", lambda device: "triton")
     base = Precision.BFLOAT16 if autocast else Precision.FLOAT32
