@@ -45,7 +45,9 @@ PLANS = {
 }
 
 
-EXACT = PLANS.keys() - {"every other one"}
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Elsewhere operators of a plan compute such products in float32, whose copies PyTorch's own, of the base's step, do not take."""
+EXACT = PLANS.keys() - {"every other one"} if HAS_BFLOAT16 else set()
 
 
 class Block(nn.Module):
@@ -150,7 +152,8 @@ def test_whole_steps_are_measured_with_what_is_stored(measured: tuple[Job, Preci
     _, dag, found = measured
     peaks = {step.variant: step.peak_bytes for step in found.steps}
     assert peaks.keys() == set(LADDER)
-    assert peaks[ROWS] < peaks[BFLOAT16]  # of weights as small as these, what dequantizing NF4 takes besides is more than it saves
+    # Of weights as small as these, what dequantizing NF4 takes besides is more than it saves.
+    assert peaks[ROWS] < peaks[BFLOAT16] or not HAS_BFLOAT16
     predictor = replayer(dag, found)
     for variant, peak in peaks.items():
         assert predictor.memory("g", {operator.op_id: variant for operator in dag.adjustable}).peak_bytes == peak

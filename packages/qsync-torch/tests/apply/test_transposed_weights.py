@@ -103,7 +103,11 @@ def step(model, variants, *inputs, **kwargs):
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def check_equal(model, found, expected, *, of_twin=True):
+ROUNDED = 0.0 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 2.0**-12
+"""Relative difference that a sum's last bits make where bfloat16 is multiplied in float32, whose sums follow the layout."""
+
+
+def check_equal(model, found, expected, *, of_twin=True, rounded=0.0):
     (loss, gradients), (other_loss, others) = found, expected
     assert torch.equal(loss, other_loss)
     turned = {f"{name}.weight" for name, module in model.named_modules() if of_twin and type(module).__name__ == "Conv1D"}
@@ -111,7 +115,8 @@ def check_equal(model, found, expected, *, of_twin=True):
         gradient, other = gradients[name], others[name]
         assert gradient.dtype is torch.float32
         assert gradient.stride() == parameter.stride()
-        assert torch.equal(gradient, other.t() if name in turned else other), name
+        other = other.t() if name in turned else other
+        assert torch.equal(gradient, other) or (gradient - other).norm() <= rounded * other.norm(), name
 
 
 @pytest.fixture
@@ -169,12 +174,13 @@ def test_gpt2():
     assert sum(operator.flops for operator in dag.adjustable) == lowered
     assert lowered + attention <= sum(operator.flops for operator in dag.operators) < 1.1 * (lowered + attention)
     inputs = batch(0, 2).kwargs
-    for variant in (NEAREST, BFLOAT16):
+    for variant, rounded in ((NEAREST, 0.0), (BFLOAT16, ROUNDED)):
         variants = {operator.op_id: variant for operator in dag.adjustable}
         of_twin = {OpId(op_id.fqn.removesuffix(".weight")): variant for op_id in variants}
-        check_equal(model, step(model, variants, **inputs), step(twin(model, nn.Linear), of_twin, **inputs))
-        model.gradient_checkpointing_enable()
-        check_equal(model, step(model, variants, **inputs), step(twin(model, nn.Linear), of_twin, **inputs))
+        for _ in range(2):  # the second time with checkpoints
+            found, expected = step(model, variants, **inputs), step(twin(model, nn.Linear), of_twin, **inputs)
+            check_equal(model, found, expected, rounded=rounded)
+            model.gradient_checkpointing_enable()
         model.gradient_checkpointing_disable()
 
 
