@@ -44,7 +44,7 @@ ANY_TIME = 50.0
 
 SAVES = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="without instructions for bfloat16 products read float32 copies, which take more than storing so few weights saves",
+    reason="without oneDNN's bfloat16, products take copies on this CPU that are more than storing so few weights saves",
 )
 
 

@@ -104,7 +104,7 @@ def step(model, variants, *inputs, **kwargs):
 
 
 ROUNDED = 0.0 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 2.0**-12
-"""Relative difference that a sum's last bits make where bfloat16 is multiplied in float32, whose sums follow the layout."""
+"""Relative difference that a sum's last bits make without oneDNN's bfloat16: sums in float32 follow the layout."""
 
 
 def check_equal(model, found, expected, *, of_twin=True, rounded=0.0):

@@ -28,7 +28,7 @@ from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.apply.stored_modules import HeldWeight
 from qsync_torch.caller import Caller
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
-from qsync_torch.kernels.library_ops import PLAIN_TENSORS
+from qsync_torch.kernels.library_ops import PLAIN_TENSORS, WithoutAutocast
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.products import operand_of
 from qsync_torch.kinds.table import OF_ROWS, kind_of_module
@@ -39,7 +39,7 @@ from qsync_torch.operators.channel_factors import Factor
 from qsync_torch.operators.products import QuantizedProduct, lowered_node, run_product
 from qsync_torch.operators.replays import REPLAY_OF
 from qsync_torch.operators.step_key import StepKey
-from qsync_torch.operators.stored import WithoutAutocast, run_stored
+from qsync_torch.operators.stored import run_stored
 from qsync_torch.replaying import extension
 from qsync_torch.torch_internals import DisableTorchFunction, process_groups
 
@@ -310,11 +310,8 @@ class Operator:
                         return y
                 device = weight.device.type
                 if self._in_force.base is not Precision.FLOAT32 and torch.is_autocast_enabled(device):
-                    torch.set_autocast_enabled(device, False)  # a torch.autocast(enabled=False) takes ten times as long
-                    try:
+                    with WithoutAutocast(device):
                         return run_product(input, weight, bias, binding, seeds, casts, factor)
-                    finally:
-                        torch.set_autocast_enabled(device, True)
                 if is_product:
                     run = apply_of(QuantizedProduct, binding, seeds)  # nothing is left of run_product
                     return run(input, weight, bias, binding, seeds, torch.is_grad_enabled(), casts)

@@ -6,6 +6,7 @@ copies and products; a program has their allocations and launches alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,16 +49,18 @@ class _OneCopy:
         return self
 
 
-class Replays:
-    """How the extension asks for what it does not have.
+class Replayed(ABC):
+    """How the extension asks for what it does not have."""
 
-    Args:
-        binding: of the operator.
-        new_program: makes an empty program.
-    """
+    _new_program: Callable[[], Any]
 
-    def __init__(self, binding: OperatorBinding, new_program: Callable[[], Any]) -> None:
-        self._binding, self._new_program = binding, new_program
+    @abstractmethod
+    def _forward(self, tensors: Tensors, needs: Sequence[bool], grad_enabled: bool) -> Tensors:
+        """The result, six tensors that backward is to have, and the activation's copy."""
+
+    @abstractmethod
+    def backward(self, name: str, tensors: Tensors, needs: Sequence[bool], shape: Sequence[int], dtype: torch.dtype) -> Tensors:
+        """The gradients of activation, weight and bias, as a node of autograd's graph that runs now."""
 
     def record(self, backward: bool, tensors: Tensors, needs: Sequence[bool], *more: Any) -> Any:
         """Record a call.
@@ -73,8 +76,26 @@ class Replays:
             A program, or None.
         """
         if backward:
-            return recorded(self._new_program, lambda *given: self._backward("", given, needs, *more)[:3], tensors)
+            return recorded(self._new_program, lambda *given: self.backward("", given, needs, *more), tensors)
         return recorded(self._new_program, lambda *given: self._forward(given, needs, more[0]), tensors)
+
+    def runner(self) -> Callable[..., Any]:
+        """What runs it in the extension."""
+        module = extension.loaded()
+        self._new_program = module.Program
+        run: Callable[..., Any] = module.Lowered(self.record, self.backward)
+        return run
+
+
+class Replays(Replayed):
+    """Quantized operators.
+
+    Args:
+        binding: of the operator.
+    """
+
+    def __init__(self, binding: OperatorBinding) -> None:
+        self._binding = binding
 
     def _forward(self, tensors: Tensors, needs: Sequence[bool], grad_enabled: bool) -> Tensors:
         x, weight, bias, offset, *parts = tensors
@@ -87,26 +108,15 @@ class Replays:
         return y, *context.saved_tensors, *copied
 
     def backward(self, name: str, tensors: Tensors, needs: Sequence[bool], shape: Sequence[int], dtype: torch.dtype) -> Tensors:
-        """The gradients of activation, weight and bias, as a node of autograd's graph that runs now."""
-        return self._backward(name, tensors, needs, shape, dtype)[:3]
-
-    def _backward(
-        self, name: str, tensors: Tensors, needs: Sequence[bool], shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of activation, weight and bias."""
         grad, *saved = tensors
         assert grad is not None
         context, node = Context(needs), running_node()
         context.saved_tensors, context.next_functions = saved, () if node is None else node.next_functions
         context.kept = self._binding, Seeds(name=name), torch.Size(shape), dtype
-        return QuantizedProduct.backward(context, grad)
+        return QuantizedProduct.backward(context, grad)[:3]
 
 
-def _replay_of(binding: OperatorBinding) -> Callable[..., Any]:
-    made, module = Replays(binding, extension.loaded().Program), extension.loaded()
-    run: Callable[..., Any] = module.Lowered(made.record, made.backward)
-    return run
-
-
-REPLAY_OF: Memo[OperatorBinding, Callable[..., Any]] = Memo(_replay_of)
+REPLAY_OF: Memo[OperatorBinding, Callable[..., Any]] = Memo(lambda binding: Replays(binding).runner())
 """What runs an operator in the extension, by its binding: ``(x, weight, bias, offset, copy, wants_copy, name)`` to its result, with
 the activation's copy as a tuple behind it where ``wants_copy`` is true; or None, where Python is to run it."""

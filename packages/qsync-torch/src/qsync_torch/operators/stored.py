@@ -24,16 +24,15 @@ from qsync_torch.aten.stored_weights import StoredWeight
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding
-from qsync_torch.kernels.library_ops import is_plain
+from qsync_torch.kernels.library_ops import WithoutAutocast, is_plain
 from qsync_torch.kernels.selection import build_kernel, default_backend, reports
 from qsync_torch.kinds import products
 from qsync_torch.operators.autograd import apply_of
 from qsync_torch.operators.cast_cache import CastCache
 from qsync_torch.operators.casts import Operand, Seeds, float_input
 from qsync_torch.operators.products import QuantizedProduct, offset_of
-from qsync_torch.operators.replays import Context, Tensors
+from qsync_torch.operators.replays import Context, Replayed, Tensors
 from qsync_torch.replaying import extension
-from qsync_torch.replaying.recording import recorded
 from qsync_torch.torch_internals import transforms_are_active
 
 
@@ -51,21 +50,6 @@ def _read(values: torch.Tensor, *others: Any) -> torch.Tensor:
     """
     run = _dequantize if is_plain(values) and values.device.type != "meta" else torch.ops.qsync.dequantize_stored
     return cast(torch.Tensor, run(values, *others))
-
-
-class WithoutAutocast:
-    """Autocast turned off on a kind of device; ``torch.autocast(enabled=False)`` takes ten times as long."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind, self._was_on = kind, torch.is_autocast_enabled(kind)
-
-    def __enter__(self) -> None:
-        if self._was_on:
-            torch.set_autocast_enabled(self._kind, False)
-
-    def __exit__(self, *_: object) -> None:
-        if self._was_on:
-            torch.set_autocast_enabled(self._kind, True)
 
 
 def _dequantize(
@@ -156,42 +140,27 @@ class StoredProduct(torch.autograd.Function):
         return grad_x, grad_b, *(None,) * 7
 
 
-class StoredReplays:
-    """How the extension asks for programs of products with weights stored alike (:class:`qsync_torch.operators.replays.Replays`).
+class StoredReplays(Replayed):
+    """Products with weights stored alike.
+
+    A forward's tensors are activation, bias and None among what is stored: (x, values, bias, None, scale, constants, offset); the
+    gradient by the weight is None.
 
     Args:
         how: storage, shape of the weight, and geometry, as :class:`StoredProduct` takes them.
-        new_program: makes an empty program.
     """
 
-    def __init__(self, how: tuple[Any, ...], new_program: Callable[[], Any]) -> None:
-        self._how, self._new_program = how, new_program
+    def __init__(self, how: tuple[Any, ...]) -> None:
+        self._how = how
 
-    def record(self, backward: bool, tensors: Tensors, needs: Sequence[bool], *more: Any) -> Any:
-        """Record a call.
-
-        Args:
-            backward: which one.
-            tensors: of forward activation, what is stored and, between, bias and None; of backward the gradient and what forward
-                saved.
-            needs: which gradients are wanted, of activation, weight (never) and bias.
-            more: of backward shape and format of the activation.
-
-        Returns:
-            A program, or None.
-        """
-        if backward:
-            return recorded(self._new_program, lambda *given: self.backward("", given, needs, *more), tensors)
-        return recorded(self._new_program, lambda *given: self._forward(given, needs), tensors)
-
-    def _forward(self, tensors: Tensors, needs: Sequence[bool]) -> Tensors:
+    def _forward(self, tensors: Tensors, needs: Sequence[bool], grad_enabled: bool) -> Tensors:
         x, values, bias, _, *others = tensors
         context = Context(needs)
         y = StoredProduct.forward(context, x, bias, values, *others, *self._how)  # type: ignore[arg-type]
         return y, *context.saved_tensors, None, None
 
     def backward(self, name: str, tensors: Tensors, needs: Sequence[bool], shape: Sequence[int], dtype: torch.dtype) -> Tensors:
-        """The gradients of activation, weight (None) and bias."""
+        """The gradients of activation, weight and bias."""
         grad, *saved = tensors
         assert grad is not None
         context = Context((needs[0], needs[2]))
@@ -200,14 +169,7 @@ class StoredReplays:
         return grad_x, None, grad_b
 
 
-def _replay_of(how: tuple[Any, ...]) -> Callable[..., Any]:
-    module = extension.loaded()
-    made = StoredReplays(how, module.Program)
-    run: Callable[..., Any] = module.Lowered(made.record, made.backward)
-    return run
-
-
-REPLAY_OF_STORED: Memo[tuple[Any, ...], Callable[..., Any]] = Memo(_replay_of)
+REPLAY_OF_STORED: Memo[tuple[Any, ...], Callable[..., Any]] = Memo(lambda how: StoredReplays(how).runner())
 """What runs a product in the extension, by how its weight is stored: as :data:`qsync_torch.operators.replays.REPLAY_OF`."""
 
 

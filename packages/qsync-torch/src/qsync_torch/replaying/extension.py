@@ -67,10 +67,10 @@ def _make(device: torch.device, wait: bool) -> None:
     if said == "1":
         _load()
     elif said == _BACKGROUND and device.type == "cuda":
-        loading = threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True)
-        loading.start()
         if wait:
-            loading.join()
+            _load_quietly()
+        else:
+            threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True).start()
 
 
 def _load_quietly() -> None:
