@@ -1,5 +1,6 @@
 """A plan meets another model than it was made for, or one that was changed since: refused by name, or found again."""
 
+import gc
 import warnings
 
 import attrs
@@ -139,6 +140,18 @@ def test_an_operator_of_the_plan_that_the_first_step_does_not_run_is_named(x):
         warnings.simplefilter("error")
         model(x).sum().backward()
         optimizer.step()
+
+
+def test_another_model_s_step_before_the_planned_one_runs_names_nothing(x):
+    gc.collect()  # models of other tests, whose plans are in force
+    model, other = TwoLayers(), nn.Linear(16, 1)
+    apply_(model, plan_of(BOTH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other(x).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+        model(x).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
 
 
 def test_an_unknown_weight_is_no_operator():

@@ -18,14 +18,14 @@ def nothing_loaded(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("said", [None, "", "0", "background"])
-def test_calls_run_in_python_unless_asked(said, monkeypatch):
+def test_calls_on_a_cpu_run_in_python_unless_asked(said, monkeypatch):
     monkeypatch.delenv(extension.REPLAY_VARIABLE, raising=False)
     if said is not None:
         monkeypatch.setenv(extension.REPLAY_VARIABLE, said)
     assert extension.want(CPU) is None
 
 
-@pytest.mark.parametrize(("said", "loads"), [("background", True), ("1", True), ("0", False), (None, False)])
+@pytest.mark.parametrize(("said", "loads"), [("background", True), ("1", True), ("0", False), (None, True)])
 def test_measured_steps_wait_for_the_compiler_where_calls_on_a_gpu_are_replayed(said, loads, monkeypatch):
     monkeypatch.delenv(extension.REPLAY_VARIABLE, raising=False)
     if said is not None:
@@ -34,6 +34,19 @@ def test_measured_steps_wait_for_the_compiler_where_calls_on_a_gpu_are_replayed(
     monkeypatch.setattr(extension, "_compiled", lambda: "path")
     monkeypatch.setattr(extension, "_import", lambda path: made)
     assert extension.want(torch.device("cuda"), wait=True) is (made if loads else None)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_first_step_asks_for_it(compiles, monkeypatch):
+    asked = []
+    monkeypatch.setattr(extension, "_make", lambda device, wait: asked.append((device.type, wait)))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    applied = apply_(model, {"0#0": "int8"})
+    run = torch.compile(model, backend="aot_eager") if compiles else model
+    for _ in range(2):
+        run(torch.randn(4, 16)).sum().backward()
+    assert asked == [("cpu", False)]
+    applied.remove()
 
 
 def test_without_a_compiler_calls_on_a_gpu_run_in_python(monkeypatch):

@@ -420,6 +420,8 @@ class PlannedModel:
         self._in_force.step_ended()
         if not self._awaits_calls or not self._operators:
             return
+        if self._in_force.begins is not None and self.key.counts_any:  # another model's optimizer, before this one has run
+            return
         self._awaits_calls = False
         missing = [op_id for op_id, operator in self._operators.items() if not operator.has_run and operator.is_lowered]
         if not missing or self._in_force.is_compiled:

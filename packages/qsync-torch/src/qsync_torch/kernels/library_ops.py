@@ -371,15 +371,16 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
         for argument in args:
             if isinstance(argument, torch.Tensor):
                 break
-        if not kwargs and (module := extension.loaded()) is not None and HERE.recorder is None:
+        device = argument.device
+        # A compiled model's forward does not ask for it, as it is not traced.
+        if not kwargs and (module := extension.want(device)) is not None and HERE.recorder is None:
             if not replays:
                 replays.append(module.Replayed(functools.partial(_record, module.Program, run)))
             if (found := replays[0](*args)) is not None:
                 return found if len(found) > 1 or listed else found[0]
-        device = argument.device.type
-        if device == "meta" or not torch.is_autocast_enabled(device):
+        if device.type == "meta" or not torch.is_autocast_enabled(device.type):
             return run(*args, **kwargs)
-        with WithoutAutocast(device):
+        with WithoutAutocast(device.type):
             return run(*args, **kwargs)
 
     _LIBRARY.define(schema)

@@ -26,8 +26,8 @@ from qsync_core.errors import BackendError
 from qsync_core.tuning.store import default_store_path
 
 REPLAY_VARIABLE = "QSYNC_REPLAY"
-"""Environment variable: ``background`` replays calls on GPUs, and compiles the extension beside training if it is missing; 1 waits
-for the compiler, and replays calls on CPUs too.  Without it all calls run in Python (docs/decisions/replays.md)."""
+"""Environment variable: ``background``, as without it, replays calls on GPUs, and compiles the extension beside training if it is
+missing; 1 waits for the compiler, and replays calls on CPUs too; 0 runs all calls in Python (docs/decisions/replays.md)."""
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _MODULE, _BACKGROUND = "qsync_replay", "background"
 _LOG = logging.getLogger("qsync_torch.replaying")
@@ -59,8 +59,8 @@ def want(device: torch.device, *, wait: bool = False) -> Any:
 
 
 def _make(device: torch.device, wait: bool) -> None:
-    said = os.environ.get(REPLAY_VARIABLE, "")
-    if said not in ("", "0", "1", _BACKGROUND):
+    said = os.environ.get(REPLAY_VARIABLE) or _BACKGROUND
+    if said not in ("0", "1", _BACKGROUND):
         raise BackendError(
             f"{REPLAY_VARIABLE} is 1 (wait for the compiler), {_BACKGROUND} or 0 (run all calls in Python), got {said!r}"
         )
