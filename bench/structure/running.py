@@ -26,7 +26,7 @@ def run_in(tree: Path, script: str, *arguments: str, plugins: Path | None = None
         tree: a checkout.
         script, arguments: what runs; the tree is its first argument.
         plugins: a folder with entry points, see :func:`null_plugin`.
-        replays: whether calls are replayed (``QSYNC_REPLAY``), which is off by default.
+        replays: whether calls are replayed (``QSYNC_REPLAY``), as they are on GPUs by default.
 
     Raises:
         subprocess.CalledProcessError: when it fails; its messages have gone to stderr.
