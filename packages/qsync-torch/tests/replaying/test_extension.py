@@ -1,5 +1,9 @@
 """Who gets the extension: those who ask for it, and with a sentence where it cannot be had."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -49,10 +53,32 @@ def test_the_first_step_asks_for_it(compiles, monkeypatch):
     applied.remove()
 
 
-def test_without_a_compiler_calls_on_a_gpu_run_in_python(monkeypatch):
+def test_without_a_compiler_calls_on_a_gpu_run_in_python(monkeypatch, caplog):
     monkeypatch.setenv(extension.REPLAY_VARIABLE, "background")
     monkeypatch.setenv("CXX", "false")
     assert extension.want(torch.device("cuda"), wait=True) is None
+    assert "false does not compile replay.cpp" in caplog.text
+    assert "8-bit calls run in Python" in caplog.text
+
+
+def test_a_process_that_ends_leaves_no_compiler_behind(monkeypatch, tmp_path):
+    compiler, began = tmp_path / "compiler", tmp_path / "began"
+    compiler.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {began}.part; mv {began}.part {began}; wait\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv(extension.REPLAY_VARIABLE, raising=False)
+    script = f"""
+import pathlib, time, torch
+from qsync_torch.replaying import extension
+extension.want(torch.device("cuda"))
+while not pathlib.Path({str(began)!r}).exists():
+    time.sleep(0.05)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    state = Path(f"/proc/{began.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # whom nobody asks for
+    assert [path.name for path in (tmp_path / "replays").glob("*/*")] == ["lock"]
 
 
 def test_another_value_is_refused(monkeypatch):

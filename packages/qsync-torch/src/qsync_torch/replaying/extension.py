@@ -5,12 +5,14 @@ Nothing needs it: without it Python runs the same calls.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
@@ -29,12 +31,18 @@ REPLAY_VARIABLE = "QSYNC_REPLAY"
 """Environment variable: ``background``, as without it, replays calls on GPUs, and compiles the extension beside training if it is
 missing; 1 waits for the compiler, and replays calls on CPUs too; 0 runs all calls in Python (docs/decisions/replays.md)."""
 _SOURCE = Path(__file__).with_name("replay.cpp")
-_MODULE, _BACKGROUND = "qsync_replay", "background"
+_MODULE, _BACKGROUND, _PARTIAL = "qsync_replay", "background", "partial-"
+_GOODBYE_S = 10.0
+"""How long a process that ends waits for the thread whose compiler it has ended."""
 _LOG = logging.getLogger("qsync_torch.replaying")
 _loaded: Any = None
 _asked: set[str] = set()
 """Types of devices for which it was wanted."""
 _lock = threading.Lock()
+_compiler: subprocess.Popen[str] | None = None
+"""That runs."""
+_ends = False
+"""Whether the process does."""
 
 
 def loaded() -> Any:
@@ -70,14 +78,26 @@ def _make(device: torch.device, wait: bool) -> None:
         if wait:
             _load_quietly()
         else:
-            threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True).start()
+            thread = threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True)
+            thread.start()
+            atexit.register(_end, thread)
+
+
+def _end(thread: threading.Thread) -> None:
+    """A process that ends leaves no compiler behind, and nothing half written."""
+    global _ends
+    _ends = True
+    if _compiler is not None:
+        os.killpg(_compiler.pid, signal.SIGKILL)
+        thread.join(_GOODBYE_S)
 
 
 def _load_quietly() -> None:
     try:
         _load()
     except BackendError as error:
-        _LOG.info("%s; calls run in Python", error)
+        if not _ends:
+            _LOG.warning("%s; 8-bit calls run in Python, which is slower", error)
 
 
 def _load() -> None:
@@ -127,12 +147,29 @@ def _compile(path: Path) -> None:
         raise BackendError(f"no C++ compiler compiles {_SOURCE.name}: install g++, or name one in CXX")
     include = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     libraries = cpp_extension.library_paths()
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    for left in path.parent.glob(f"{_PARTIAL}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder:
         made = Path(folder, path.name)
         command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-w", f"-DQSYNC_MODULE={_MODULE}"]
         command += [*(f"-I{where}" for where in include), str(_SOURCE), *(f"-L{where}" for where in libraries)]
         command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(made)]
-        ran = subprocess.run(command, capture_output=True, text=True)
-        if ran.returncode:
-            raise BackendError(f"{compiler} does not compile {_SOURCE.name}: {ran.stderr.strip()[:2000]}")
+        status, said = _run(command)
+        if status:
+            raise BackendError(f"{compiler} does not compile {_SOURCE.name}: {said.strip()[:2000]}")
         made.replace(path)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Status of a command that :func:`_end` can end with all that it has started, and what it printed."""
+    global _compiler
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True) as _compiler:
+        try:
+            said, _ = _compiler.communicate()
+        except BaseException:  # Ctrl-C, which does not reach another session
+            os.killpg(_compiler.pid, signal.SIGKILL)
+            raise
+        status = _compiler.returncode
+    _compiler = None
+    return status, said
