@@ -4,6 +4,7 @@ The extension is compiled here, in half a minute.
 """
 
 import ctypes
+import itertools
 import os
 import struct
 
@@ -14,6 +15,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 import attrs
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
@@ -25,11 +27,14 @@ pytest.importorskip("qsync_torch", reason="operators need qsync-torch, which the
 from qsync_torch import apply_
 from qsync_torch.kernels import selection
 from qsync_torch.operators import casts, products, replays, stored
+from qsync_torch.profiling.memory import kept_for_backward, memory_rise
 from qsync_torch.replaying import extension
+from qsync_torch.replaying.recording import recorded
 
 pytestmark = pytest.mark.nightly
 
 ALL = "int8;out=float32;save=int8;gi=int8;gw=int8;x={};w=channel;round=stochastic;sym=true"
+ALL_BY_TENSOR = ALL.format("tensor")
 
 
 class OnCpu(TritonBackend):
@@ -235,6 +240,73 @@ def test_what_has_no_derivative_is_refused_by_name(compiled_extension, triton, m
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
     applied.remove()
+
+
+def steps_of(module, run, monkeypatch, variant=ALL_BY_TENSOR, count=4):
+    """What ``run(model, x)`` gives in each of some steps, of which all but two are replayed where there is the extension."""
+    monkeypatch.setattr(extension, "_loaded", module)
+    monkeypatch.setattr(extension, "_asked", {"cpu"})
+    replays.REPLAY_OF.clear()
+    torch.manual_seed(0)
+    model, found = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)), []
+    applied = apply_(model, {"0#0": variant, "2#0": variant}, backend="triton")
+    for _ in range(count):
+        model.zero_grad()
+        found.append(run(model, torch.randn(8, 32, requires_grad=True)))
+    applied.remove()
+    assert (module is None) == (not any(sum(replay.programs()) for replay in replays.REPLAY_OF.values()))
+    return found
+
+
+def gradients_of_some(model, x):
+    """What the gradient of a weight is rounded to depends on whether that of the activation is computed."""
+    y = model(x).square().sum()
+    wanted = ([model[2].weight], [model[0].weight, model[2].bias], [x])
+    return [grad for some in wanted for grad in torch.autograd.grad(y, some, retain_graph=True)]
+
+
+def by_compiled_autograd(model, x):
+    y = model(x).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("run", [gradients_of_some, by_compiled_autograd])
+def test_gradients_are_bit_equal_to_python_s_however_they_are_asked_for(run, compiled_extension, triton, monkeypatch):
+    expected, found = (steps_of(module, run, monkeypatch) for module in (None, compiled_extension))
+    for one, other in zip(itertools.chain(*expected), itertools.chain(*found), strict=True):
+        assert torch.equal(one, other)
+
+
+def bytes_kept(model, x):
+    return kept_for_backward(model(x).sum(), [*model.parameters(), x])
+
+
+def memory_of_a_step(model, x):
+    """Rises in forward and backward, from operands that are copied first."""
+    result = []
+    turned = x.detach().t().contiguous().t().requires_grad_()
+    forward, _ = memory_rise(lambda: result.append(model(turned)), turned.device)
+    return forward, memory_rise(lambda: result.pop().sum().backward(), turned.device)[0]
+
+
+@pytest.mark.parametrize("run", [bytes_kept, memory_of_a_step])
+@pytest.mark.parametrize("variant", ["int8", ALL_BY_TENSOR])
+def test_a_replay_takes_the_memory_that_python_takes(run, variant, compiled_extension, triton, monkeypatch):
+    expected, found = (steps_of(module, run, monkeypatch, variant)[-1] for module in (None, compiled_extension))
+    assert expected == found
+
+
+def test_a_number_stands_for_a_tensor_as_in_python(compiled_extension):
+    def function(x):
+        return x * 2, x / 3, x.to(torch.bfloat16) + 0.1
+
+    program = recorded(compiled_extension.Program, function, (torch.randn(4),))
+    x = torch.randn(4)
+    for one, other in zip(function(x), program.run((x,)), strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
 
 
 def test_a_hook_sees_what_is_kept_for_backward(compiled_extension, triton, monkeypatch):

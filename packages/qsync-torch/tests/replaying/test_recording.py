@@ -132,6 +132,23 @@ def test_operands_that_share_memory_are_left_to_python():
     assert recorded(Program, lambda x, y: (x + y,), (x[:4], x[4:])) is not None
 
 
+class Full(Program):
+    def run(self, inputs):
+        raise torch.OutOfMemoryError
+
+
+def of_much_memory(x, y):
+    if HERE.recorder is not None:
+        raise torch.OutOfMemoryError
+    return (x + 1,)
+
+
+@pytest.mark.parametrize(("program", "function"), [(Full, of_operators), (Program, of_much_memory)])
+def test_a_call_that_does_not_fit_into_memory_twice_is_left_to_python(program, function):
+    assert recorded(program, function, (torch.randn(6, 4), torch.randn(4, 8))) is None
+    assert HERE.recorder is None
+
+
 def test_kernels_that_tell_of_no_launches_are_left_to_python():
     quantization = quantization_of(Precision.INT8, Granularity.PER_TENSOR, Rounding.NEAREST, KernelChoice(("aten",)))
     assert recorded(Program, lambda x: quantize(x, quantization, 0, 0), (torch.randn(6, 4),)) is None
@@ -160,6 +177,8 @@ def test_other_bits_than_python_s_are_noticed_unless_it_gives_others_each_time()
     y = torch.randn(50)
     near = y * (1 + 1e-6)
     assert recording._does_the_same([near], [y], lambda: [y * (1 - 1e-6)])
+    overflowed, other = (torch.cat([one, torch.tensor([float("inf"), float("nan")])]) for one in (near, y))
+    assert recording._does_the_same([overflowed], [other], lambda: [overflowed])
     for replayed, again in ((near, y), (y + 1, near)):
         with pytest.warns(UserWarning, match="other bits than Python's"):
             assert not recording._does_the_same([replayed], [y], lambda again=again: [again])

@@ -16,6 +16,7 @@ import torch
 from qsync_core.ir.profile import RungMemory
 from qsync_core.ir.variant import Variant
 from qsync_torch.devices import nvidia_smi
+from qsync_torch.replaying import extension
 
 _MORE_STEPS = 3
 """An allocator may reserve more in later steps, for tensors that no longer fit where they were."""
@@ -177,13 +178,17 @@ def kept_for_backward(loss: torch.Tensor, beside: Iterable[torch.Tensor]) -> int
 
 
 def _tensors_of(node: Any) -> Iterator[torch.Tensor]:
-    """What a node of autograd keeps: PyTorch's own by name, functions in Python in a tuple, compiled ones also outside of it."""
+    """What a node of autograd keeps: PyTorch's own by name, functions in Python in a tuple, compiled ones also outside of it, and
+    operators that are replayed where the extension finds it.
+    """
     names = ["saved_tensors", "_tensors_no_vc_check", *(name for name in dir(node) if name.startswith("_saved_"))]
     for name in names:
         value = getattr(node, name, None)
         for entry in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(entry, torch.Tensor):
                 yield entry
+    if (module := extension.loaded()) is not None:
+        yield from (entry for entry in module.saved_by(node) if entry is not None)
 
 
 def measure_memory(step: Callable[[], Any], variant: Variant, device: torch.device, beside: Iterable[torch.Tensor]) -> RungMemory:

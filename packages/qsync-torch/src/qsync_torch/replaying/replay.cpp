@@ -1,6 +1,7 @@
 // Programs that were recorded of an operator's forward and backward (qsync_torch/replaying/recording.py), run without Python's
 // frames, and the node of autograd's graph that stands for such an operator.
 #include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
@@ -15,8 +16,8 @@
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/custom_class.h>
 
 #include <unordered_map>
 
@@ -148,16 +149,30 @@ struct Program {
   int64_t slots = 0;
   std::vector<std::shared_ptr<Step>> steps;
   std::vector<int64_t> outputs;  // -1: none
+  std::unordered_map<int64_t, size_t> last;  // the last step that has to do with a slot
+  mutable std::vector<std::vector<int64_t>> ended;  // by step: slots that no later one reads, whose memory is free then, as in Python
+
+  void uses(int64_t slot) { last[slot] = steps.size(); }
+  void uses(const std::vector<Address>& found) {
+    for (const auto& one : found) uses(one.slot);
+  }
+  void find_ends() const {
+    ended.assign(steps.size(), {});
+    for (auto [slot, step] : last)
+      if (std::find(outputs.begin(), outputs.end(), slot) == outputs.end()) ended[step].push_back(slot);
+  }
 
   void allocate(int64_t out, std::vector<int64_t> sizes, std::vector<int64_t> strides, const Tensor& like) {
     auto step = std::make_shared<Allocate>();
     step->out = out, step->sizes = std::move(sizes), step->strides = std::move(strides), step->options = like.options();
+    uses(out);
     steps.push_back(step);
   }
   void view(int64_t out, int64_t source, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset) {
     auto step = std::make_shared<View>();
     step->out = out, step->source = source, step->offset = offset;
     step->sizes = std::move(sizes), step->strides = std::move(strides);
+    uses(out), uses(source);
     steps.push_back(step);
   }
   // Raises ValueError for a constant that it cannot hold.  `tensors`: slots, by the place of a tensor among the schema's arguments.
@@ -171,11 +186,16 @@ struct Program {
       auto value = arguments[i].default_value();
       for (const auto& given : {place, called})
         if (constants.contains(given)) value = constant(constants[py::str(given)]);
+      if (value && value->isScalar() && arguments[i].type()->isSubtypeOf(*c10::OptionalType::ofTensor()))
+        value = at::native::wrapped_scalar_tensor(value->toScalar());
       step->arguments.push_back(value ? *value : c10::IValue());
       for (const auto& [given, slot] : tensors)
         if (given == place || given == called) step->tensors.emplace_back(i, slot);
     }
     step->outs = std::move(outs);
+    for (const auto& [argument, slot] : step->tensors) uses(slot);
+    for (auto slot : step->outs)
+      if (slot >= 0) uses(slot);
     steps.push_back(step);
   }
   void call(py::object function, const py::list& arguments, const py::list& addresses,
@@ -185,6 +205,8 @@ struct Program {
     step->function = std::move(function);
     for (auto one : arguments) step->arguments.push_back(py::reinterpret_borrow<py::object>(one));
     step->addresses = addresses_of(addresses), step->tensors = std::move(tensors), step->stream = stream;
+    uses(step->addresses);
+    for (const auto& [place, slot] : step->tensors) uses(slot);
     steps.push_back(step);
   }
   void c_call(uintptr_t function, py::bytes bytes, const py::list& addresses, int64_t stream, py::object stream_of, py::object fails) {
@@ -192,6 +214,7 @@ struct Program {
     step->stream_of = std::move(stream_of);
     step->function = reinterpret_cast<int (*)(void*)>(function), step->bytes = bytes;
     step->addresses = addresses_of(addresses), step->stream = stream, step->fails = std::move(fails);
+    uses(step->addresses);
     steps.push_back(step);
   }
   // The interpreter's lock is held.
@@ -203,7 +226,11 @@ struct Program {
     c10::OptionalDeviceGuard guard;
     int64_t device = 0;
     if (inputs[0].device().is_cuda()) guard.reset_device(inputs[0].device()), device = inputs[0].get_device();
-    for (const auto& step : steps) step->run(kept, device);
+    if (ended.size() != steps.size()) find_ends();
+    for (size_t i = 0; i < steps.size(); i++) {
+      steps[i]->run(kept, device);
+      for (auto slot : ended[i]) kept[slot].reset();
+    }
     variable_list found;
     found.reserve(outputs.size());
     for (auto slot : outputs) found.push_back(slot < 0 ? Tensor() : kept[slot]);
@@ -331,24 +358,12 @@ struct Replayed {
 constexpr size_t saved_count = 6;
 
 // An operator of a plan: `record(backward, tensors, needs, shape, dtype)` gives a program or None; `slow(name, tensors, needs, shape,
-// dtype)`
-// gives the gradients by Python.
-struct Lowered : std::enable_shared_from_this<Lowered> {
+// dtype)` gives the gradients by Python.  It is never freed, as the bindings that have one are not: graphs hold its address.
+struct Lowered {
   Programs forwards, backwards;
   py::object record, slow;
 
   Lowered(py::object record_, py::object slow_) : record(std::move(record_)), slow(std::move(slow_)) {}
-  // The last to hold it may be a node of a graph, which PyTorch frees without the interpreter's lock.
-  ~Lowered() {
-    if (!Py_IsInitialized()) {  // Python's objects are gone
-      new Programs(std::move(forwards)), new Programs(std::move(backwards));
-      record.release(), slow.release();
-      return;
-    }
-    py::gil_scoped_acquire held;
-    forwards.entries.clear(), backwards.entries.clear();
-    record = py::object(), slow = py::object();
-  }
 
   std::shared_ptr<Program> recorded(bool backward, const variable_list& tensors, const py::tuple& more) {
     py::object made = record(backward, all_wrapped(tensors), *more);
@@ -358,51 +373,45 @@ struct Lowered : std::enable_shared_from_this<Lowered> {
                   const std::string& name);
 };
 
-// What a forward leaves to its backward.
-struct Kept : torch::CustomClassHolder {
-  std::shared_ptr<Lowered> lowered;
-  std::string name;
-  bool has_bias;
-  std::vector<int64_t> shape;
-  at::ScalarType dtype;
-};
+using Needs = std::array<bool, 3>;
 
+// A node keeps numbers and a name beside its tensors, which compiled autograd can read.  What a gradient is rounded to depends on which
+// others are computed: they are those that the forward was asked for, as in Python, whatever `torch.autograd.grad` wants of them.
 struct QuantizedProduct : torch::autograd::Function<QuantizedProduct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                        const variable_list* found, const std::shared_ptr<Lowered>* lowered, const std::string* name) {
-    auto kept = c10::make_intrusive<Kept>();
-    kept->lowered = *lowered, kept->name = *name, kept->has_bias = bias.has_value();
-    kept->shape = x.sizes().vec(), kept->dtype = x.scalar_type();
-    ctx->saved_data["kept"] = c10::IValue::make_capsule(kept);
+                        const variable_list* found, const Lowered* lowered, const std::string* name, const Needs* needs) {
+    std::vector<int64_t> kept{static_cast<int64_t>(reinterpret_cast<intptr_t>(lowered)), static_cast<int64_t>(x.scalar_type())};
+    kept.insert(kept.end(), needs->begin(), needs->end());
+    kept.insert(kept.end(), x.sizes().begin(), x.sizes().end());
+    ctx->saved_data["kept"] = kept, ctx->saved_data["name"] = *name;
     ctx->save_for_backward(variable_list(found->begin() + 1, found->begin() + 1 + saved_count));
     return (*found)[0];
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    auto kept = c10::static_intrusive_pointer_cast<Kept>(ctx->saved_data["kept"].toCapsule());
-    variable_list tensors{grads[0]}, found(6);
+    auto kept = ctx->saved_data["kept"].toIntVector();
+    auto* lowered = reinterpret_cast<Lowered*>(static_cast<intptr_t>(kept[0]));
+    variable_list tensors{grads[0]}, found(7);
     for (auto& one : ctx->get_saved_variables()) tensors.push_back(one);
-    bool needs[3];
-    for (int i = 0; i < 3; i++) needs[i] = (i < 2 || kept->has_bias) && ctx->needs_input_grad(i);
     py::gil_scoped_acquire held;
     bool fast = !at::GradMode::is_enabled() && !is_watched();
     for (const auto& one : tensors) fast = fast && is_plain(one);
     auto more = [&] {
-      auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(kept->dtype)));
-      return py::make_tuple(py::make_tuple(needs[0], needs[1], needs[2]), py::cast(kept->shape), dtype);
+      auto* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(kept[1])));
+      return py::make_tuple(py::make_tuple(kept[2] != 0, kept[3] != 0, kept[4] != 0),
+                            std::vector<int64_t>(kept.begin() + 5, kept.end()), py::reinterpret_borrow<py::object>(dtype));
     };
     if (fast) {
-      Key key{needs[0] + 2 * needs[1] + 4 * needs[2], static_cast<int64_t>(kept->dtype)};
-      key.insert(key.end(), kept->shape.begin(), kept->shape.end());
+      Key key(kept.begin() + 1, kept.end());
       for (const auto& one : tensors) describe(key, one);
-      auto program = kept->lowered->backwards.find(key, [&] { return kept->lowered->recorded(true, tensors, more()); });
+      auto program = lowered->backwards.find(key, [&] { return lowered->recorded(true, tensors, more()); });
       if (program) {
         auto made = program->run(tensors);
         std::copy(made.begin(), made.end(), found.begin());
         return found;
       }
     }
-    py::tuple made = kept->lowered->slow(kept->name, all_wrapped(tensors), *more());
+    py::tuple made = lowered->slow(ctx->saved_data["name"].toStringRef(), all_wrapped(tensors), *more());
     for (int i = 0; i < 3; i++) found[i] = unwrapped(made[i]);
     return found;
   }
@@ -415,21 +424,19 @@ py::object Lowered::call(py::object x_, py::object weight_, py::object bias_, py
   Tensor x = unwrapped(x_), weight = unwrapped(weight_), bias = unwrapped(bias_), offset = unwrapped(offset_);
   if (!is_plain(x) || !is_plain(weight) || !is_plain(bias) || x.device() != weight.device()) return py::none();
   bool enabled = at::GradMode::is_enabled();
-  bool need_x = enabled && x.requires_grad(), need_w = enabled && weight.requires_grad();
-  bool need_b = enabled && bias.defined() && bias.requires_grad();
+  Needs need{enabled && x.requires_grad(), enabled && weight.requires_grad(), enabled && bias.defined() && bias.requires_grad()};
   variable_list tensors{x, weight, bias, offset};
   if (!copy.is_none())
     for (auto part : copy) tensors.push_back(unwrapped(part));
-  Key key{need_x + 2 * need_w + 4 * need_b + 8 * enabled};
+  Key key{need[0] + 2 * need[1] + 4 * need[2] + 8 * enabled};
   for (const auto& one : tensors) describe(key, one);
-  auto needs = [&] { return py::make_tuple(py::make_tuple(need_x, need_w, need_b), enabled, py::none()); };
+  auto needs = [&] { return py::make_tuple(py::make_tuple(need[0], need[1], need[2]), enabled, py::none()); };
   auto program = forwards.find(key, [&] { return recorded(false, tensors, needs()); });
   if (!program) return py::none();
   auto found = program->run(tensors);
   Tensor y = found[0];
-  if (need_x || need_w || need_b) {
-    auto self = shared_from_this();
-    y = QuantizedProduct::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, &found, &self, &name);
+  if (need[0] || need[1] || need[2]) {
+    y = QuantizedProduct::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, &found, this, &name, &need);
   }
   if (!wants_copy) return wrapped(y);
   py::tuple parts(found.size() - 1 - saved_count);
@@ -437,9 +444,18 @@ py::object Lowered::call(py::object x_, py::object weight_, py::object bias_, py
   return py::make_tuple(wrapped(y), parts);
 }
 
+// What a node of autograd's graph keeps for its backward, if it is one of these operators.
+py::tuple saved_by(const py::handle& node) {
+  if (!torch::autograd::THPCppFunction_Check(node.ptr())) return py::tuple();
+  auto* of = &*reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+  auto* ours = dynamic_cast<torch::autograd::CppNode<QuantizedProduct>*>(of);
+  return ours ? all_wrapped(ours->ctx_.get_saved_variables()) : py::tuple();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(QSYNC_MODULE, module) {
+  module.def("saved_by", &saved_by);
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<>())
       .def_readwrite("slots", &Program::slots)
@@ -459,7 +475,7 @@ PYBIND11_MODULE(QSYNC_MODULE, module) {
       .def(py::init<py::object>())
       .def("__call__", &Replayed::call)
       .def("programs", [](const Replayed& of) { return of.programs.count(); });
-  py::class_<Lowered, std::shared_ptr<Lowered>>(module, "Lowered")
+  py::class_<Lowered, std::unique_ptr<Lowered, py::nodelete>>(module, "Lowered")
       .def(py::init<py::object, py::object>())
       .def("__call__", &Lowered::call)
       .def("programs", [](const Lowered& of) { return std::make_pair(of.forwards.count(), of.backwards.count()); });
