@@ -344,6 +344,20 @@ def test_a_dequantized_value_is_at_most_one_step_away(values, rounding):
     assert error <= step * (0.5 if rounding is Rounding.NEAREST else 1.0) * (1 + 1e-4)
 
 
+def test_the_stride_of_a_single_row_is_of_no_account():
+    """As a batch of one has, of which the first position of each sequence is taken: contiguous for PyTorch, whatever the stride."""
+    x, transposed = tensor(1, 3, 40)[:, 0], torch.empty(40, 1, dtype=torch.int8)
+    q = torch.empty(1, 40, dtype=torch.int8)
+    assert x.stride() != q.stride()
+    scale = torch.empty(1)
+    kernel = build_quantize(Granularity.PER_TENSOR, Rounding.NEAREST, SMALL)
+    kernel(x, q, scale, None, 11, 0, None, transposed)
+    expected, expected_scale = run(x.clone(), Granularity.PER_TENSOR, Rounding.NEAREST)
+    assert torch.equal(q, expected)
+    assert torch.equal(transposed, expected.t())
+    assert torch.equal(scale, expected_scale)
+
+
 @pytest.mark.parametrize("offset", [(1 << 40) + 3, -5, torch.tensor([-(1 << 63)])])
 def test_an_empty_tensor_has_scale_one_and_the_stream_of_its_offset(offset):
     stream = torch.tensor([77])

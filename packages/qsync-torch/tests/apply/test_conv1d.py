@@ -35,6 +35,19 @@ def test_every_geometry(geometry):
     check(INT8, **geometry)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_result_may_be_changed_in_place(compiles):
+    models = [nn.Sequential(nn.Conv1d(6, 4, 3, padding=1), nn.ReLU(inplace=inplace)) for inplace in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    x, found = torch.randn(2, 6, 9), []
+    for model in models:
+        apply_(model, {"0#0": INT8})
+        y = (torch.compile(model, backend="aot_eager") if compiles else model)(x)
+        y.square().sum().backward()
+        found.append((y, model[0].weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 class Called(nn.Module):
     """A convolution as a function of a parameter, of sequences that lie by position."""
 
