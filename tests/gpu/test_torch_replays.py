@@ -107,6 +107,49 @@ def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, extensi
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def trained(device, stream):
+    """Gradients of five steps on a stream of a device, the first one being current, and by how much memory rises in the last step."""
+    from qsync_torch import apply_
+    from qsync_torch.operators.replays import REPLAY_OF
+
+    REPLAY_OF.clear()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)).to(device)
+    applied = apply_(model, {"0#0": ALL.format("tensor"), "2#0": "int8"}, base="bfloat16", backend="triton+aten")
+    x, found = torch.randn(256, 512, device=device).t()[:256], []
+    with torch.cuda.device(0):
+        for step in range(5):
+            model.zero_grad()
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream), torch.cuda.device(0), torch.autocast("cuda", torch.bfloat16):
+                loss = model((x + step).t().contiguous().t()).float().square().mean()
+            loss.backward()
+            torch.cuda.synchronize(device)
+            rise = torch.cuda.max_memory_allocated(device) - before
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+    applied.remove()
+    return found, rise
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_programs_run_on_the_device_and_stream_of_a_call_in_python_s_memory(index, extension, monkeypatch):
+    pytest.importorskip("qsync_kernels_triton")
+    if index >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    device, module = torch.device("cuda", index), extension.loaded()
+    stream, ways = torch.cuda.Stream(device), []
+    for loaded in (None, module):
+        monkeypatch.setattr(extension, "_loaded", loaded)
+        monkeypatch.setattr(extension, "_asked", {"cuda"})
+        ways.append(trained(device, stream))
+    (expected, python), (found, replayed) = ways
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert replayed <= python
+
+
 def test_a_captured_step_replays_programs(extension):
     """What was recorded before is captured in a CUDA graph as Python's launches are."""
     from qsync_torch import apply_
