@@ -67,7 +67,7 @@ def _codes(storage_bits: int, device: torch.device) -> tuple[torch.Tensor, torch
 
 @functools.cache
 def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of 256 equal cells of [-1, 1], and for 1: NF4's code at the lower edge, and the midpoint of two codes inside.
+    """Give for each of 256 equal cells of [-1, 1], and for 1, NF4's code at the lower edge and the midpoint of two codes inside.
 
     No cell has two midpoints, and none has one nearer to an edge than 2e-4, so that rounding, which may take an element to the
     next cell, takes none to another code.  Where there is none it is infinite.
