@@ -108,7 +108,7 @@ def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, extensi
 
 
 def trained(device, stream):
-    """Gradients of five steps on a stream of a device, the first one being current, and by how much memory rises in the last step."""
+    """Gradients of five steps on a stream of a device, the first one being current, and by how much memory rises in the last."""
     from qsync_torch import apply_
     from qsync_torch.operators.replays import REPLAY_OF
 
