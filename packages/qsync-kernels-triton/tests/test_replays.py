@@ -166,7 +166,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("storage", ["nf4", "int8-row", "int8-block"])
 def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, autocast, compiled_extension, triton, monkeypatch):
-    monkeypatch.setattr(stored, "default_backend", lambda device: "triton")
+    monkeypatch.setattr(selection, "default_backend", lambda device: "triton")
     base = Precision.BFLOAT16 if autocast else Precision.FLOAT32
     x, found = torch.randn(2, 8, 64), []
     for module in (None, compiled_extension):
@@ -199,7 +199,7 @@ def test_products_with_stored_weights_are_bit_equal_to_python_s(storage, autocas
 def test_a_graph_may_be_the_last_that_holds_programs(compiled_extension, triton, monkeypatch):
     """PyTorch frees its nodes without Python's lock, which ends the process where one of Python's objects is freed so."""
     monkeypatch.setattr(extension, "_loaded", compiled_extension)
-    monkeypatch.setattr(stored, "default_backend", lambda device: "triton")
+    monkeypatch.setattr(selection, "default_backend", lambda device: "triton")
     monkeypatch.setattr(stored, "_KERNELS", type(stored._KERNELS)(stored._kernel_of))
     stored.REPLAY_OF_STORED.clear()
     model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False))

@@ -253,8 +253,7 @@ def convolution_output(
     """
     if x.ndim < binding.dimensions:
         out = convolution_output(x.unsqueeze(2), x_scale, w.unsqueeze(2), w_scale, bias, binding, straight=straight)
-        # As a view of another tensor it could not be changed in place by what follows, such as ``ReLU(inplace=True)``.
-        return cast(torch.Tensor, torch.ops.aten._unsafe_view(out, (*out.shape[:2], out.shape[3])))
+        return out.squeeze(2).clone()  # a view could not be changed in place by what follows, such as ``ReLU(inplace=True)``
     if not straight and not is_plain(x):
         return cast(torch.Tensor, _OPS.convolution_output.default(x, x_scale, w, w_scale, bias, binding.key))
     out = _images(x, binding.result_shapes[x.shape, w.shape], binding.output)

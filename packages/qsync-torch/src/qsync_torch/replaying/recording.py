@@ -101,7 +101,7 @@ def _are_near(ones: Tensors, others: Tensors) -> bool:
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
-    """In float32, and 0 where it overflows, as in the first steps under a gradient scaler."""
+    """Cast to float32, with 0 where a number overflows, as in the first steps under a gradient scaler."""
     return x.float().nan_to_num(0.0, 0.0, 0.0)
 
 
