@@ -80,14 +80,14 @@ def _make(device: torch.device, wait: bool) -> None:
         else:
             thread = threading.Thread(target=_load_quietly, name="qsync compiles replays", daemon=True)
             thread.start()
-            atexit.register(_end, thread)
+            atexit.register(_end, thread, os.getpid())
 
 
-def _end(thread: threading.Thread) -> None:
+def _end(thread: threading.Thread, process: int) -> None:
     """A process that ends leaves no compiler behind, and nothing half written."""
     global _ends
     _ends = True
-    if _compiler is not None:
+    if _compiler is not None and os.getpid() == process:  # and not a fork of it
         os.killpg(_compiler.pid, signal.SIGKILL)
         thread.join(_GOODBYE_S)
 
