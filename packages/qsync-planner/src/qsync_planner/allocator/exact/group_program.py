@@ -36,6 +36,9 @@ _COST = 1000.0
 _MOST_COST = 1e10
 """The largest cost; solvers fail at larger numbers, and a bound that takes something for cheaper than it is remains a bound."""
 
+_MOST_REPLAYED = 64
+"""Replayed plans that are remembered, with their memory at every moment."""
+
 
 class Quantity(enum.Enum):
     """What a program may minimise, within limits of the others."""
@@ -86,6 +89,7 @@ class GroupProgram:
         self._tables: KnownTables = {} if tables is None else tables
         self._state: GroupState | None = None
         self._rungs: tuple[int, ...] = ()
+        self._replayed: dict[tuple[int, ...], tuple[Replayed, Values]] = {}
         self._spare: int | None = None
         model = replayer.model(group.name)
         self.program = Program()
@@ -224,7 +228,20 @@ class GroupProgram:
         return min(model.dag.index[op_id] for op_id in unit.operators)
 
     def replay(self, rungs: Sequence[int]) -> Replayed:
-        """What a plan takes, exactly."""
+        """What a plan takes, exactly; searches come back to the plans that they begin at, and to those of a mixture."""
+        key = tuple(rungs)
+        if key not in self._replayed:
+            if len(self._replayed) == _MOST_REPLAYED:
+                self._replayed.clear()
+            self._replayed[key] = self._replay(key)
+        return self._replayed[key][0]
+
+    def bytes_by_moment(self, plan: Replayed) -> Values:
+        """Memory of a plan at each moment, as the rows of memory count it."""
+        self.replay(plan.rungs)
+        return self._replayed[plan.rungs][1]
+
+    def _replay(self, rungs: tuple[int, ...]) -> tuple[Replayed, Values]:
         units = self._group.units
         if self._state is None:
             self._state = self._replayer.group_state(self._group.name, self._group.variants(rungs), self._shape)
@@ -232,18 +249,15 @@ class GroupProgram:
             changed = ((unit, rung) for unit, rung, before in zip(units, rungs, self._rungs, strict=True) if rung != before)
             self._state.update({op_id: unit.rungs[rung] for unit, rung in changed for op_id in unit.operators})
             self._state.commit()
-        self._rungs = tuple(rungs)
-        moments, times, rest = self._state.memory.moments_bytes(), self._state.times, self._rest
+        self._rungs = rungs
+        memory, times, rest = self._state.memory, self._state.times, self._rest
+        moments = memory.moments_bytes()
         period = times.period_ns
         if rest is not None:
             ranks = (times.rank_step(self._shape.slowdown), *rest.ranks)
             period = max(period, joint_step(ranks, self._shape.collective_ns, self._shape.start_delay_ns).period_ns)
-        return Replayed(self._rungs, period, self._state.peak_bytes, moments.index(max(moments)))
-
-    def bytes_by_moment(self) -> Values:
-        """Memory of the plan replayed last at each moment, as the rows of memory count it."""
-        assert self._state is not None, "nothing was replayed"
-        return np.asarray(self._state.memory.moments_bytes(), dtype=np.float64) + self._state.memory.constant_bytes
+        plan = Replayed(rungs, period, self._state.peak_bytes, moments.index(max(moments)))
+        return plan, np.asarray(moments, dtype=np.float64) + memory.constant_bytes
 
     def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
         """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
