@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
-from qsync_planner.allocator.exact.choices import Choice, Choices
+from qsync_planner.allocator.exact.choices import Choices
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, segments_of
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import CONSTANT, Limits, OnImproved, Program, Solved
@@ -21,6 +21,7 @@ from qsync_planner.allocator.exact.stages import KnownTables, Stage, stages_of
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem, Unit
 from qsync_planner.replayer.contention import joint_step
+from qsync_planner.replayer.cost_mapper import OpState
 from qsync_planner.replayer.memory import MemoryLayout
 from qsync_planner.replayer.replay import GroupState, Replayer
 
@@ -105,7 +106,7 @@ class GroupProgram:
         self._scaled_for, self._most_omega = self._uniform_omega, math.inf
         self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
         shape = replayer.shape(group.name)
-        self._slowest_ns = sum(map(_longest_ns, self.choices.of)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
+        self._slowest_ns = sum(_longest_ns(self.choices)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
         self._unit_ns = unit_ns(self._slowest_ns)
         steps = StepExpressions(self.choices, list(charged_casts(self.choices, self.program)))
         rows: TimeRows | JointRows
@@ -286,10 +287,13 @@ class GroupProgram:
         return tuple(int(np.argmax(values[list(row)])) for row in self.choices.columns)
 
 
-def _longest_ns(choices: Sequence[Choice]) -> int:
-    """What an operator takes at most, forward and backward, with all casts and the time to dispatch them."""
-    return max(
-        sum((s.forward_dispatch_ns, s.forward_compute_ns, s.backward_dispatch_ns, s.backward_compute_ns))
-        + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
-        for s in (choice.evaluation for choice in choices)
-    )
+def _longest_ns(choices: Choices) -> Iterator[int]:
+    """What each operator takes at most, forward and backward, with all casts and the time to dispatch them."""
+    known: dict[OpState, int] = {}
+    for options in choices.of:
+        for state, _, _ in options:
+            if state not in known:
+                s = state.evaluation
+                kernels = s.forward_dispatch_ns + s.forward_compute_ns + s.backward_dispatch_ns + s.backward_compute_ns
+                known[state] = kernels + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
+        yield max(known[state] for state, _, _ in options)
