@@ -63,6 +63,7 @@ def test_plan_keeps_the_global_batch_and_says_what_happens_to_local_ones(seed: i
         sentence = f"{name}: local batch 4 → {batch} ({change}; from one profile, compute taken as proportional to the batch)"
         assert sentence in plan.notes
     assert {a.variant.label for group in plan.groups for a in group.assignments.values()} == {"float32"}
+    # The baseline of any plan is summed up from arrays; this plan is replayed with profiles at its batches.
     assert plan.predicted_iteration_ns == plan.baselines["dynamic-batch"]
     assert all(sum(plan.memory[group.group].values()) == group.predicted_peak_bytes for group in plan.groups)
 
