@@ -97,7 +97,7 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
     def step(number: int) -> float:
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16) if AMP else contextlib.nullcontext():
-            loss = task.call(ddp, batches[number % len(batches)])
+            loss = task.call(called, batches[number % len(batches)])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -106,10 +106,12 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
         losses.append(loss.detach())
         return 1e3 * (time.perf_counter() - began)
 
+    called: torch.nn.Module = ddp
     losses: list[torch.Tensor] = []
     late = sorted([step(number) for number in range(int(os.environ.get("STEPS", "28")))][WARMUP:])
     loss = losses[-1].item()
-    here = {"batch": batch, "local_ms": None if uneven else _local_ms(ddp, step)}
+    called = inside if uneven else ddp  # whose weighting meets in every step
+    here = {"batch": batch, "local_ms": _local_ms(contextlib.nullcontext() if uneven else ddp.no_sync(), step)}
     here["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, here, group=group)
@@ -117,13 +119,13 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
         quartiles = [late[len(late) // 4], late[3 * len(late) // 4]]
         found = {"ms": statistics.median(late), "quartiles": quartiles, "loss": loss}
         found |= {"samples": sum(rank["batch"] for rank in ranks)}
-        found |= {key: [rank[key] for rank in ranks] for key in ("local_ms", "peak_gib")}
+        found |= {key: [rank[key] for rank in ranks] for key in ("batch", "local_ms", "peak_gib")}
         print("STEP " + json.dumps({"mode": name or mode, **found}), flush=True)
 
 
-def _local_ms(ddp: DistributedDataParallel, step: Callable[[int], float]) -> float:
+def _local_ms(alone: contextlib.AbstractContextManager[None], step: Callable[[int], float]) -> float:
     """The median step of this rank that communicates with none."""
-    with ddp.no_sync():
+    with alone:
         return statistics.median([step(number) for number in range(LOCAL_WARMUP + LOCAL_STEPS)][LOCAL_WARMUP:])
 
 

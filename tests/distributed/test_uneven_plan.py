@@ -24,6 +24,7 @@ from qsync_torch import UnevenBatchSampler, capture
 from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
+from qsync_torch.prepare.measuring import Bench
 from qsync_torch.prepare.planning import Planning
 from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.profile import ProfileRequest, profile
@@ -74,9 +75,22 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
             "sensitivity": Made(inputs, to_bytes(Sensitivity(dag.model, digest(dag), "", "by hand", omega))),
         }
     )
-    folder.publish(*Planning(folder, dag, cluster, Board(None), Asked(batch="free")).plan())
+    planning = Planning(folder, dag, cluster, Board(None), Asked(batch="free"))
+    folder.publish(*planning.plan())
     plan = from_bytes(folder.read("plan fast+slow"), PrecisionPlan)
     fast, slow = plan.local_batches["fast"], plan.local_batches["slow"]
+    assert plan.recommended_way is not None
+    wanted = dict(plan.recommended_way.local_batches)
+    assert planning.batches_to_measure() == wanted
+    seen: list[int] = []
+    watching = attrs.evolve(job, loss=lambda output, batch: (seen.append(len(output)), job.loss(output, batch))[1])
+    bench = Bench(watching, dag, torch.device("cpu"), None, folder, Board(None))  # type: ignore[arg-type]
+    folder.publish(bench.profile_at(cluster.group("slow"), wanted["slow"]))
+    assert set(seen) == {wanted["slow"]}
+    assert [one.batch_size for one in planning.profiles()["slow"].batches] == [wanted["slow"]]
+    assert planning.batches_to_measure() == {"fast": wanted["fast"]}
+    failing = attrs.evolve(bench, job=attrs.evolve(job, batch=lambda step, size: job.batch(step, 10**9 if size > 16 else size)))
+    assert failing.profile_at(cluster.group("fast"), 17) == {}
     assert slow < uneven_script.BATCH < fast
 
     scripts = [[uneven_script.__file__, str(folder.run.path), str(tmp_path / "saved")]] * 2

@@ -29,6 +29,7 @@ from qsync_core.ir.plan import ChainAssignment, PrecisionPlan, RecommendedWay
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import (
     AlternatingDispatch,
+    BatchStep,
     ChainCost,
     Compiled,
     Compiler,
@@ -253,6 +254,17 @@ def test_profiles_of_eager_steps_are_stored_as_before() -> None:
         attrs.evolve(mixing, mixed=(MixedStep((OpId("stray"),), keeping.steps[0]),))
     with pytest.raises(ValueError, match="saved_bytes"):
         attrs.evolve(profile.steps[0], saved_bytes=-1)
+
+
+def test_profiles_of_one_batch_size_are_stored_as_before() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    saying = attrs.evolve(profile, batches=(BatchStep(3, profile.steps[0]), BatchStep(6, profile.steps[0])))
+    assert [version_of(p) for p in (profile, saying)] == [2, 10]
+    assert artifact.from_bytes(artifact.to_bytes(saying), Profile) == saying
+    with pytest.raises(ValueError, match=r"Profile\.batches has steps at \[6, 3\] samples, which do not rise"):
+        attrs.evolve(profile, batches=saying.batches[::-1])
+    with pytest.raises(ValueError, match="batch_size"):
+        BatchStep(0, profile.steps[0])
 
 
 def test_graphs_without_views_are_stored_as_before() -> None:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from planning_cases import random_case
 
 from qsync_core.errors import InfeasibleError, PlanError
-from qsync_core.ir.profile import DeviceKind, Profile
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import BatchStep, DeviceKind, Profile, StepMeasurement
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import BatchProfile, Inputs, Request, allocate
 from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.allocator.dynamic_batch import balance, replay_batches
@@ -104,6 +106,67 @@ def test_one_profile_scales_compute_and_leaves_dispatch_and_the_optimizer() -> N
         assert after.forward_compute_ns == 2 * before.forward_compute_ns
         assert after.backward_dispatch_ns == before.backward_dispatch_ns
     assert scaled.optimizer_compute_ns == profile.optimizer_compute_ns
+
+
+BASE = Variant.plain(Precision.FLOAT32)
+
+
+def with_steps(profile: Profile, ratios: dict[int, tuple[float, float]]) -> Profile:
+    """With a whole step, and such at other batch sizes whose forward and backward take these parts of what the first one's take."""
+    costs = [profile.cost(op_id, BASE) for op_id in profile.cost_index]
+    forward, backward = sum(cost.forward_compute_ns for cost in costs), sum(cost.backward_compute_ns for cost in costs)
+
+    def step(fw: float, bw: float) -> StepMeasurement:
+        times = round(fw * forward), round(bw * backward), profile.optimizer_compute_ns
+        return StepMeasurement(BASE, sum(times), 0, times[0], 0, times[1], 0, times[2], 0)
+
+    found = tuple(BatchStep(batch, step(*both)) for batch, both in ratios.items())
+    return attrs.evolve(profile, steps=(step(1.0, 1.0),), batches=found)
+
+
+def scaling_of(seed: int, ratios: dict[int, tuple[float, float]]) -> BatchScaling:
+    case = random_case(seed, kind=DeviceKind.CPU)
+    measured = {**case.profiles, "infer0": with_steps(case.profiles["infer0"], ratios)}
+    return BatchScaling(case.inputs.with_profiles(measured), "infer0")
+
+
+def test_steps_measured_at_other_batches_say_what_kernels_take_there() -> None:
+    """A product on few SMs takes as long for 3 samples as for 4, and half of it for 2."""
+    scaling = scaling_of(1, {2: (0.5, 0.4), 3: (1.0, 0.9), 6: (2.0, 1.6)})
+    profile = scaling.profile
+    assert scaling.batch_size == 4
+    for batch, fw, bw in ((1, 0.25, 0.2), (2, 0.5, 0.4), (3, 1.0, 0.9), (5, 1.5, 1.3), (6, 2.0, 1.6), (9, 3.0, 2.4)):
+        scaled = scaling.profile_at(batch)
+        for before, after in zip(profile.costs, scaled.costs, strict=True):
+            assert after.forward_compute_ns == pytest.approx(fw * before.forward_compute_ns, abs=1)
+            assert after.backward_compute_ns == pytest.approx(bw * before.backward_compute_ns, abs=1)
+            assert after.forward_dispatch_ns == before.forward_dispatch_ns
+        kernels = scaling.kernels_at(batch)[1]
+        assert kernels.tolist() == [[cost.forward_compute_ns, cost.backward_compute_ns] for cost in scaled.costs]
+    assert scaling.profile_at(3).steps[0] == profile.batches[1].step
+    assert scaling.profile_at(5).steps[0].forward_compute_ns == pytest.approx(1.5 * profile.steps[0].forward_compute_ns, abs=2)
+
+
+def test_noise_of_steps_at_other_batches_makes_no_larger_batch_faster() -> None:
+    scaling = scaling_of(2, {1: (0.6, 0.6), 2: (1.1, 0.5), 5: (0.9, 1.2), 6: (1.3, 1.1)})
+    busy = [scaling.busy_ns(1_000_000, batch) for batch in range(1, 9)]
+    assert busy == sorted(busy)
+
+
+def test_batches_are_balanced_by_measured_steps_and_notes_say_so() -> None:
+    for seed in range(6):
+        case = random_case(seed, kind=DeviceKind.CPU)
+        stepped = case.inputs.with_profiles({**case.profiles, "infer0": with_steps(case.profiles["infer0"], {})})
+        plain = allocate(stepped, Request("dynamic-batch"))
+        if (batch := plain.local_batches["infer0"]) == 4:
+            continue
+        slow = {**case.profiles, "infer0": with_steps(case.profiles["infer0"], {batch: (9.0, 9.0) if batch > 4 else (1.0, 1.0)})}
+        measured = allocate(case.inputs.with_profiles(slow), Request("dynamic-batch"))
+        assert measured.baselines["dynamic-batch"] >= plain.baselines["dynamic-batch"]
+        notes = [note for note in measured.notes if note.startswith("infer0: local batch")]
+        assert ("steps measured at this batch" in notes[0]) == (measured.local_batches["infer0"] == batch)
+        return
+    raise AssertionError("no case has uneven batches")
 
 
 def test_a_faster_group_gets_more_and_the_job_gets_faster() -> None:

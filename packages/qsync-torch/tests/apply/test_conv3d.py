@@ -17,6 +17,7 @@ from qsync_core.kernels.requests import CallShapes
 from qsync_planner.indicate import indicate
 from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.aten.float_products import FORMATS_WITHOUT_HARDWARE
 from qsync_torch.kernels.canary import float_products_of
 from qsync_torch.kernels.exact_products import problem_of
 from qsync_torch.observing.closed_form import LossVarCollector
@@ -145,4 +146,6 @@ def test_the_whole_flow():
     assert torch.equal(y, want)
     (grad,) = torch.autograd.grad(want.sum(), model[0].weight)
     applied.remove()
-    assert torch.equal(planned[0].weight.grad, grad)
+    # Where a CPU has no instructions for the format, PyTorch's own gradient sums in 16 bit.
+    allowed = 2.0**-8 if torch.bfloat16 in FORMATS_WITHOUT_HARDWARE else 0.0
+    assert (planned[0].weight.grad - grad).norm() <= allowed * grad.norm()

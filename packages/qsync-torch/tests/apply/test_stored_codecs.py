@@ -43,6 +43,21 @@ def nf4_by_hand(weight: torch.Tensor) -> list[float]:
     return [nearest(v / most, codes) * c for block, most, c in zip(blocks, largest, constants, strict=True) for v in block]
 
 
+@pytest.mark.parametrize("unit", [1.0, 1 / 64], ids=["midpoints", "edges of cells"])
+def test_elements_beside_where_codes_change_get_theirs(unit):
+    codes = torch.tensor(NF4_CODES)
+    near = (codes[:-1] + codes[1:]) / 2 if unit == 1 else torch.arange(-64, 65) * unit
+    for _ in range(2):
+        near = torch.cat([near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))]).clamp(-1, 1).unique()
+    blocks = torch.zeros(-(-near.numel() // 63), 64)
+    blocks[:, 0] = 1.0  # the largest magnitude, so that elements are what is compared
+    blocks[:, 1:] = torch.nn.functional.pad(near, (0, blocks[:, 1:].numel() - near.numel())).view(-1, 63)
+    stored = quantize_weight(blocks, Storage.NF4)
+    found = torch.stack([stored.values >> 4, stored.values & 15], 1).view(-1, 64)
+    midpoints = (codes[:-1] + codes[1:]) / 2
+    assert torch.equal(found, (blocks[..., None] > midpoints).sum(-1).to(torch.uint8))
+
+
 @tries(20)
 @given(SHAPES, st.integers(0, 99))
 def test_nf4_is_its_definition(shape, seed):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sys
 import time
 
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_core.errors import BackendError, QSyncError
+from qsync_core.geometry import Geometry
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import Granularity, Precision, Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
@@ -24,6 +26,7 @@ from qsync_torch.aten import float_products
 from qsync_torch.distributed.ranks import SHARE_VARIABLE
 from qsync_torch.doctor.products import CALLS, formats_of, share_lines, whole_lines
 from qsync_torch.job import Batch, Job
+from qsync_torch.kernels import selection
 from qsync_torch.kernels.canary import Canary, smaller
 from qsync_torch.kernels.selection import reasons_against
 from qsync_torch.prepare.flow import Request, prepare
@@ -96,6 +99,20 @@ def test_garbage_at_some_shapes_is_wrong_at_these_alone(install):
     canary, choice = Canary(CPU), KernelChoice(("bad",))
     narrow = attrs.evolve(CALL, w=(32, 32), y=(48, 32))
     assert [len(canary.of_operator(call, INT8, choice)) for call in (narrow, CALL)] == [0, 1]
+
+
+@pytest.mark.parametrize("storage", [storage for storage in Storage if storage.is_quantized])
+@pytest.mark.parametrize("spoil", [_one_nan, _last_rows, lambda out: None])
+def test_a_stored_weight_that_is_read_wrong_is_named(install, monkeypatch, storage, spoil):
+    install(WrongBackend("bad", spoil, "dequantize"))
+    monkeypatch.setattr(selection, "default_backend", lambda device: "bad")
+    for call in (CALL, CallShapes("conv2d", (2, 8, 6, 6), (16, 8, 3, 3), (2, 16, 6, 6), Geometry((1, 1), (1, 1), (1, 1)))):
+        wrong = Canary(CPU).of_operator(call, attrs.evolve(BFLOAT16, storage=storage))
+        if spoil not in (_one_nan, _last_rows):
+            assert wrong == []
+            continue
+        assert [(one.role, one.backend) for one in wrong] == [("dequantize", "bad")]
+        assert re.fullmatch(r"\d+ of its [\d,]+ elements are not what is stored", wrong[0].problem)
 
 
 def test_a_wrong_quantization_is_named(install):

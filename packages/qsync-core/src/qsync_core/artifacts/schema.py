@@ -39,7 +39,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 6,
     "PrecisionDag": 6,
     "PrecisionPlan": 7,
-    "Profile": 9,
+    "Profile": 10,
     "Timeline": 2,
 }
 
@@ -73,6 +73,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 7): {"check": None},
     ("Profile", 8): {"compiled": None, "mixed": []},
     ("Profile", 9): {},
+    ("Profile", 10): {"batches": []},
     ("Sensitivity", 3): {"copies": {}},
     ("Sensitivity", 4): {"errors": {}},
     ("Sensitivity", 5): {"masks": {}},

@@ -241,6 +241,14 @@ class MixedStep:
 
 
 @attrs.frozen
+class BatchStep:
+    """A whole step in the base precision at another local batch than the traced one."""
+
+    batch_size: int = attrs.field(validator=checks.positive_int)
+    step: StepMeasurement
+
+
+@attrs.frozen
 class AlternatingDispatch:
     """How much longer the CPU takes to issue a step with every other adjustable operator at one rung than the mean of steps with
     none and with all of them there: operators that a plan leaves as they are take longer beside lowered ones.
@@ -340,6 +348,7 @@ class Profile:
             measured alone either way.
         mixed: compiled steps with the operators of one kind of layer alone at a rung; none of eager steps, whose operators cost
             what they cost alone.
+        batches: steps at other local batches, in rising order: those of the way that ``qsync prepare`` recommends.
     """
 
     device: DeviceType
@@ -364,6 +373,7 @@ class Profile:
     check: KernelCheck | None = None
     compiled: Compiled | None = None
     mixed: tuple[MixedStep, ...] = ()
+    batches: tuple[BatchStep, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():
@@ -378,6 +388,8 @@ class Profile:
         for one in self.mixed:
             if unknown := [op_id for op_id in one.lowered if op_id not in self.cost_index]:
                 raise ValueError(f"Profile.mixed lowers {unknown[0]}, which it has no cost of")
+        if (sizes := [one.batch_size for one in self.batches]) != sorted(set(sizes)):
+            raise ValueError(f"Profile.batches has steps at {sizes} samples, which do not rise")
         ways = [(name, entry.form, entry.variant) for entry in self.chains for name in entry.chains]
         if twice_on := checks.first_repeated(self.handed_on):
             raise ValueError(f"Profile.handed_on lists {twice_on} twice")

@@ -1,12 +1,14 @@
 """The costs of one group as functions of its local batch: t(b) = fixed + slope·b.
 
 A profile is made at one batch size.  With that alone, the compute time of every kernel is taken as proportional to the batch, while
-dispatch and the optimizer, measured apart, do not change.  A second profile at another batch size shows for every operator what
-really does not scale.
+dispatch and the optimizer, measured apart, do not change.  Whole steps that were measured at other batch sizes say how much more
+or less all kernels compute there (a matrix product on few SMs takes its time in steps).  A second profile at another batch size
+shows for every operator what really does not scale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,9 +36,44 @@ class _Line:
     traced_ns: int
     slope: float
 
-    def at(self, more: int) -> int:
+    def at(self, more: float) -> int:
         """Nanoseconds with so many more samples than traced."""
         return max(0, self.traced_ns + round(self.slope * more))
+
+
+Points = list[tuple[float, float]]
+"""Batch sizes, and by how much the kernels of a phase take longer there than at the traced one; both rise."""
+
+
+def measured_at(profile: Profile, base: Variant) -> dict[int, StepMeasurement]:
+    """The whole steps in the base precision at other batch sizes, by batch size."""
+    return {one.batch_size: one.step for one in profile.batches if one.step.variant == base}
+
+
+def _growth_of(traced: int, steps: Sequence[StepMeasurement], others: Mapping[int, StepMeasurement]) -> tuple[Points, ...]:
+    """The points of forward and backward; none where no other batch size was measured."""
+    if not steps or not others:
+        return ()
+    found = []
+    for phase in ("forward_compute_ns", "backward_compute_ns"):
+        ratios = {batch: getattr(step, phase) / max(1, getattr(steps[0], phase)) for batch, step in others.items()}
+        points: Points = [(float(traced), 1.0)]
+        for batch in sorted((b for b in others if b < traced), reverse=True):
+            points.insert(0, (float(batch), min(ratios[batch], points[0][1])))
+        for batch in sorted(b for b in others if b > traced):
+            points.append((float(batch), max(ratios[batch], points[-1][1])))
+        found.append(points)
+    return tuple(found)
+
+
+def _between(points: Points, batch: int) -> float:
+    """On straight lines between points; outside of them proportional to the batch."""
+    (first, at_first), (last, at_last) = points[0], points[-1]
+    if batch < first:
+        return at_first * batch / first
+    if batch > last:
+        return at_last * batch / last
+    return float(np.interp(batch, [point[0] for point in points], [point[1] for point in points]))
 
 
 class BatchScaling:
@@ -57,6 +94,8 @@ class BatchScaling:
         self._accumulate = inputs.dag.accumulate
         self._compute_ns, self._slopes = self._fit(group, self.further)
         base = Variant.plain(inputs.cluster.group(group).base)
+        self._measured = {} if self.further else measured_at(self.profile, base)
+        self._growth = _growth_of(self.batch_size, [step for step in self.profile.steps if step.variant == base], self._measured)
         chosen = [
             by_variant[base] if base in by_variant else min(by_variant.values())
             for operator in inputs.dag.operators
@@ -79,33 +118,41 @@ class BatchScaling:
     def kernels_at(self, batch: int) -> tuple[Integers, Integers]:
         """Dispatch and compute times of all costs of the profile at a local batch, as :meth:`profile_at` has them."""
         dispatch, compute = self._measured_ns
-        more = np.rint(self._slopes * (batch - self.batch_size)).astype(np.int64)
+        more = np.rint(self._slopes * self._more(batch)).astype(np.int64)
         return dispatch, np.maximum(0, compute + more)
+
+    def _more(self, batch: int) -> tuple[float, float]:
+        """How many more samples than traced the kernels of forward and backward compute as if they had."""
+        if not self._growth:
+            return float(batch - self.batch_size), float(batch - self.batch_size)
+        forward, backward = (_between(points, batch) for points in self._growth)
+        return self.batch_size * (forward - 1.0), self.batch_size * (backward - 1.0)
 
     def profile_at(self, batch: int) -> Profile:
         """The group's profile with its kernels, and the whole steps it is calibrated with, scaled to a local batch."""
         if batch == self.batch_size:
             return self.profile
-        more = batch - self.batch_size
         with attrs.validators.disabled():  # of thousands of costs no attribute but two is new
             computing = self.kernels_at(batch)[1].tolist()
             costs = tuple(cost.computing(*ns) for cost, ns in zip(self.profile.costs, computing, strict=True))
-        steps = tuple(self._scaled_step(step, more) for step in self.profile.steps)
-        mixed = tuple(attrs.evolve(one, step=self._scaled_step(one.step, more)) for one in self.profile.mixed)
+        steps = tuple(self._scaled_step(step, batch) for step in self.profile.steps)
+        mixed = tuple(attrs.evolve(one, step=self._scaled_step(one.step, batch)) for one in self.profile.mixed)
         return attrs.evolve(self.profile, costs=costs, steps=steps, mixed=mixed)
 
     def _model_ns(self, batch: int) -> int:
         """The sum of parts at a batch size: kernels of all micro-batches at the base precision, and the optimizer."""
-        more = batch - self.batch_size
+        more_fw, more_bw = self._more(batch)
         dispatch = self._accumulate * self._dispatch_ns + self.profile.optimizer_dispatch_ns
-        compute = self._accumulate * (self._forward.at(more) + self._backward.at(more)) + self.profile.optimizer_compute_ns
+        compute = self._accumulate * (self._forward.at(more_fw) + self._backward.at(more_bw)) + self.profile.optimizer_compute_ns
         return dispatch + compute if self.profile.device.is_synchronous else max(dispatch, compute)
 
-    def _scaled_step(self, step: StepMeasurement, more: int) -> StepMeasurement:
-        """A whole measured step: forward and backward by the ratio of their kernels, the rest as it was."""
+    def _scaled_step(self, step: StepMeasurement, batch: int) -> StepMeasurement:
+        """A whole step as it was measured there; else forward and backward by the ratio of their kernels, the rest as it was."""
+        if (measured := self._measured.get(batch)) is not None and measured.variant == step.variant:
+            return measured
+        taken, lines = (step.forward_compute_ns, step.backward_compute_ns), (self._forward, self._backward)
         forward_ns, backward_ns = (
-            measured * line.at(more) // max(1, line.traced_ns)
-            for measured, line in ((step.forward_compute_ns, self._forward), (step.backward_compute_ns, self._backward))
+            ns * line.at(more) // max(1, line.traced_ns) for ns, line, more in zip(taken, lines, self._more(batch), strict=True)
         )
         added = forward_ns - step.forward_compute_ns + backward_ns - step.backward_compute_ns
         dispatch = step.forward_dispatch_ns + step.backward_dispatch_ns + step.optimizer_dispatch_ns

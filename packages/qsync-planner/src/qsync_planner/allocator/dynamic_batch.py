@@ -120,8 +120,10 @@ def batch_notes(problem: Problem, local: Mapping[str, int]) -> Iterator[str]:
     before = max(1, problem.dag.batch_size)
     for group, batch in local.items():
         change = "unchanged" if batch == before else f"{100 * (batch - before) / before:+.0f}%"
-        two_profiles = group in problem.inputs.further
-        source = "two profiles" if two_profiles else "one profile, compute taken as proportional to the batch"
+        measured = any(one.batch_size == batch for one in problem.inputs.profiles[group].batches)
+        source = "one profile, compute taken as proportional to the batch"
+        if measured or group in problem.inputs.further:
+            source = "steps measured at this batch" if measured else "two profiles"
         yield f"{group}: local batch {before} → {batch} ({change}; from {source})"
 
 

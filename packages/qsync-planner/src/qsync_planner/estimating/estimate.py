@@ -100,6 +100,7 @@ class _Scaling:
         scaled = attrs.evolve(
             profile,
             mixed=(),
+            batches=(),
             chains=(),  # kernels of another chip say nothing of fused ones here
             device=device,
             costs=costs,

@@ -21,11 +21,12 @@ from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.aten import float_products
 from qsync_torch.aten.quantize import affine_parts, affine_scale, scale_view, write_scale
+from qsync_torch.aten.stored_weights import dequantize_weight, quantize_weight
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
 from qsync_torch.kernels.operands import OUT, Arguments, make_operands
-from qsync_torch.kernels.selection import backend_of, build_kernel
+from qsync_torch.kernels.selection import backend_of, build_kernel, dequantize_request
 
 _CPU_SIZE, _CPU_PIXELS, _CPU_GROUPS = 64, 12, 8
 """Rows and channels, height and width of an image, and groups that are checked on a CPU, about: the kernels are the same."""
@@ -91,7 +92,8 @@ class Canary:
         requests = operator_requests(call, variant, *device_facts(self.device))
         if variant.compute.needs_scale:
             return [wrong for asked in requests for wrong in self._eight_bit(asked, choice)]
-        return self._float(call, variant, requests, channels_last)
+        stored = self._stored(call, variant) if variant.storage.is_quantized else []
+        return [*stored, *self._float(call, variant, requests, channels_last)]
 
     def of_function(self, key: tuple[object, ...], request: KernelRequest, find: Callable[[], str]) -> list[WrongKernel]:
         """What PyTorch runs beside the adjustable operators, without a backend: batched products, attention.
@@ -128,6 +130,23 @@ class Canary:
                 yield WrongKernel(asked.request, asked.role, backend_of(asked.request, own), problem)
 
         return self._once((asked, own), find)
+
+    def _stored(self, call: CallShapes, variant: Variant) -> list[WrongKernel]:
+        """Whether a weight is read as its storage is defined, bit for bit, in memory that held NaN."""
+        request, choice = dequantize_request(self.device, variant.storage, call.w, variant.compute)
+
+        def find() -> Iterator[WrongKernel]:
+            dtype = TORCH_DTYPE[variant.compute]
+            stored = quantize_weight(torch.randn(call.w, device=self.device, dtype=dtype), variant.storage)
+            out = torch.full(call.w, math.nan, device=self.device, dtype=dtype)
+            build_kernel(request, choice)(*stored, out)
+            self.checked += 1
+            differ = int((out != dequantize_weight(stored, variant.storage, call.w, dtype)).sum())
+            if differ:
+                problem = f"{differ:,} of its {out.numel():,} elements are not what is stored"
+                yield WrongKernel(request, request.op, backend_of(request, choice), problem)
+
+        return self._once((request,), find)
 
     def _float(
         self, call: CallShapes, variant: Variant, requests: tuple[OperatorRequest, ...], channels_last: bool

@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import torch
 
 from qsync_core.errors import BackendError
-from qsync_core.ir.precision import Rounding
+from qsync_core.ir.precision import Precision, Rounding, Storage
+from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import (
     BackgroundCompilingBackend,
     CompilingBackend,
@@ -28,6 +30,7 @@ from qsync_core.kernels.launches import reports_launches
 from qsync_core.plugins.backends import ask_backend
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.random_bits import Offset, known_number
+from qsync_torch.devices import device_facts
 from qsync_torch.kernels.installed import installed, store_of_request
 
 DEFAULT_BACKEND = AtenBackend.name
@@ -37,6 +40,16 @@ AUTO = (AUTO_BACKEND,)
 def default_backend(device: torch.device) -> str:
     """The backend of operators for which none is named: ``auto`` on a GPU, where kernels differ; ``aten`` on a CPU."""
     return AUTO_BACKEND if device.type == "cuda" else DEFAULT_BACKEND
+
+
+def dequantize_request(
+    device: torch.device, storage: Storage, shape: tuple[int, ...], precision: Precision
+) -> tuple[KernelRequest, KernelChoice]:
+    """Ask for what writes a stored weight dense, and of whom: the fastest that the device has."""
+    variant = attrs.evolve(Variant.plain(precision), storage=storage)
+    kind, capability = device_facts(device)
+    request = KernelRequest(Op.DEQUANTIZE, variant, (shape,), device_kind=kind, compute_capability=capability)
+    return request, KernelChoice((default_backend(device),))
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,23 +9,19 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import attrs
 import torch
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Storage
-from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import Kernel, KernelRequest, Op
-from qsync_core.kernels.choice import KernelChoice
+from qsync_core.kernels.backend import Kernel
 from qsync_core.kernels.launches import HERE
 from qsync_core.kernels.support import FLOATS
 from qsync_torch.aten import float_products, stored_weights
 from qsync_torch.aten.stored_weights import StoredWeight
-from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding
 from qsync_torch.kernels.library_ops import WithoutAutocast, is_plain
-from qsync_torch.kernels.selection import build_kernel, default_backend, reports
+from qsync_torch.kernels.selection import build_kernel, dequantize_request, reports
 from qsync_torch.kinds import products
 from qsync_torch.operators.autograd import apply_of
 from qsync_torch.operators.cast_cache import CastCache
@@ -73,10 +69,7 @@ def _kernel_of(asked: tuple[torch.device, str, tuple[int, ...], torch.dtype]) ->
     device, storage, shape, dtype = asked
     if PRECISION.get(dtype) not in FLOATS:  # such as float64, which no product of a plan computes in
         return stored_weights.build_dequantize(Storage(storage))
-    variant = attrs.evolve(Variant.plain(PRECISION[dtype]), storage=Storage(storage))
-    kind, capability = device_facts(device)
-    request = KernelRequest(Op.DEQUANTIZE, variant, (shape,), device_kind=kind, compute_capability=capability)
-    return build_kernel(request, KernelChoice((default_backend(device),)))
+    return build_kernel(*dequantize_request(device, Storage(storage), shape, PRECISION[dtype]))
 
 
 _KERNELS = Memo(_kernel_of)

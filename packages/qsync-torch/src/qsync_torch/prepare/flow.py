@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -70,12 +72,15 @@ from qsync_torch.profiling.communication import ProcessGroups, measure_communica
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S
 
+if TYPE_CHECKING:
+    from qsync_torch.prepare.planning import Planning, Step
+
 Load = Callable[[], tuple[Job, Caller | None]]
 """Gives the job, and what the script calls that says it; None where a function makes it."""
-Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
-"""Makes parts, and names those that are no more."""
-STEPS = 5
-"""The number of steps of planning."""
+STEPS, LAST_STEPS = 3, 2
+"""The number of steps of planning, and of those that follow once."""
+BATCH_ROUNDS = 3
+"""How often plans are made anew because steps of other local batches were measured."""
 _LONGEST_PART_S = 24 * 3600.0
 """How long one part may take while its process shows that it lives."""
 
@@ -279,7 +284,7 @@ class _Flow:
             of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes))
             if of_person and (warning := contradiction(cluster, profiled, dag.base)):
                 self.board.note(warning, of_job=True)
-        self._plan(dag, cluster)
+        self._plan(bench, groups, cluster)
         self._compile(bench, own)
         return cluster
 
@@ -473,26 +478,46 @@ class _Flow:
             self.folder.publish(made)
             bench.forget_partials(made)
 
-    def _plan(self, dag: PrecisionDag, cluster: Cluster) -> None:
-        """What rank 0 makes of the measurements, while the others wait."""
-        steps: Sequence[Step] = [nothing] * STEPS
-        if self.folder.rank == 0:
-            from qsync_torch.prepare.planning import Planning
+    def _plan(self, bench: Bench, groups: Sequence[Group], cluster: Cluster) -> None:
+        """What rank 0 makes of the measurements, while the others wait.
 
-            planning = Planning(
-                self.folder,
-                dag,
-                cluster,
-                self.board,
-                self.request.asked,
-                start=lambda: self._start_text(cluster),
-                communication=self._communication,
-            )
-            steps = planning.steps(_observed_rungs(cluster))
+        What a step of other samples takes is known when it is measured: where the best way has uneven batches, they are, and plans
+        are made anew.
+        """
+        planning = self._planning(bench.dag, cluster) if self.folder.rank == 0 else None
+        tried: set[tuple[str, int]] = set()
+        for _ in range(1 + BATCH_ROUNDS):
+            self._make(planning.steps(_observed_rungs(cluster)) if planning else [nothing] * STEPS)
+            with self.folder.together(slow=True):
+                wanted = json.dumps(planning.batches_to_measure()) if planning else ""
+            batches = json.loads(self.folder.told({"batches": wanted})[0]["batches"])
+            if tried.issuperset(batches.items()):
+                break
+            tried.update(batches.items())
+            self._measure_batches(bench, groups, cluster, batches)
+        self._make(planning.last_steps() if planning else [nothing] * LAST_STEPS)
+
+    def _planning(self, dag: PrecisionDag, cluster: Cluster) -> Planning:
+        from qsync_torch.prepare.planning import Planning
+
+        start = partial(self._start_text, cluster)
+        return Planning(self.folder, dag, cluster, self.board, self.request.asked, start, self._communication)
+
+    def _make(self, steps: Sequence[Step]) -> None:
         for step in steps:
             with self.folder.together(slow=True):
                 made, removed = step()
             self.folder.publish(made, removed)
+
+    def _measure_batches(self, bench: Bench, groups: Sequence[Group], cluster: Cluster, batches: Mapping[str, int]) -> None:
+        """The parts ``profile GROUP`` with steps of as many samples."""
+        for wave in waves(groups):
+            made: dict[str, Made] = {}
+            with self.folder.together(slow=True):
+                for group in wave:
+                    if group.first.rank == self.folder.rank and group.name in batches:
+                        made = bench.profile_at(cluster.group(group.name), batches[group.name])
+            self.folder.publish(made)
 
     def _compile(self, bench: Bench, own: Group) -> None:
         """Let one rank of each machine compile what it will train with: kernels were measured by one rank of a group."""

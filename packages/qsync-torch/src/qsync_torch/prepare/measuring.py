@@ -19,7 +19,7 @@ from qsync_core.ir import checks
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
-from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import standard_ladder
@@ -34,10 +34,12 @@ from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 from qsync_torch.prepare.ledger import file_of
 from qsync_torch.prepare.participants import Group, Participant
+from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
 from qsync_torch.profiling.profile import ProfileRequest, profile
-from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.profiling.whole_step import StepRunner, measure_base_at
+from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S, compile_planned, tune_job
 
@@ -174,6 +176,25 @@ class Bench:
         tuned = {"seconds of tuning": f"{self.tune_s:g}"} if self.device.type == "cuda" else {}
         inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job), **chains, **tuned)
         return self._unless_kept(f"profile {group.name}", inputs, run)
+
+    def profile_at(self, group: DeviceGroup, batch_size: int) -> dict[str, Made]:
+        """The part ``profile GROUP`` with steps at another local batch; nothing where they fail, or memory is short for them."""
+        part, profile = self.folder.parts[f"profile {group.name}"], self.folder.load(f"profile {group.name}", Profile, self.dag)
+        assert profile is not None  # it is measured first
+        stage = self.board.stage("profiling")
+        stage(0, 1, f"whole step {self.dag.base} of {batch_size} samples")
+        try:
+            found = measure_base_at(self.job, self.dag, make_stopwatch(self.device), Efforts().steps, batch_size)
+        except (torch.OutOfMemoryError, QSyncError, RuntimeError) as error:
+            self.board.note(
+                f"a step of {batch_size} samples is not measured ({first_line(error)}): what it takes is taken as proportional to "
+                "the samples"
+            )
+            return {}
+        finally:
+            stage(1, 1, "")
+        batches = sorted((*profile.batches, found), key=lambda one: one.batch_size)
+        return {f"profile {group.name}": Made(part.inputs, to_bytes(attrs.evolve(profile, batches=tuple(batches))))}
 
     def observe(self, variants: Iterable[Variant]) -> dict[str, Made]:
         """The part ``observations``; an interrupted observation leaves ``job.observations.qsync.partial``, and continues."""

@@ -29,6 +29,8 @@ from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 
+Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
+"""Makes parts, and names those that are no more."""
 _PLANNER = "qsync-planner"
 _AS_SCRIPT = "as the script's DistributedDataParallel has them"
 
@@ -76,15 +78,23 @@ class Planning:
     start: Callable[[], str] = str
     communication: Mapping[str, Any] = attrs.field(factory=dict)
 
-    def steps(self, variants: tuple[Variant, ...]) -> list[Callable[[], tuple[Mapping[str, Made], Sequence[str]]]]:
-        """What is to be made, one after the other; ``variants`` are rated.  Each gives its parts, and those that are no more."""
-        return [
-            lambda: (self.join_profiles(), ()),
-            lambda: (self.rate(variants), ()),
-            self.plan,
-            lambda: (self.tell_start(), ()),
-            lambda: (self.report(), ()),
-        ]
+    def steps(self, variants: tuple[Variant, ...]) -> list[Step]:
+        """What plans are made in, one after the other; ``variants`` are rated."""
+        return [lambda: (self.join_profiles(), ()), lambda: (self.rate(variants), ()), self.plan]
+
+    def last_steps(self) -> list[Step]:
+        """What is made of the plans."""
+        return [lambda: (self.tell_start(), ()), lambda: (self.report(), ())]
+
+    def batches_to_measure(self) -> dict[str, int]:
+        """Name by group the local batch of the best way to run the whole job, where no steps of as many samples were measured."""
+        plan, profiles = self.folder.run.load_plan([group.name for group in self.cluster.groups]), self.profiles()
+        wanted = dict(plan.recommended_way.local_batches if plan.recommended_way else plan.local_batches)
+        return {
+            name: batch
+            for name, batch in wanted.items()
+            if batch not in {self.dag.batch_size, *(one.batch_size for one in profiles[name].batches)}
+        }
 
     def profiles(self) -> dict[str, Profile]:
         """Read the profile of every group.

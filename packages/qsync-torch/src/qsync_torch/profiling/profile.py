@@ -325,7 +325,8 @@ def _right_kernels(
             chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
     build_all(chooser.to_compile, partial(_tell_compiled, progress, 0))
     if any(variant.compute.needs_scale or variant.storage.is_quantized for variant in variants):
-        progress(0, 1, "compiler of replays")
+        if device.type == "cuda":
+            progress(0, 1, "compiler of replays")
         extension.want(device, wait=True)
     progress(0, 1, "canary")
     canary = Canary(device)

@@ -21,7 +21,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.profile import AlternatingDispatch, Compiled, Compiler, RungMemory, StepMeasurement
+from qsync_core.ir.profile import AlternatingDispatch, BatchStep, Compiled, Compiler, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.apply.stored_modules import stored_tensors
@@ -226,6 +226,17 @@ def compiled_model(model: torch.nn.Module, how: Compiled, applied: AppliedPlan |
     """Compile a model, under a plan or none, or DistributedDataParallel around it, as a script does."""
     compiler = qsync.compile if how.by is Compiler.QSYNC and applied is not None else torch.compile
     return cast(torch.nn.Module, compiler(model, backend=how.backend))
+
+
+def measure_base_at(job: Job, dag: PrecisionDag, stopwatch: Stopwatch, effort: Effort, batch_size: int) -> BatchStep:
+    """Measure whole steps in the base precision at another local batch than the job's.
+
+    Raises:
+        torch.OutOfMemoryError: when memory is short for it.
+        JobError: when the job has no batch of that size.
+    """
+    runner = StepRunner.start(attrs.evolve(job, batch_size=batch_size), stopwatch.device, compiled=job.compiles)
+    return BatchStep(batch_size, measure_step(runner, Variant.plain(dag.base), dag, stopwatch, effort))
 
 
 def measure_step(
