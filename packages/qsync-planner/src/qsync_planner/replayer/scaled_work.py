@@ -113,8 +113,8 @@ class _Kernels:
         self._slots[order] = first + ahead[order]
         self._times: Integers = np.zeros((ends[-1] if len(ends) else 0, 2), dtype=np.int64)
         for positions, earlier, later in zip(alike.values(), before, after, strict=True):
-            for places, casts in ((np.arange(-len(earlier), 0), earlier), (np.arange(1, len(later) + 1), later)):
-                own = np.asarray([(cast.dispatch_ns, cast.compute_ns) for cast in casts], dtype=np.int64).reshape(-1, 2)
+            for places, made in ((np.arange(-len(earlier), 0), earlier), (np.arange(1, len(later) + 1), later)):
+                own = np.asarray([(cast.dispatch_ns, cast.compute_ns) for cast in made], dtype=np.int64).reshape(-1, 2)
                 self._times[self._slots[positions][:, None] + places] = own
 
     def work(self, dispatch_ns: Integers, compute_ns: Integers) -> list[Work]:
