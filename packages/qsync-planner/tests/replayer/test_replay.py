@@ -59,6 +59,29 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.
         assert replayer.current() == replayer.replay(now)
 
 
+@tries(30)
+@given(cases(), st.data())
+def test_plans_placed_between_trials_equal_replays_from_scratch(case: Case, data: st.DataObject) -> None:
+    replayer = Replayer(Inputs(case.dag, case.cluster, case.profiles))
+    now = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
+    replayer.start(now)
+    tried = set[str]()
+    for name, keep in data.draw(st.lists(st.tuples(st.sampled_from([*now]), st.booleans()), max_size=6)):
+        assert replayer.is_tried(name) == (name in tried)
+        plan = data.draw(assignments(case.dag))
+        after = {**now, name: plan}
+        if not keep:
+            tried.add(name)
+            assert replayer.trial(name, plan) == Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(after)
+            replayer.rollback()
+        else:
+            tried.discard(name)
+            assert replayer.place(name, plan) == Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(after)
+            now = after
+        assert replayer.current() == replayer.replay(now)
+        assert replayer.memory(name) == replayer.memory(name, now[name])
+
+
 @tries(20)
 @given(cases(), st.data())
 def test_groups_that_were_measured_to_synchronise_are_taken_as_such(case: Case, data: st.DataObject) -> None:
@@ -185,7 +208,11 @@ def test_one_trial_at_a_time() -> None:
     replayer.trial("slow", {op("first"): BF16})
     with pytest.raises(RuntimeError, match="a trial is pending: commit or roll back first"):
         replayer.trial("quick", {op("first"): BF16})
+    with pytest.raises(RuntimeError, match="a trial is pending: commit or roll back first"):
+        replayer.place("quick", replayer.base_variants("quick"))
     replayer.rollback()
+    with pytest.raises(PlanError, match="no variant is given for operator"):
+        replayer.place("slow", {op("first"): BF16})
     with pytest.raises(PlanError, match="no operator nowhere#0"):
         replayer.trial("slow", {op("nowhere"): BF16})
     assert replayer.current() == replayer.replay({})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -24,9 +25,10 @@ from qsync_planner.allocator.baselines import (
     solve_uniform,
     time_limit_ns,
 )
+from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.allocator.communication import NEEDS_COSTS, Ways, fastest_by_ctas
 from qsync_planner.allocator.communication import fastest as fastest_way
-from qsync_planner.allocator.dynamic_batch import balance_batches
+from qsync_planner.allocator.dynamic_batch import Balanced, balance_batches
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
 from qsync_planner.allocator.exact.objectives import least_memory_plan, least_time_plan
 from qsync_planner.allocator.exact.program import is_installed
@@ -137,11 +139,12 @@ class _Allocation:
             check_training_memory(problem, self._full)
         self._choices = GroupChoices(problem, Jobs(ways, {}))
         self._fastest = FastestJobs(self._choices)
-        alone = self._fastest.find(self._choices.jobs.names, lower=False, uneven=True)
-        self._balanced = balance_batches(problem, ways, self._full, None if alone is None else alone.local_batches)
+        for name in inputs.further:
+            BatchScaling(inputs, name)  # refuses a second profile that does not go with the first
+        self._uneven = self._fastest.find(self._choices.jobs.names, lower=False, uneven=True)
         if request.solver == "full":
             self._full = solve_full(problem, self._full)
-        if request.solver == "dynamic-batch" and self._balanced.does_not_fit:
+        if request.solver == "dynamic-batch" and self._uneven is None:
             raise InfeasibleError(
                 f"dynamic-batch is not possible: {self._balanced.does_not_fit}; add memory, or make the global batch smaller"
             )
@@ -150,6 +153,16 @@ class _Allocation:
         self._start = _Start(ways, state, programs, starts)
         self._uniform = _under_the_best(Solution.of(state), ways, problem.variants(state.all_rungs()))
         self._limit_ns = time_limit_ns(self._uniform.prediction.iteration_ns, request.tolerance + ways.alike)
+
+    @cached_property
+    def _balanced(self) -> Balanced:
+        """The job with the local batches that are the fastest at base precision, replayed."""
+        return balance_batches(self._problem, self._ways, self._full, None if self._uneven is None else self._uneven.local_batches)
+
+    @property
+    def _balanced_ns(self) -> int:
+        """Its period, which is known without a replay where the memory takes these batches."""
+        return self._balanced.solution.prediction.iteration_ns if self._uneven is None else self._uneven.iteration_ns
 
     @property
     def _uniform_rungs(self) -> dict[str, Rungs]:
@@ -286,8 +299,9 @@ class _Allocation:
     def _notes(self, solution: Solution) -> Iterator[str]:
         """What a reader of the plan must know, whatever its groups run."""
         inputs, problem = self._inputs, self._problem
+        does_not_fit = self._balanced.does_not_fit if self._uneven is None else ""
         yield from solution.notes
-        yield from baseline_notes(problem, self._request.name, self._full, self._balanced.does_not_fit)
+        yield from baseline_notes(problem, self._request.name, self._full, does_not_fit)
         yield from uniform_notes(problem, self._start.starts)
         if inputs.sensitivity is not None:
             yield from storage_notes(problem, self._start.programs.at_rungs, solution)
@@ -332,7 +346,7 @@ class _Allocation:
             rank0_group=(training or [cluster.groups[0].name])[0],
             verdict=judged.verdict if judged else None,
             baselines={
-                "dynamic-batch": self._balanced.solution.prediction.iteration_ns,
+                "dynamic-batch": self._balanced_ns,
                 "full": self._full.prediction.iteration_ns,
                 "uniform": self._uniform.prediction.iteration_ns,
             },

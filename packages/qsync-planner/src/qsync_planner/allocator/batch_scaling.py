@@ -92,21 +92,20 @@ class BatchScaling:
         self.further = inputs.further.get(group)
         self.batch_size = max(1, inputs.dag.batch_size)
         self._accumulate = inputs.dag.accumulate
-        self._lines = self._fit(group, self.further)
+        self._compute_ns, self._slopes = self._fit(group, self.further)
         base = Variant.plain(inputs.cluster.group(group).base)
         self._measured = {} if self.further else measured_at(self.profile, base)
         self._growth = _growth_of(self.batch_size, [step for step in self.profile.steps if step.variant == base], self._measured)
         chosen = [
-            by_variant.get(base, next(iter(sorted(by_variant.values()))))
+            by_variant[base] if base in by_variant else min(by_variant.values())
             for operator in inputs.dag.operators
             if (by_variant := self.profile.cost_index.get(operator.op_id))
         ]
         costs = self.profile.costs
-        self._slopes: Numbers = np.asarray([[line.slope for line in pair] for pair in self._lines]).reshape(-1, 2)
         self._dispatch_ns = sum(costs[i].forward_dispatch_ns + costs[i].backward_dispatch_ns for i in chosen)
-        forward, backward = ([self._lines[i][phase] for i in chosen] for phase in (0, 1))
-        self._forward = _Line(sum(line.traced_ns for line in forward), sum(line.slope for line in forward))
-        self._backward = _Line(sum(line.traced_ns for line in backward), sum(line.slope for line in backward))
+        self._forward, self._backward = (
+            _Line(int(self._compute_ns[chosen, phase].sum()), sum(self._slopes[chosen, phase].tolist())) for phase in (0, 1)
+        )
 
     def busy_ns(self, traced_ns: int, batch: int) -> int:
         """Busy time of a rank at a local batch, never falling with it; ``traced_ns`` is that at the traced batch size."""
@@ -133,12 +132,9 @@ class BatchScaling:
         """The group's profile with its kernels, and the whole steps it is calibrated with, scaled to a local batch."""
         if batch == self.batch_size:
             return self.profile
-        more_fw, more_bw = self._more(batch)
         with attrs.validators.disabled():  # of thousands of costs no attribute but two is new
-            costs = tuple(
-                cost.computing(forward.at(more_fw), backward.at(more_bw))
-                for cost, (forward, backward) in zip(self.profile.costs, self._lines, strict=True)
-            )
+            computing = self.kernels_at(batch)[1].tolist()
+            costs = tuple(cost.computing(*ns) for cost, ns in zip(self.profile.costs, computing, strict=True))
         steps = tuple(self._scaled_step(step, batch) for step in self.profile.steps)
         mixed = tuple(attrs.evolve(one, step=self._scaled_step(one.step, batch)) for one in self.profile.mixed)
         return attrs.evolve(self.profile, costs=costs, steps=steps, mixed=mixed)
@@ -167,12 +163,13 @@ class BatchScaling:
             backward_compute_ns=backward_ns,
         )
 
-    def _fit(self, group: str, further: BatchProfile | None) -> list[tuple[_Line, _Line]]:
-        """Forward and backward of every cost; those that the second profile lacks are proportional to the batch."""
-        pairs = [(cost.forward_compute_ns, cost.backward_compute_ns) for cost in self.profile.costs]
-        lines = [(_Line(fw, fw / self.batch_size), _Line(bw, bw / self.batch_size)) for fw, bw in pairs]
+    def _fit(self, group: str, further: BatchProfile | None) -> tuple[Integers, Numbers]:
+        """Compute times at the traced batch and ns per sample of every cost, forward and backward, of shape (costs, 2); those that
+        the second profile lacks are proportional to the batch."""
+        compute = self._measured_ns[1]
+        slopes: Numbers = compute / self.batch_size
         if further is None:
-            return lines
+            return compute, slopes
         other, difference = further.profile, further.batch_size - self.batch_size
         if difference == 0:
             raise PlanError(
@@ -187,9 +184,7 @@ class BatchScaling:
         for op_id, by_variant in self.profile.cost_index.items():
             for variant, index in by_variant.items():
                 if variant in other.cost_index[op_id]:
-                    there, (fw, bw) = other.cost(op_id, variant), pairs[index]
-                    lines[index] = (
-                        _Line(fw, max(0.0, (there.forward_compute_ns - fw) / difference)),
-                        _Line(bw, max(0.0, (there.backward_compute_ns - bw) / difference)),
-                    )
-        return lines
+                    there = other.cost(op_id, variant)
+                    more = np.asarray([there.forward_compute_ns, there.backward_compute_ns]) - compute[index]
+                    slopes[index] = np.maximum(0.0, more / difference)
+        return compute, slopes

@@ -344,9 +344,15 @@ class SearchState:
 
     def move_to(self, group: str, rungs: Sequence[int]) -> Prediction:
         """Set every unit of a group and keep it."""
-        prediction = self.try_moves(group, dict(enumerate(rungs)))
-        self.accept()
-        return prediction
+        assert self._open is None, "a trial is still open"
+        if self.replayer.is_tried(group):
+            self.try_moves(group, dict(enumerate(rungs)))
+            self.accept()
+        elif tuple(rungs) != self.rungs(group):
+            self.trials += 1
+            self.prediction = self.replayer.place(group, self.problem.by_name[group].variants(rungs))
+            self._rungs[group] = [*rungs]
+        return self.prediction
 
     def peak_bytes(self, group: str) -> int:
         """Predicted peak of the accepted plan."""

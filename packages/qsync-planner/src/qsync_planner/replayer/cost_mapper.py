@@ -69,12 +69,14 @@ class OpState:
         format: a number for the format of its output.
         shared: the casts that it shares with other readers of its inputs, each with a bit of its own.
         readings: by slot (the first input that reads a tensor), how the tensor is used.
+        copies: by slot the cast copies of it that are read, each once: number, bytes, whether autograd keeps it.
+        kept: the slots whose tensors autograd keeps as they are.
 
     Args:
         slots: per input its slot.
     """
 
-    __slots__ = ("_charges", "_slots", "evaluation", "format", "readings", "shared")
+    __slots__ = ("_charges", "_slots", "copies", "evaluation", "format", "kept", "readings", "shared")
 
     def __init__(self, evaluation: Evaluation, slots: Sequence[int]) -> None:
         self.evaluation = evaluation
@@ -94,6 +96,16 @@ class OpState:
             if saved.share < 0:
                 slot = slots[saved.input_index]
                 self.readings[slot] = (*self.readings.get(slot, ()), (-1, 0, True))
+        self.copies: dict[int, tuple[Reading, ...]] = {}
+        self.kept: set[int] = set()
+        for slot, readings in self.readings.items():
+            copies: dict[int, Reading] = {}
+            for share, nbytes, keeps in readings:
+                if share >= 0:
+                    copies[share] = (share, nbytes, keeps or (share in copies and copies[share][2]))
+                else:
+                    self.kept.add(slot)
+            self.copies[slot] = tuple(copies.values())
         self._charges: dict[int, ChargedCost] = {}
 
     def charge(self, elsewhere: int) -> ChargedCost:

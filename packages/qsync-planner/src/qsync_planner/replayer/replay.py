@@ -88,12 +88,13 @@ class GroupState:
     With nothing lowered it is a step without a plan, as in every replay from scratch: a search that took its operators for ones
     beside lowered ones would not find again the very step that its time limit comes from.
 
-    ``stays``: it is read and not changed.
+    ``stays``: it is read and not changed; :meth:`to_change` is the same to be changed.
     """
 
     def __init__(
         self, replayer: Replayer, group: DeviceGroup, variants: Variants, shape: StepShape | None = None, *, stays: bool = False
     ) -> None:
+        self.stays, self._variants = stays, variants
         model = replayer.model_of(group.name, variants) if stays else replayer.model(group.name)
         shape = shape or replayer.shape(group.name)
         self.mapper = replayer.mapper(group.name, variants) if stays else CostMapper(replayer.dag, model, variants)
@@ -107,6 +108,10 @@ class GroupState:
             self._make_alone = lambda: GroupState(replayer, group, replayer.base_variants(group.name), shape, stays=True)
         self._before: tuple[TimingBefore, MemoryBefore, StepTimes, int, set[OpId]] | None = None
         self._measure()
+
+    def to_change(self, replayer: Replayer, group: DeviceGroup) -> GroupState:
+        """This state where it may be changed, else a new one under the same variants."""
+        return GroupState(replayer, group, self._variants) if self.stays else self
 
     @cached_property
     def _without_plan(self) -> GroupState | None:
@@ -297,15 +302,9 @@ class Replayer:
         if unknown:
             raise PlanError(f"cluster {self.cluster.name!r} has no group {unknown[0]!r}")
 
-    def _states_of(self, variants: Mapping[str, Variants]) -> dict[str, GroupState]:
-        self._check_names(variants)
-        return {
-            group.name: GroupState(self, group, variants.get(group.name) or self.base_variants(group.name))
-            for group in self.cluster.groups
-        }
-
     def _states_to_read(self, variants: Mapping[str, Variants]) -> dict[str, GroupState]:
-        """Make states as :meth:`_states_of` does, with one for all groups of one device type under the same variants."""
+        """Make a state for all groups of one device type under the same variants."""
+        self._check_names(variants)
         found: dict[str, GroupState] = {}
         known: list[tuple[CostModel, StepShape, bool, Variants, GroupState]] = []
         for group in self.cluster.groups:
@@ -322,9 +321,9 @@ class Replayer:
 
     @property
     def _states(self) -> dict[str, GroupState]:
-        """The state of trials; base precision everywhere until ``start``."""
+        """The state of trials; base precision everywhere until ``start``.  A group's is read until it is tried otherwise."""
         if self._present is None:
-            self._present = self._states_of({})
+            self._present = self._states_to_read({})
         return self._present
 
     def replay(self, variants: Mapping[str, Variants]) -> Prediction:
@@ -333,7 +332,6 @@ class Replayer:
         Raises:
             PlanError: when variants do not fit the model or were not profiled.
         """
-        self._check_names(variants)
         return self._predict(self._states_to_read(variants))
 
     def mapper(self, group: str, variants: Variants) -> CostMapper:
@@ -393,9 +391,25 @@ class Replayer:
 
     def start(self, variants: Mapping[str, Variants]) -> Prediction:
         """Begin trials from these variants; groups not named start at their base precision."""
-        self._present = self._states_of(variants)
+        self._present = self._states_to_read(variants)
         self._pending = None
         return self._predict(self._present)
+
+    def is_tried(self, group: str) -> bool:
+        """Whether there was a trial of a group since ``start``."""
+        return not self._states[group].stays
+
+    def place(self, group: str, variants: Variants) -> Prediction:
+        """Run a group under other variants, all of them, from here on: without a trial, which needs a state that may be changed.
+
+        Raises:
+            PlanError: when variants do not fit the model or were not profiled; the group runs as before then.
+            RuntimeError: when a trial is pending.
+        """
+        if self._pending is not None:
+            raise RuntimeError("a trial is pending: commit or roll back first")
+        self._states[group] = GroupState(self, self.cluster.group(group), variants, stays=True)
+        return self._predict(self._states)
 
     def current(self) -> Prediction:
         """The prediction of the present state, a pending trial included."""
@@ -410,7 +424,7 @@ class Replayer:
         """
         if self._pending is not None:
             raise RuntimeError("a trial is pending: commit or roll back first")
-        state = self._states[group]
+        state = self._states[group] = self._states[group].to_change(self, self.cluster.group(group))
         state.update(variants)
         self._pending = state
         return self._predict(self._states)

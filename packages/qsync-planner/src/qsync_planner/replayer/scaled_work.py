@@ -97,22 +97,25 @@ class _Kernels:
         order: Sequence[int],
         sites: tuple[Sequence[object], Sequence[object]],
     ) -> None:
-        times: list[tuple[int, int]] = []
-        slots, first = [0] * len(order), {}
-        for place, position in enumerate(order):
-            first[place] = len(times)
-            casts = charged[position]
-            if not casts:
-                slots[position] = len(times)
-                times.append((0, 0))
-                continue
-            times += [(cast.dispatch_ns, cast.compute_ns) for cast in casts if cast.cast.site in sites[0]]
-            slots[position] = len(times)
-            times.append((0, 0))
-            times += [(cast.dispatch_ns, cast.compute_ns) for cast in casts if cast.cast.site in sites[1]]
-        self._times: Integers = np.asarray(times, dtype=np.int64).reshape(-1, 2)
-        self._slots: Integers = np.asarray(slots, dtype=np.int64)
-        self._begins: Integers = np.asarray([first[begin] for begin in begins], dtype=np.int64)
+        alike: dict[int, list[int]] = {}  # equal operators share the object
+        for position, casts in enumerate(charged):
+            if casts:
+                alike.setdefault(id(casts), []).append(position)
+        before, after = ([[c for c in charged[own[0]] if c.cast.site in wanted] for own in alike.values()] for wanted in sites)
+        ahead, sizes = np.zeros(len(charged), dtype=np.int64), np.ones(len(charged), dtype=np.int64)
+        for positions, earlier, later in zip(alike.values(), before, after, strict=True):
+            ahead[positions] = len(earlier)
+            sizes[positions] += len(earlier) + len(later)
+        ends = np.cumsum(sizes[order])
+        first: Integers = ends - sizes[order]
+        self._begins: Integers = first[begins]
+        self._slots: Integers = np.empty(len(charged), dtype=np.int64)
+        self._slots[order] = first + ahead[order]
+        self._times: Integers = np.zeros((ends[-1] if len(ends) else 0, 2), dtype=np.int64)
+        for positions, earlier, later in zip(alike.values(), before, after, strict=True):
+            for places, made in ((np.arange(-len(earlier), 0), earlier), (np.arange(1, len(later) + 1), later)):
+                own = np.asarray([(cast.dispatch_ns, cast.compute_ns) for cast in made], dtype=np.int64).reshape(-1, 2)
+                self._times[self._slots[positions][:, None] + places] = own
 
     def work(self, dispatch_ns: Integers, compute_ns: Integers) -> list[Work]:
         """The work of each run of operators, given the times of the operators' own kernels."""

@@ -45,6 +45,10 @@ class BindingRows:
             return True
         return any(added)
 
+    def add_known_moments(self) -> None:
+        """Add the moments that earlier searches added to the program: they mostly bind again."""
+        self._moments = [*self._program.memory.moments]
+
     def add_moment(self, moment: int) -> bool:
         """Add the memory at a moment; False where it is there already."""
         if moment in self._moments:
@@ -87,8 +91,9 @@ class BindingRows:
         if budget_bytes and plans:
             moments = np.zeros(1)
             for rungs, weight in zip(plans, mixture.weights, strict=True):
-                offer(program.replay(rungs))
-                moments = moments + weight * program.bytes_by_moment()
+                plan = program.replay(rungs)
+                offer(plan)
+                moments = moments + weight * program.bytes_by_moment(plan)
             worst = int(np.argmax(moments))
             if moments[worst] > budget_bytes * (1 + _MEAN_ROUNDING):
                 added = self.add_moment(worst) or added

@@ -22,7 +22,7 @@ from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastTarget, ChainResult, chain_result, readable_copy
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator.exact.program import ALWAYS, Expression, Indicator, Program, add, combined, total
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.cost_mapper import OpState
 from qsync_planner.replayer.cost_model import CostModel, Evaluation
@@ -140,19 +140,18 @@ class Choices:
         if unit is not None and len(numbers) > 1:
             sources.append((id(self.columns[unit]), [chosen for _, chosen in runs_of]))
 
+        indicators = self._combinations(position, sources)
         first = [next(iter(entry)) for entry in read]
         varied = [([*entry], [slot for slot, own in enumerate(read) if own is entry]) for entry in free]
-
-        def formats(combination: tuple[int, ...]) -> tuple[Precision, ...]:
+        formats: dict[tuple[int, ...], tuple[Precision, ...]] = {}
+        for combination in itertools.product(*(range(len(known)) for known, _ in varied)):
             found = [*first]
-            for (known, slots), index in zip(varied, combination, strict=False):
+            for (known, slots), index in zip(varied, combination, strict=True):
                 for slot in slots:
                     found[slot] = known[index]
-            return tuple(found)
-
-        indicators = self._combinations(position, sources)
+            formats[combination] = tuple(found)
         runs = [
-            (numbers[combination[-1]] if len(sources) > len(free) else numbers[0], formats(combination), chosen)
+            (numbers[combination[-1]] if len(sources) > len(free) else numbers[0], formats[combination[: len(free)]], chosen)
             for combination, chosen in indicators.items()
         ]
         if position in self.chain_of:
@@ -160,11 +159,11 @@ class Choices:
             choices = list(filter(None, self._evaluated(position, self._in_chain(position, by_input, [run[1] for run in runs]))))
             # Fusing changes no format: what is delivered follows from the inputs alone.
             delivered = {choice.reads: choice.evaluation.output for choice in choices}
-            outputs = [(delivered.get(formats), chosen) for _, formats, chosen in runs]
+            outputs = [(delivered.get(read_as), chosen) for _, read_as, chosen in runs]
         else:
-            found = self._evaluated(position, runs)
-            choices = list(filter(None, found))
-            outputs = [(choice and choice.evaluation.output, run[2]) for choice, run in zip(found, runs, strict=True)]
+            evaluated = self._evaluated(position, runs)
+            choices = list(filter(None, evaluated))
+            outputs = [(choice and choice.evaluation.output, run[2]) for choice, run in zip(evaluated, runs, strict=True)]
         self.of.append(choices)
         self._formats.append(self._output(outputs, tuple(key for key, _ in sources), free if len(sources) == len(free) else []))
 
@@ -316,12 +315,12 @@ class Choices:
         key = tuple(entry for entry, _ in sources)
         found = self._joint.get(key)
         if found is None:
-            columns = {
-                combination: self._program.derived(
-                    [combined(*((sources[place][1][combination[place]], 1) for place in free), constant=1 - len(free))]
-                )
-                for combination in itertools.product(*(range(len(outcomes)) for _, outcomes in sources))
-            }
+            columns = {}
+            for combination in itertools.product(*(range(len(outcomes)) for _, outcomes in sources)):
+                least: Expression = {CONSTANT: 1 - len(free)}
+                for place in free:
+                    add(least, sources[place][1][combination[place]])
+                columns[combination] = self._program.derived([{column: factor for column, factor in least.items() if factor}])
             for place in free:
                 for i, indicator in enumerate(sources[place][1]):
                     row = {column: 1 for combination, column in columns.items() if combination[place] == i}

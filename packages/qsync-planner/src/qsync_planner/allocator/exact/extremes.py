@@ -70,6 +70,8 @@ class ExtremeSearch:
         Raises:
             NoStages: where the units hang together too much.
         """
+        if self._budget or self._quantity is Quantity.MEMORY:
+            self._rows.add_known_moments()
         if self._quantity is Quantity.TIME:
             self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
         else:

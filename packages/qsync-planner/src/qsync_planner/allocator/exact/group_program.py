@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
-from qsync_planner.allocator.exact.choices import Choice, Choices
+from qsync_planner.allocator.exact.choices import Choices
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, segments_of
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import CONSTANT, Limits, OnImproved, Program, Solved
@@ -21,6 +21,7 @@ from qsync_planner.allocator.exact.stages import KnownTables, Stage, stages_of
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem, Unit
 from qsync_planner.replayer.contention import joint_step
+from qsync_planner.replayer.cost_mapper import OpState
 from qsync_planner.replayer.memory import MemoryLayout
 from qsync_planner.replayer.replay import GroupState, Replayer
 
@@ -35,6 +36,9 @@ _COST = 1000.0
 """The cost of the plans that a program is scaled for, because solvers stop at absolute differences."""
 _MOST_COST = 1e10
 """The largest cost; solvers fail at larger numbers, and a bound that takes something for cheaper than it is remains a bound."""
+
+_MOST_REPLAYED = 64
+"""Replayed plans that are remembered, with their memory at every moment."""
 
 
 class Quantity(enum.Enum):
@@ -86,6 +90,7 @@ class GroupProgram:
         self._tables: KnownTables = {} if tables is None else tables
         self._state: GroupState | None = None
         self._rungs: tuple[int, ...] = ()
+        self._replayed: dict[tuple[int, ...], tuple[Replayed, Values]] = {}
         self._spare: int | None = None
         model = replayer.model(group.name)
         self.program = Program()
@@ -101,7 +106,7 @@ class GroupProgram:
         self._scaled_for, self._most_omega = self._uniform_omega, math.inf
         self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
         shape = replayer.shape(group.name)
-        self._slowest_ns = sum(map(_longest_ns, self.choices.of)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
+        self._slowest_ns = sum(_longest_ns(self.choices)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
         self._unit_ns = unit_ns(self._slowest_ns)
         steps = StepExpressions(self.choices, list(charged_casts(self.choices, self.program)))
         rows: TimeRows | JointRows
@@ -224,7 +229,20 @@ class GroupProgram:
         return min(model.dag.index[op_id] for op_id in unit.operators)
 
     def replay(self, rungs: Sequence[int]) -> Replayed:
-        """What a plan takes, exactly."""
+        """What a plan takes, exactly; searches come back to the plans that they begin at, and to those of a mixture."""
+        key = tuple(rungs)
+        if key not in self._replayed:
+            if len(self._replayed) == _MOST_REPLAYED:
+                self._replayed.clear()
+            self._replayed[key] = self._replay(key)
+        return self._replayed[key][0]
+
+    def bytes_by_moment(self, plan: Replayed) -> Values:
+        """Memory of a plan at each moment, as the rows of memory count it."""
+        self.replay(plan.rungs)
+        return self._replayed[plan.rungs][1]
+
+    def _replay(self, rungs: tuple[int, ...]) -> tuple[Replayed, Values]:
         units = self._group.units
         if self._state is None:
             self._state = self._replayer.group_state(self._group.name, self._group.variants(rungs), self._shape)
@@ -232,18 +250,15 @@ class GroupProgram:
             changed = ((unit, rung) for unit, rung, before in zip(units, rungs, self._rungs, strict=True) if rung != before)
             self._state.update({op_id: unit.rungs[rung] for unit, rung in changed for op_id in unit.operators})
             self._state.commit()
-        self._rungs = tuple(rungs)
-        moments, times, rest = self._state.memory.moments_bytes(), self._state.times, self._rest
+        self._rungs = rungs
+        memory, times, rest = self._state.memory, self._state.times, self._rest
+        moments = memory.moments_bytes()
         period = times.period_ns
         if rest is not None:
             ranks = (times.rank_step(self._shape.slowdown), *rest.ranks)
             period = max(period, joint_step(ranks, self._shape.collective_ns, self._shape.start_delay_ns).period_ns)
-        return Replayed(self._rungs, period, self._state.peak_bytes, moments.index(max(moments)))
-
-    def bytes_by_moment(self) -> Values:
-        """Memory of the plan replayed last at each moment, as the rows of memory count it."""
-        assert self._state is not None, "nothing was replayed"
-        return np.asarray(self._state.memory.moments_bytes(), dtype=np.float64) + self._state.memory.constant_bytes
+        plan = Replayed(rungs, period, self._state.peak_bytes, moments.index(max(moments)))
+        return plan, np.asarray(moments, dtype=np.float64) + memory.constant_bytes
 
     def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
         """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
@@ -272,10 +287,13 @@ class GroupProgram:
         return tuple(int(np.argmax(values[list(row)])) for row in self.choices.columns)
 
 
-def _longest_ns(choices: Sequence[Choice]) -> int:
-    """What an operator takes at most, forward and backward, with all casts and the time to dispatch them."""
-    return max(
-        sum((s.forward_dispatch_ns, s.forward_compute_ns, s.backward_dispatch_ns, s.backward_compute_ns))
-        + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
-        for s in (choice.evaluation for choice in choices)
-    )
+def _longest_ns(choices: Choices) -> Iterator[int]:
+    """What each operator takes at most, forward and backward, with all casts and the time to dispatch them."""
+    known: dict[OpState, int] = {}
+    for options in choices.of:
+        for state, _, _ in options:
+            if state not in known:
+                s = state.evaluation
+                kernels = s.forward_dispatch_ns + s.forward_compute_ns + s.backward_dispatch_ns + s.backward_compute_ns
+                known[state] = kernels + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
+        yield max(known[state] for state, _, _ in options)

@@ -111,8 +111,8 @@ class MemoryRows:
         columns, nbytes = self._settled
         while len(self._settled_until) <= operators:
             position, own = self._by_last[len(self._settled_until) - 1], Expression()
-            for choice in self._choices.of[position]:
-                add(own, choice.chosen, choice.evaluation.lasting_bytes + choice.evaluation.saved_own_bytes)
+            for state, chosen, _ in self._choices.of[position]:
+                add(own, chosen, state.evaluation.lasting_bytes + state.evaluation.saved_own_bytes)
             for precision, present, size, _, _ in self._outputs_of(position) if self._is_tensor(position) else ():
                 add(own, self._kept_output(position, precision, present, self._layout.count - 1), size)
             for share, _, holding, size in self._copies_of(position):
@@ -162,8 +162,9 @@ class MemoryRows:
         """An operator's output and its gradient in every format, whatever the moment."""
         if position not in self._outputs:
             found = self._outputs[position] = []
+            entries = [state.evaluation for state, _, _ in self._choices.of[position]]
             for precision in self._choices.formats(position):
-                made = [choice.evaluation for choice in self._choices.of[position] if choice.evaluation.output is precision]
+                made = [entry for entry in entries if entry.output is precision]
                 found.append(
                     _Output(
                         precision,
@@ -234,7 +235,7 @@ class MemoryRows:
         slot = dict(self._choices.wiring.reads[producer])[reader]
         found: dict[int, list[Indicator]] = {}
         for state, chosen, _ in self._choices.of[reader]:
-            for share in {share for share, _, _ in state.readings.get(slot, ()) if share >= 0}:
+            for share, _, _ in state.copies.get(slot, ()):
                 found.setdefault(share, []).append(chosen)
         return {share: total(terms) for share, terms in found.items()}
 
@@ -251,7 +252,7 @@ class MemoryRows:
                 if slot < 0:
                     concerned, saves = state.evaluation.output is precision, state.evaluation.saves_output
                 else:
-                    concerned, saves = reads[slot] is precision, any(share < 0 for share, _, _ in state.readings.get(slot, ()))
+                    concerned, saves = reads[slot] is precision, slot in state.kept
                 delays |= saves and state.evaluation.delay > 0
                 saves &= saver + state.evaluation.delay < until
                 if concerned and saves:
@@ -285,12 +286,11 @@ class MemoryRows:
                     size[share] = state.evaluation.written_bytes
         for reader, slot in self._choices.wiring.reads[producer]:
             for state, chosen, _ in self._choices.of[reader]:
-                copies = [reading for reading in state.readings.get(slot, ()) if reading[0] >= 0]
-                size.update((share, nbytes) for share, nbytes, _ in copies)
-                for share in {share for share, _, _ in copies}:
+                for share, nbytes, keeps in state.copies.get(slot, ()):
+                    size[share] = nbytes
                     users.setdefault(share, {}).setdefault(reader, []).append(chosen)
-                for share in {share for share, _, keeps in copies if keeps}:
-                    savers.setdefault(share, {}).setdefault(reader, []).append(chosen)
+                    if keeps:
+                        savers.setdefault(share, {}).setdefault(reader, []).append(chosen)
         return [
             _Copy(
                 share,

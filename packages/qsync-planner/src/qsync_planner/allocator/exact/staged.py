@@ -118,6 +118,7 @@ class StagedSearch:
             self._offer(program.replay(program.apart))
         self._binding.add_deadline(len(program.deadlines) - 1)
         if self._budget:
+            self._binding.add_known_moments()
             self._binding.add_moment(first.peak_moment)
         self._known = [first.rungs]
         for _ in range(_ROUNDS):
