@@ -161,7 +161,7 @@ class _Allocation:
 
     @property
     def _balanced_ns(self) -> int:
-        """Its period, which is known without a replay where the memory takes these batches."""
+        """Give its period, which is known without a replay where the memory takes these batches."""
         return self._balanced.solution.prediction.iteration_ns if self._uneven is None else self._uneven.iteration_ns
 
     @property
