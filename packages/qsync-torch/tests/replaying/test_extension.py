@@ -77,7 +77,7 @@ while not pathlib.Path({str(began)!r}).exists():
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stderr) == (0, "")
     state = Path(f"/proc/{began.read_text().strip()}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # whom nobody asks for
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # ended, and not reaped
     assert [path.name for path in (tmp_path / "replays").glob("*/*")] == ["lock"]
 
 

@@ -25,7 +25,6 @@ from qsync_planner.allocator.baselines import (
     solve_uniform,
     time_limit_ns,
 )
-from qsync_planner.allocator.batch_scaling import BatchScaling
 from qsync_planner.allocator.communication import NEEDS_COSTS, Ways, fastest_by_ctas
 from qsync_planner.allocator.communication import fastest as fastest_way
 from qsync_planner.allocator.dynamic_batch import Balanced, balance_batches
@@ -139,8 +138,8 @@ class _Allocation:
             check_training_memory(problem, self._full)
         self._choices = GroupChoices(problem, Jobs(ways, {}))
         self._fastest = FastestJobs(self._choices)
-        for name in inputs.further:
-            BatchScaling(inputs, name)  # refuses a second profile that does not go with the first
+        if inputs.further:
+            _ = problem.scalings  # which refuses a second profile that does not go with the first
         self._uneven = self._fastest.find(self._choices.jobs.names, lower=False, uneven=True)
         if request.solver == "full":
             self._full = solve_full(problem, self._full)

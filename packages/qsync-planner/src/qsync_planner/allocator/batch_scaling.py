@@ -8,7 +8,7 @@ shows for every operator what really does not scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -45,18 +45,13 @@ Points = list[tuple[float, float]]
 """Batch sizes, and by how much the kernels of a phase take longer there than at the traced one; both rise."""
 
 
-def measured_at(profile: Profile, base: Variant) -> dict[int, StepMeasurement]:
-    """The whole steps in the base precision at other batch sizes, by batch size."""
-    return {one.batch_size: one.step for one in profile.batches if one.step.variant == base}
-
-
-def _growth_of(traced: int, steps: Sequence[StepMeasurement], others: Mapping[int, StepMeasurement]) -> tuple[Points, ...]:
+def _growth_of(traced: int, step: StepMeasurement | None, others: Mapping[int, StepMeasurement]) -> tuple[Points, ...]:
     """The points of forward and backward; none where no other batch size was measured."""
-    if not steps or not others:
+    if step is None or not others:
         return ()
     found = []
     for phase in ("forward_compute_ns", "backward_compute_ns"):
-        ratios = {batch: getattr(step, phase) / max(1, getattr(steps[0], phase)) for batch, step in others.items()}
+        ratios = {batch: getattr(other, phase) / max(1, getattr(step, phase)) for batch, other in others.items()}
         points: Points = [(float(traced), 1.0)]
         for batch in sorted((b for b in others if b < traced), reverse=True):
             points.insert(0, (float(batch), min(ratios[batch], points[0][1])))
@@ -79,6 +74,9 @@ def _between(points: Points, batch: int) -> float:
 class BatchScaling:
     """The costs of one group as functions of its local batch.
 
+    Attributes:
+        measured: whole steps in the base precision at other batch sizes, by these; none where a second profile says more.
+
     Args:
         inputs: of a plan, with the profile at a second batch size where there is one.
         group: its name.
@@ -94,8 +92,10 @@ class BatchScaling:
         self._accumulate = inputs.dag.accumulate
         self._compute_ns, self._slopes = self._fit(group, self.further)
         base = Variant.plain(inputs.cluster.group(group).base)
-        self._measured = {} if self.further else measured_at(self.profile, base)
-        self._growth = _growth_of(self.batch_size, [step for step in self.profile.steps if step.variant == base], self._measured)
+        steps = () if self.further else self.profile.batches
+        self.measured = {one.batch_size: one.step for one in steps if one.step.variant == base}
+        whole = next((step for step in self.profile.steps if step.variant == base), None)
+        self._growth = _growth_of(self.batch_size, whole, self.measured)
         chosen = [
             by_variant[base] if base in by_variant else min(by_variant.values())
             for operator in inputs.dag.operators
@@ -148,7 +148,7 @@ class BatchScaling:
 
     def _scaled_step(self, step: StepMeasurement, batch: int) -> StepMeasurement:
         """A whole step as it was measured there; else forward and backward by the ratio of their kernels, the rest as it was."""
-        if (measured := self._measured.get(batch)) is not None and measured.variant == step.variant:
+        if (measured := self.measured.get(batch)) is not None and measured.variant == step.variant:
             return measured
         taken, lines = (step.forward_compute_ns, step.backward_compute_ns), (self._forward, self._backward)
         forward_ns, backward_ns = (

@@ -417,17 +417,18 @@ class _Flow:
         """The parts ``probe GROUP``; none where one group is all there is, which trains, unless its memory may be short."""
         if len(groups) == 1 and not self.request.wishes and not frozen_fills(bench.dag, memory_of(groups[0], {})):
             return {}
-        self._probe(groups, bench.probe)
-        self._probe(to_repeat(groups, self._probes_of(groups)), bench.probe_again)
+        self._in_waves(groups, bench.probe)
+        self._in_waves(to_repeat(groups, self._probes_of(groups)), bench.probe_again)
         return self._probes_of(groups)
 
-    def _probe(self, groups: Sequence[Group], probe: Callable[[Group], dict[str, Made]]) -> None:
+    def _in_waves(self, groups: Sequence[Group], measure: Callable[[Group], dict[str, Made]]) -> None:
+        """Let the first rank of each group measure a part, those that share cores one after the other."""
         for wave in waves(groups):
             made: dict[str, Made] = {}
             with self.folder.together(slow=True):
                 for group in wave:
                     if group.first.rank == self.folder.rank:
-                        made = probe(group)
+                        made = measure(group)
             self.folder.publish(made)
 
     def _probes_of(self, groups: Sequence[Group]) -> dict[str, Probe]:
@@ -494,7 +495,8 @@ class _Flow:
             if tried.issuperset(batches.items()):
                 break
             tried.update(batches.items())
-            self._measure_batches(bench, groups, cluster, batches)
+            uneven = [group for group in groups if group.name in batches]
+            self._in_waves(uneven, lambda group: bench.profile_at(group, batches[group.name]))  # noqa: B023
         self._make(planning.last_steps() if planning else [nothing] * LAST_STEPS)
 
     def _planning(self, dag: PrecisionDag, cluster: Cluster) -> Planning:
@@ -508,16 +510,6 @@ class _Flow:
             with self.folder.together(slow=True):
                 made, removed = step()
             self.folder.publish(made, removed)
-
-    def _measure_batches(self, bench: Bench, groups: Sequence[Group], cluster: Cluster, batches: Mapping[str, int]) -> None:
-        """The parts ``profile GROUP`` with steps of as many samples."""
-        for wave in waves(groups):
-            made: dict[str, Made] = {}
-            with self.folder.together(slow=True):
-                for group in wave:
-                    if group.first.rank == self.folder.rank and group.name in batches:
-                        made = bench.profile_at(cluster.group(group.name), batches[group.name])
-            self.folder.publish(made)
 
     def _compile(self, bench: Bench, own: Group) -> None:
         """Let one rank of each machine compile what it will train with: kernels were measured by one rank of a group."""

@@ -177,7 +177,7 @@ class Bench:
         inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job), **chains, **tuned)
         return self._unless_kept(f"profile {group.name}", inputs, run)
 
-    def profile_at(self, group: DeviceGroup, batch_size: int) -> dict[str, Made]:
+    def profile_at(self, group: Group, batch_size: int) -> dict[str, Made]:
         """The part ``profile GROUP`` with steps at another local batch; nothing where they fail, or memory is short for them."""
         part, profile = self.folder.parts[f"profile {group.name}"], self.folder.load(f"profile {group.name}", Profile, self.dag)
         assert profile is not None  # it is measured first
@@ -185,7 +185,7 @@ class Bench:
         stage(0, 1, f"whole step {self.dag.base} of {batch_size} samples")
         try:
             found = measure_base_at(self.job, self.dag, make_stopwatch(self.device), Efforts().steps, batch_size)
-        except (torch.OutOfMemoryError, QSyncError, RuntimeError) as error:
+        except (QSyncError, RuntimeError) as error:
             self.board.note(
                 f"a step of {batch_size} samples is not measured ({first_line(error)}): what it takes is taken as proportional to "
                 "the samples"
