@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of group b, comma-separated")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no job that would not end in these")
     parser.add_argument("--again", action="store_true", help="measure finished jobs again")
+    parser.add_argument("--work", type=Path, help="where run folders stay (else they are temporary)")
     options = parser.parse_args()
     if not options.cpu and not options.pairs:
         print("C3 needs two GPUs (--pairs 0,1) or --cpu: skipped")
@@ -155,7 +156,7 @@ def main() -> None:
     for model in dict.fromkeys(model for model, _ in left):
         waiting.put(model)
     command = f"python bench/cluster/autocast_jobs.py {'--cpu' if options.cpu else '--pairs ' + ' '.join(options.pairs)}"
-    work, writing = Path(tempfile.mkdtemp(prefix="autocast-jobs-")), threading.Lock()
+    work, writing = options.work or Path(tempfile.mkdtemp(prefix="autocast-jobs-")), threading.Lock()
 
     def write_finished() -> None:
         files = [_file(kept, *one, options.cpu) for one in wanted]
@@ -209,7 +210,8 @@ def main() -> None:
                 for lane in lanes:
                     lane.join()
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if options.work is None:
+            shutil.rmtree(work, ignore_errors=True)
     write_finished()
     print(f"{len(left)} jobs are left" if left else "all jobs are measured")
 

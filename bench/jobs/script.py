@@ -6,7 +6,7 @@ where the model is compiled; ``RUN``: the run folder; ``BACKEND``: of the proces
 (without it), ``alone`` (the same, by the first ``FIRST`` ranks), or the path of a plan.
 
 Rank 0 ends each with a line ``STEP {…}``: the mode, the median step and its quartiles, every rank's median step without
-communication and its peak of memory.
+communication, what the CPU alone takes to issue one, and the peak of memory.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
         applied.weight_gradients(ddp)
     batches = [_moved(b, device) for _, b in zip(range(4), loader, strict=False)]
 
-    def step(number: int) -> float:
+    def step(number: int, *, waits: bool = True) -> float:
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16) if AMP else contextlib.nullcontext():
             loss = task.call(called, batches[number % len(batches)])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if cuda:
+        if cuda and waits:
             torch.cuda.synchronize()
         losses.append(loss.detach())
         return 1e3 * (time.perf_counter() - began)
@@ -111,7 +111,8 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
     late = sorted([step(number) for number in range(int(os.environ.get("STEPS", "28")))][WARMUP:])
     loss = losses[-1].item()
     called = inside if uneven else ddp  # whose weighting meets in every step
-    here = {"batch": batch, "local_ms": _local_ms(contextlib.nullcontext() if uneven else ddp.no_sync(), step)}
+    with contextlib.nullcontext() if uneven else ddp.no_sync():
+        here = {"batch": batch, "local_ms": _local_ms(step), "host_ms": _host_ms(step) if cuda else None}
     here["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, here, group=group)
@@ -119,14 +120,22 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
         quartiles = [late[len(late) // 4], late[3 * len(late) // 4]]
         found = {"ms": statistics.median(late), "quartiles": quartiles, "loss": loss}
         found |= {"samples": sum(rank["batch"] for rank in ranks)}
-        found |= {key: [rank[key] for rank in ranks] for key in ("batch", "local_ms", "peak_gib")}
+        found |= {key: [rank[key] for rank in ranks] for key in ("batch", "local_ms", "host_ms", "peak_gib")}
         print("STEP " + json.dumps({"mode": name or mode, **found}), flush=True)
 
 
-def _local_ms(alone: contextlib.AbstractContextManager[None], step: Callable[[int], float]) -> float:
+def _local_ms(step: Callable[[int], float]) -> float:
     """The median step of this rank that communicates with none."""
-    with alone:
-        return statistics.median([step(number) for number in range(LOCAL_WARMUP + LOCAL_STEPS)][LOCAL_WARMUP:])
+    return statistics.median([step(number) for number in range(LOCAL_WARMUP + LOCAL_STEPS)][LOCAL_WARMUP:])
+
+
+def _host_ms(step: Callable[..., float]) -> float:
+    """The same for the CPU that issues it, while the device is still at the one before."""
+    found = []
+    for number in range(LOCAL_STEPS):
+        torch.cuda.synchronize()
+        found.append(step(number, waits=False))
+    return statistics.median(found)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

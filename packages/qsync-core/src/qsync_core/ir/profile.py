@@ -242,7 +242,7 @@ class MixedStep:
 
 @attrs.frozen
 class BatchStep:
-    """A whole step in the base precision at another local batch than the traced one."""
+    """A whole step at another local batch than the traced one, in the base precision or with all adjustable operators at a rung."""
 
     batch_size: int = attrs.field(validator=checks.positive_int)
     step: StepMeasurement
@@ -348,7 +348,8 @@ class Profile:
             measured alone either way.
         mixed: compiled steps with the operators of one kind of layer alone at a rung; none of eager steps, whose operators cost
             what they cost alone.
-        batches: steps at other local batches, in rising order: those of the way that ``qsync prepare`` recommends.
+        batches: steps at other local batches, in rising order: those of the way that ``qsync prepare`` recommends, in the base
+            precision and at the fastest rung.
     """
 
     device: DeviceType
@@ -388,8 +389,10 @@ class Profile:
         for one in self.mixed:
             if unknown := [op_id for op_id in one.lowered if op_id not in self.cost_index]:
                 raise ValueError(f"Profile.mixed lowers {unknown[0]}, which it has no cost of")
-        if (sizes := [one.batch_size for one in self.batches]) != sorted(set(sizes)):
+        if (sizes := [one.batch_size for one in self.batches]) != sorted(sizes):
             raise ValueError(f"Profile.batches has steps at {sizes} samples, which do not rise")
+        if again := checks.first_repeated((one.batch_size, one.step.variant) for one in self.batches):
+            raise ValueError(f"Profile.batches has two measurements of the step of {again[0]} samples at {again[1].label}")
         ways = [(name, entry.form, entry.variant) for entry in self.chains for name in entry.chains]
         if twice_on := checks.first_repeated(self.handed_on):
             raise ValueError(f"Profile.handed_on lists {twice_on} twice")

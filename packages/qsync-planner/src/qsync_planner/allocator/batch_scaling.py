@@ -75,7 +75,7 @@ class BatchScaling:
     """The costs of one group as functions of its local batch.
 
     Attributes:
-        measured: whole steps in the base precision at other batch sizes, by these; none where a second profile says more.
+        measured: whole steps at other batch sizes, by these and the rung; none where a second profile says more.
 
     Args:
         inputs: of a plan, with the profile at a second batch size where there is one.
@@ -92,10 +92,12 @@ class BatchScaling:
         self._accumulate = inputs.dag.accumulate
         self._compute_ns, self._slopes = self._fit(group, self.further)
         base = Variant.plain(inputs.cluster.group(group).base)
+        self._base = base
         steps = () if self.further else self.profile.batches
-        self.measured = {one.batch_size: one.step for one in steps if one.step.variant == base}
+        self.measured = {(one.batch_size, one.step.variant): one.step for one in steps}
         whole = next((step for step in self.profile.steps if step.variant == base), None)
-        self._growth = _growth_of(self.batch_size, whole, self.measured)
+        at_base = {batch: step for (batch, variant), step in self.measured.items() if variant == base}
+        self._growth = _growth_of(self.batch_size, whole, at_base)
         chosen = [
             by_variant[base] if base in by_variant else min(by_variant.values())
             for operator in inputs.dag.operators
@@ -106,6 +108,10 @@ class BatchScaling:
         self._forward, self._backward = (
             _Line(int(self._compute_ns[chosen, phase].sum()), sum(self._slopes[chosen, phase].tolist())) for phase in (0, 1)
         )
+
+    def is_measured(self, batch: int) -> bool:
+        """Whether a whole step was measured at this local batch."""
+        return (batch, self._base) in self.measured
 
     def busy_ns(self, traced_ns: int, batch: int) -> int:
         """Busy time of a rank at a local batch, never falling with it; ``traced_ns`` is that at the traced batch size."""
@@ -147,12 +153,18 @@ class BatchScaling:
         return dispatch + compute if self.profile.device.is_synchronous else max(dispatch, compute)
 
     def _scaled_step(self, step: StepMeasurement, batch: int) -> StepMeasurement:
-        """A whole step as it was measured there; else forward and backward by the ratio of their kernels, the rest as it was."""
-        if (measured := self.measured.get(batch)) is not None and measured.variant == step.variant:
-            return measured
+        """A whole step as it was measured there; else forward and backward of the nearest batch that was, by the ratio of their
+        kernels, the rest as it was.
+        """
+        known = {self.batch_size: step} | {size: one for (size, rung), one in self.measured.items() if rung == step.variant}
+        nearest = min(known, key=lambda size: (abs(size - batch), size))
+        step = known[nearest]
+        if nearest == batch:
+            return step
         taken, lines = (step.forward_compute_ns, step.backward_compute_ns), (self._forward, self._backward)
         forward_ns, backward_ns = (
-            ns * line.at(more) // max(1, line.traced_ns) for ns, line, more in zip(taken, lines, self._more(batch), strict=True)
+            ns * line.at(more) // max(1, line.at(there))
+            for ns, line, more, there in zip(taken, lines, self._more(batch), self._more(nearest), strict=True)
         )
         added = forward_ns - step.forward_compute_ns + backward_ns - step.backward_compute_ns
         dispatch = step.forward_dispatch_ns + step.backward_dispatch_ns + step.optimizer_dispatch_ns

@@ -120,7 +120,7 @@ def batch_notes(problem: Problem, local: Mapping[str, int]) -> Iterator[str]:
     before = max(1, problem.dag.batch_size)
     for group, batch in local.items():
         change = "unchanged" if batch == before else f"{100 * (batch - before) / before:+.0f}%"
-        measured = batch in problem.scalings[group].measured
+        measured = problem.scalings[group].is_measured(batch)
         source = "one profile, compute taken as proportional to the batch"
         if measured or group in problem.inputs.further:
             source = "steps measured at this batch" if measured else "two profiles"

@@ -38,7 +38,7 @@ from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import check_base
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain, compared_rungs, repeated, seconds_of
 from qsync_torch.profiling.profile import ProfileRequest, profile
-from qsync_torch.profiling.whole_step import StepRunner, measure_base_at
+from qsync_torch.profiling.whole_step import StepRunner, measure_at
 from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S, compile_planned, tune_job
@@ -182,9 +182,9 @@ class Bench:
         part, profile = self.folder.parts[f"profile {group.name}"], self.folder.load(f"profile {group.name}", Profile, self.dag)
         assert profile is not None  # it is measured first
         stage = self.board.stage("profiling")
-        stage(0, 1, f"whole step {self.dag.base} of {batch_size} samples")
+        stage(0, 1, f"whole steps of {batch_size} samples")
         try:
-            found = measure_base_at(self.job, self.dag, make_stopwatch(self.device), Efforts().steps, batch_size)
+            found = measure_at(self.job, self.dag, profile, make_stopwatch(self.device), Efforts().steps, batch_size)
         except (QSyncError, RuntimeError) as error:
             self.board.note(
                 f"a step of {batch_size} samples is not measured ({first_line(error)}): what it takes is taken as proportional to "
@@ -193,7 +193,7 @@ class Bench:
             return {}
         finally:
             stage(1, 1, "")
-        batches = sorted((*profile.batches, found), key=lambda one: one.batch_size)
+        batches = sorted((*profile.batches, *found), key=lambda one: one.batch_size)
         return {f"profile {group.name}": Made(part.inputs, to_bytes(attrs.evolve(profile, batches=tuple(batches))))}
 
     def observe(self, variants: Iterable[Variant]) -> dict[str, Made]:

@@ -21,7 +21,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.profile import AlternatingDispatch, BatchStep, Compiled, Compiler, RungMemory, StepMeasurement
+from qsync_core.ir.profile import AlternatingDispatch, BatchStep, Compiled, Compiler, Profile, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.apply.stored_modules import stored_tensors
@@ -228,15 +228,24 @@ def compiled_model(model: torch.nn.Module, how: Compiled, applied: AppliedPlan |
     return cast(torch.nn.Module, compiler(model, backend=how.backend))
 
 
-def measure_base_at(job: Job, dag: PrecisionDag, stopwatch: Stopwatch, effort: Effort, batch_size: int) -> BatchStep:
-    """Measure whole steps in the base precision at another local batch than the job's.
+def measure_at(
+    job: Job, dag: PrecisionDag, profile: Profile, stopwatch: Stopwatch, effort: Effort, batch_size: int
+) -> tuple[BatchStep, ...]:
+    """Measure whole steps at another local batch than the job's, in the base precision and at the fastest rung of its profile.
 
     Raises:
         torch.OutOfMemoryError: when memory is short for it.
         JobError: when the job has no batch of that size.
     """
     runner = StepRunner.start(attrs.evolve(job, batch_size=batch_size), stopwatch.device, compiled=job.compiles)
-    return BatchStep(batch_size, measure_step(runner, Variant.plain(dag.base), dag, stopwatch, effort))
+    base = Variant.plain(dag.base)
+    found = [measure_step(runner, base, dag, stopwatch, effort)]
+    if (fastest := min(profile.steps, key=lambda step: step.iteration_ns).variant) != base:
+        indices = {operator.op_id: profile.cost_index[operator.op_id] for operator in dag.adjustable}
+        costs = {op_id: profile.costs[index[fastest]] for op_id, index in indices.items() if fastest in index}
+        chosen = {op_id: KernelChoice.parse(cost.backend, cost.config) for op_id, cost in costs.items()}
+        found.append(measure_step(runner, fastest, dag, stopwatch, effort, found[0], chosen))
+    return tuple(BatchStep(batch_size, step) for step in found)
 
 
 def measure_step(
