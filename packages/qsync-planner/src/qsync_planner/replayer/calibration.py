@@ -17,7 +17,8 @@ Casts keep their own measured models.  Everything is rounded to integers once, p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 import attrs
 
@@ -30,8 +31,13 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.cost_mapper import AFTER_FORWARD, BEFORE_FORWARD, CostMapper
 from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale, is_product
-from qsync_planner.replayer.max_plus import sequence
+from qsync_planner.replayer.max_plus import kernel, sequence
 from qsync_planner.replayer.memory import MemoryLedger
+
+_PARTS = 256
+"""Of which a measured dispatch is so many shares; found in 8 replays of a step."""
+_CLOSE = 200
+"""A replayed step may be longer than it was measured by this part of it."""
 
 
 def spread_integer(total: int, weights: Sequence[int]) -> list[int]:
@@ -173,15 +179,55 @@ def uniform_times(dag: PrecisionDag, model: CostModel, variant: Variant) -> Phas
 
 
 def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepMeasurement, base: Variant) -> Calibration:
-    mapper = CostMapper(dag, plain, {operator.op_id: _in_rung(operator, step.variant, base) for operator in dag.adjustable})
-    modelled = _modelled(mapper)
-    dispatch, compute = _optimizer(profile, step)
-    target = _target(step, profile.device.is_synchronous, (dispatch, compute), modelled)
+    variants = {operator.op_id: _in_rung(operator, step.variant, base) for operator in dag.adjustable}
+    mapper = CostMapper(dag, plain, variants)
+    optimizer = _optimizer(profile, step)
+
+    def fitted(target: PhaseTimes) -> Calibration:
+        return _scaled_to(target, mapper, optimizer, compiled=profile.compiled is not None)
+
+    def period_ns(target: PhaseTimes) -> int:
+        model = CostModel(dag, profile, fitted(target), lowers=step.variant != base)
+        return _level_period_ns(CostMapper(dag, model, variants), optimizer)
+
+    target = _target(step, profile.device.is_synchronous, optimizer, _modelled(mapper))
+    return fitted(_filling(target, step, period_ns) if _begins_level(profile) else target)
+
+
+def _begins_level(profile: Profile) -> bool:
+    """Whether CPU and device begin every step together, so that it takes as long as its longest chain."""
+    return profile.synchronises and not profile.device.is_synchronous
+
+
+def _level_period_ns(mapper: CostMapper, optimizer: tuple[int, int]) -> int:
+    return sequence((*mapper.forward, *reversed(mapper.backward), kernel(*optimizer))).chain_ns
+
+
+def _filling(target: PhaseTimes, step: StepMeasurement, period_ns: Callable[[PhaseTimes], int]) -> PhaseTimes:
+    """The phases with as much less dispatch as it takes for the longest chain of a step to be no longer than it was measured.
+
+    Phases alone do not say which kernels wait for the CPU: much computation behind a forward's last dispatch (a loss over a large
+    vocabulary) comes on top of all of it.
+    """
+    most = step.iteration_ns + step.iteration_ns // _CLOSE
+
+    def share(parts: int) -> PhaseTimes:
+        forward_ns, backward_ns = (ns * parts // _PARTS for ns in (target.forward_dispatch_ns, target.backward_dispatch_ns))
+        return target._replace(forward_dispatch_ns=forward_ns, backward_dispatch_ns=backward_ns)
+
+    if not step.iteration_ns or period_ns(target) <= most:
+        return target
+    return share(bisect_right(range(_PARTS), most, key=lambda parts: period_ns(share(parts))) - 1)
+
+
+def _scaled_to(target: PhaseTimes, mapper: CostMapper, optimizer: tuple[int, int], *, compiled: bool) -> Calibration:
+    """What brings the sum of parts at the base precision to measured phases."""
     scales: list[Scale] = []
     product_scales: list[Scale] = []
-    everywhere = [[0, 0, 0, 0] for _ in dag.operators]
-    products = _product_times(mapper) if profile.compiled is not None else PhaseTimes(0, 0, 0, 0)
-    for column, (want, have, cast) in enumerate(zip(target, modelled, _cast_times(mapper), strict=True)):
+    operators = mapper.dag.operators
+    everywhere = [[0, 0, 0, 0] for _ in operators]
+    products = _product_times(mapper) if compiled else PhaseTimes(0, 0, 0, 0)
+    for column, (want, have, cast) in enumerate(zip(target, _modelled(mapper), _cast_times(mapper), strict=True)):
         kernels, apart = have - cast, products[column]
         if apart and kernels > apart and want > cast + apart:  # products as they are alone, and the rest is what was fused
             scales.append(Scale(want - cast - apart, kernels - apart))
@@ -194,12 +240,12 @@ def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepM
         scales.append(Scale())
         product_scales.append(Scale())
         if kernels == 0 and want > cast:
-            real = [int(operator.kind != "input") for operator in dag.operators]
+            real = [int(operator.kind != "input") for operator in operators]
             for entry, part in zip(everywhere, spread_integer(want - cast, real), strict=True):
                 entry[column] = part
     added = tuple(PhaseTimes(*entry) for entry in everywhere) if any(map(any, everywhere)) else ()
     apart_from_rest = None if product_scales == scales else tuple(product_scales)
-    return Calibration(dispatch, compute, tuple(scales), apart_from_rest, added)
+    return Calibration(*optimizer, tuple(scales), apart_from_rest, added)
 
 
 def _product_times(mapper: CostMapper) -> PhaseTimes:
@@ -288,16 +334,28 @@ def _fit(
     positions = [i for i, run in runs.items() if (i, run) not in (calibration.corrections if settled is None else settled)]
     evaluations = [mapper.states[i].evaluation for i in positions]
     flops = [dag.operators[i].flops for i in positions]
-    columns: list[list[int]] = []
-    for name, want, have in zip(PhaseTimes._fields, target, modelled, strict=True):
-        dispatch = "dispatch" in name
-        rest = 0 if dispatch and want == 0 else want - have  # a dispatch time of 0 was not measured apart
-        times = [getattr(evaluation, name) for evaluation in evaluations]
-        weights = times if any(times) else [1] * len(positions) if dispatch else flops
-        columns.append(spread_integer(max(rest, -sum(times)), weights))
+
+    def times_for(target: PhaseTimes) -> list[PhaseTimes]:
+        columns: list[list[int]] = []
+        for name, want, have in zip(PhaseTimes._fields, target, modelled, strict=True):
+            dispatch = "dispatch" in name
+            rest = 0 if dispatch and want == 0 else want - have  # a dispatch time of 0 was not measured apart
+            times = [getattr(evaluation, name) for evaluation in evaluations]
+            weights = times if any(times) else [1] * len(positions) if dispatch else flops
+            columns.append(spread_integer(max(rest, -sum(times)), weights))
+        return [PhaseTimes(*row) for row in zip(*columns, strict=True)]
+
+    def period_ns(target: PhaseTimes) -> int:
+        rows = zip(positions, times_for(target), strict=True)
+        more = {(position, runs[position]): Correction(times, 0) for position, times in rows}
+        corrected = attrs.evolve(calibration, corrections={**calibration.corrections, **more})
+        return _level_period_ns(CostMapper(dag, CostModel(dag, profile, corrected, lowers=True), variants), optimizer)
+
+    if _begins_level(profile):
+        target = _filling(target, step, period_ns)
     memory: list[Sequence[int]] = [[0] * len(positions)] * 2
     if step.peak_bytes:
         elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
         memory = [spread_integer(missing, elements) for missing in _missing_memory(dag, profile, calibration, step, variants)]
-    rows = zip(positions, zip(*columns, strict=True), *memory, strict=True)
-    return {(position, runs[position]): Correction(PhaseTimes(*times), *nbytes) for position, times, *nbytes in rows}
+    rows = zip(positions, times_for(target), *memory, strict=True)
+    return {(position, runs[position]): Correction(times, *nbytes) for position, times, *nbytes in rows}

@@ -173,7 +173,8 @@ class _Weighting:
         # The unit is a power of two near what is summed up, so that nothing overflows and not a bit depends on which it is.
         self._own = self._newest * self._passes / self._unit
         if self._is_mean:
-            total = torch.tensor(self._weight, dtype=torch.float64, device=gradients.device)
+            # Not torch.tensor, which copies from the CPU, and waits for the device to come to that.
+            total = torch.full((), self._weight, dtype=torch.float64, device=gradients.device)
             work, unit = dist.all_reduce(total, group=self._group, async_op=True), self._unit * self._divides_by
             self._factor = work.get_future().then(lambda done: unit / done.value()[0])
         self._samples, self._passes, self._weight, self._newest = 0, 0, 0.0, 0.0
