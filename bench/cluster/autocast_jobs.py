@@ -45,7 +45,7 @@ from jobs.ways import TUNE_S, Way, limit_s, prepare, train, ways_of
 from qsync_core.artifacts.files import load
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
-from results import parser_of, write_rows
+from results import parser_of, provenance, write_rows
 
 MODELS = ("gpt2-medium", "llama-1b", "bert-large", "vit-large", "resnet50", "convnext")
 SHARES = (0.5, 0.75)
@@ -131,7 +131,7 @@ def write(jobs: Sequence[Mapping[str, Any]], of_all: int, on_gpus: bool, command
         else "nothing measured",
         "target": f"{of_all} of {of_all}",
     }
-    write_rows("cluster", [row], command, directory=out)
+    write_rows("cluster", [row], command, directory=out, measured=jobs[-1].get("measured_by"))
 
 
 def main() -> None:
@@ -168,6 +168,7 @@ def main() -> None:
             found = measure(model, share, place_at, work)
         except Exception as error:  # one job that fails does not keep the others from running
             found = {"model": model, "share": share, "borne_out": False, "why": f"{type(error).__name__}: {error}"[:300]}
+        found["measured_by"] = provenance()
         with writing:
             _file(kept, model, share, options.cpu).write_text(json.dumps(found, indent=2), encoding="utf-8")
             write_finished()

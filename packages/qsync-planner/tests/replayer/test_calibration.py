@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import GraphBuilder
 
+from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import AlternatingDispatch, DeviceKind, OpCost, Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
@@ -230,3 +231,26 @@ def test_a_cpu_computes_that_time() -> None:
     plain, longer = (Replayer(Inputs(dag, single_group(), {"g": each})).replay(mixed).iteration_ns for each in (found, told))
     assert longer > plain
     assert longer <= max(STEPS[0].iteration_ns, STEPS[1].iteration_ns) + 2_500
+
+
+TIMES = st.integers(20_000, 100_000)  # far above what casts take, which keep their own measured times
+
+
+@given(st.lists(TIMES, min_size=4, max_size=4), st.lists(TIMES, min_size=4, max_size=4), st.integers(0, 100_000))
+def test_a_step_that_begins_level_takes_no_longer_than_it_was_measured(base: list[int], rung: list[int], idle: int) -> None:
+    """Its phases were measured to an idle device each, and do not say that the loss is computed behind all of the forward's dispatch."""
+
+    def whole(variant: Variant, times: list[int]) -> StepMeasurement:
+        forward_dispatch, forward, backward_dispatch, backward = times
+        period = forward + backward + 900 + idle
+        return StepMeasurement(variant, period, forward_dispatch, forward, backward_dispatch, backward, 300, 900, 0)
+
+    steps = whole(FP32, base), whole(I8, rung)
+    dag, found = measured(*steps, kind=DeviceKind.CUDA)
+    found = attrs.evolve(found, synchronises=True, optimizer_dispatch_ns=300)
+    group = attrs.evolve(single_group().groups[0], sync_per_step=True)
+    replayer = Replayer(Inputs(dag, Cluster("one", (group,)), {"g": found}))
+    for step_ in steps:
+        replayed = replayer.replay(uniform(dag, step_.variant)).groups["g"].period_ns  # type: ignore[arg-type]
+        first_kernel = 300  # of the optimizer, which no share takes away
+        assert replayed <= max(step_.iteration_ns * 1.005, 900 + 300) + first_kernel + 4 * len(dag.operators)
