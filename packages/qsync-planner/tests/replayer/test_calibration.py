@@ -238,7 +238,7 @@ TIMES = st.integers(20_000, 100_000)  # far above what casts take, which keep th
 
 @given(st.lists(TIMES, min_size=4, max_size=4), st.lists(TIMES, min_size=4, max_size=4), st.integers(0, 100_000))
 def test_a_step_that_begins_level_takes_no_longer_than_it_was_measured(base: list[int], rung: list[int], idle: int) -> None:
-    """Its phases were measured to an idle device each, and do not say that the loss is computed behind all of the forward's dispatch."""
+    """Its phases do not say which kernels wait: the loss is computed behind all of the forward's dispatch."""
 
     def whole(variant: Variant, times: list[int]) -> StepMeasurement:
         forward_dispatch, forward, backward_dispatch, backward = times

@@ -13,7 +13,7 @@ from qsync_core.cluster_file import parse_cluster
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import DeviceKind, DeviceType
-from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
+from qsync_torch.prepare.participants import Group, Participant, Wish, crowded, find_groups, form_groups, gather, waves
 
 CPU = DeviceType("cpu", DeviceKind.CPU)
 V100 = DeviceType("Tesla V100-SXM2-32GB", DeviceKind.CUDA, 1.0, 0, "7.0")
@@ -127,6 +127,21 @@ def test_groups_measure_at_once_unless_their_first_ranks_share_cores():
     assert names(waves(pinned)) == [["0", "1"]]
     on_gpus = [Group("t4", (participant(0, T4),)), Group("v100", (participant(1, V100),))]
     assert names(waves(on_gpus)) == [["t4", "v100"]]
+
+
+def test_more_threads_than_cores_are_told_with_what_to_set():
+    def on(rank: int, threads: int, **where: object) -> Participant:
+        return attrs.evolve(participant(rank, CPU, **where), software={"threads": str(threads)})
+
+    assert crowded([on(0, 2), on(1, 2)]) == (
+        "the 2 processes on host-one have 4 threads for 2 cores: they wait for each other, and what is measured of them may be far "
+        "off; set OMP_NUM_THREADS=1 for each, here and in training"
+    )
+    assert crowded([on(0, 1), on(1, 1)]) == "", "a core for each"
+    assert crowded([on(0, 2), on(1, 2, cores=(2, 3))]) == "", "cores of their own"
+    assert crowded([on(0, 2), on(1, 2, kernel="two")]) == "", "another machine"
+    assert crowded([on(0, 2), participant(1, T4)]) == "", "a GPU's process computes on no core"
+    assert crowded([on(0, 4)]) == "", "one process, whose script may know why"
 
 
 def test_a_wish_is_parsed():

@@ -232,6 +232,11 @@ def test_what_the_first_steps_took_is_told_with_its_uncertainty():
         GPUS, probed({"h200": 2_000_000, "h200-50": 5_500_000}, {"h200": 10_000, "h200-50": 250_000}), Precision.FLOAT32
     )
     assert told == "a step in full precision takes 2.00 ms ± 10.0 µs on h200, 5.50 ms ± 250.0 µs on h200-50"
+    scattered = probed({"a": 2_000_000, "b": 300_000}, {"a": 1_500_000, "b": 9_000})
+    assert compared(CPUS, scattered, Precision.FLOAT32).endswith(
+        "; so uncertain a step of a says little, and the verdict may be wrong: see that nothing else runs there, and prepare again "
+        "with --fresh"
+    )
     assert compared(GPUS, {}, Precision.FLOAT32) == compared(GPUS[:1], probed({"h200": 5}), Precision.FLOAT32) == ""
     assert compared(GPUS, probed({"h200": 5, "h200-50": 9}), Precision.BFLOAT16).startswith("a step in bfloat16 takes ")
 

@@ -51,7 +51,7 @@ from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_link
 from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge_disks, open_folder
 from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
-from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
+from qsync_torch.prepare.participants import Group, Participant, Wish, crowded, find_groups, form_groups, gather, waves
 from qsync_torch.prepare.roles import (
     alike_at_last,
     all_alike,
@@ -255,6 +255,8 @@ class _Flow:
         described = self._described()
         groups = find_groups(participants, described) if described else form_groups(participants, request.wishes)
         self._groups = groups
+        if folder.rank == 0 and (warning := crowded(participants)):
+            self.board.note(warning, of_job=True)
         known = [name.removeprefix("profile ") for name in folder.parts if name.startswith("profile ")]
         if folder.rank == 0 and (warning := renamed(known, [group.name for group in groups])):
             self.board.note(warning, of_job=True)

@@ -221,6 +221,27 @@ def waves(groups: Iterable[Group]) -> list[list[Group]]:
     return found
 
 
+def crowded(participants: Iterable[Participant]) -> str:
+    """A sentence on the first machine whose processes have more threads than it has cores for them; empty where none has.
+
+    torchrun sets one thread where it starts several processes itself, and none of it where it is started once for each.
+    """
+    by_machine: dict[str, list[Participant]] = {}
+    for one in participants:
+        if one.device.kind is DeviceKind.CPU and one.cores:
+            by_machine.setdefault(one.kernel, []).append(one)
+    for members in by_machine.values():
+        cores = set().union(*(one.cores for one in members))
+        threads = sum(int(one.software.get("threads", "1")) for one in members)
+        if len(members) > 1 and threads > len(cores):
+            return (
+                f"the {len(members)} processes on {members[0].host} have {threads} threads for {len(cores)} cores: they wait for "
+                "each other, and what is measured of them may be far off; set OMP_NUM_THREADS="
+                f"{max(1, len(cores) // len(members))} for each, here and in training"
+            )
+    return ""
+
+
 def _name_of_gpu(index: int) -> str:
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return visible[index] if index < len(visible) else str(index)

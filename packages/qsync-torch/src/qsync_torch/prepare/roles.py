@@ -22,6 +22,8 @@ ALIKE = 0.05
 """Steps that differ by less than this part do not say which group is the faster one."""
 SAME_DEVICE = 0.25
 """Nor do steps of equal devices that differ by less than this part: what else ran on one of them explains that better."""
+_SCATTERED = 0.25
+"""A step that is uncertain by more than this part of it says little."""
 _STORAGES, _MUCH = (Storage.NF4, Storage.INT8_BLOCK), 0.1
 """How frozen weights may be stored where they are at least this part of a group's memory."""
 _NAMED = re.compile(r"(train|infer)(?![a-z])", re.IGNORECASE)
@@ -199,6 +201,11 @@ def compared(groups: Sequence[Group], probes: Mapping[str, Probe], base: Precisi
         for name, step in steps.items()
     )
     said = f"a step in {_named(base)} takes {told}"
+    if scattered := [name for name, step in steps.items() if probes[name].fits and step.spread > _SCATTERED * step.value]:
+        return (
+            f"{said}; so uncertain a step of {' and '.join(scattered)} says little, and the verdict may be wrong: see that nothing "
+            "else runs there, and prepare again with --fresh"
+        )
     return f"{said}: by these first steps the groups are alike" if all_alike(groups, probes) else said
 
 
