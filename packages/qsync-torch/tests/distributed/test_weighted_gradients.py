@@ -119,3 +119,19 @@ def test_a_reduction_and_arguments_without_samples_are_refused(alone):
     weight_gradients(ddp)
     with pytest.raises(PlanError, match=r"no argument of the model is a tensor .* give weight_gradients a count"):
         ddp(2.0)
+
+
+def test_no_step_after_the_first_makes_a_tensor_of_numbers_of_the_cpu(alone, monkeypatch):
+    """On a GPU that copy, or a number that is read, has the CPU wait for all that was issued before it, in every step."""
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    weight_gradients(ddp, local_batch=4)
+    ddp(torch.ones(4, 2)).mean().backward()
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a step waits for the device")
+
+    for name in ("tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, refused)
+    for name in ("item", "tolist", "cpu", "__bool__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    ddp(torch.ones(3, 2)).mean().backward()
