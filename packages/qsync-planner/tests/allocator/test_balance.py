@@ -13,7 +13,7 @@ from planning_cases import random_case
 
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import BatchStep, DeviceKind, Profile, StepMeasurement
+from qsync_core.ir.profile import BatchStep, DeviceKind, MixedStep, Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import BatchProfile, Inputs, Request, allocate
 from qsync_planner.allocator.batch_scaling import BatchScaling
@@ -151,6 +151,36 @@ def test_noise_of_steps_at_other_batches_makes_no_larger_batch_faster() -> None:
     scaling = scaling_of(2, {1: (0.6, 0.6), 2: (1.1, 0.5), 5: (0.9, 1.2), 6: (1.3, 1.1)})
     busy = [scaling.busy_ns(1_000_000, batch) for batch in range(1, 9)]
     assert busy == sorted(busy)
+
+
+RUNG = Variant.named("int8")
+
+
+@given(ratios=st.tuples(st.floats(0.3, 1.0), st.floats(0.3, 1.0)), batch=st.integers(1, 7))
+def test_a_rung_lies_between_the_batches_at_which_it_was_measured(ratios: tuple[float, float], batch: int) -> None:
+    """Whatever the base does there: a rung's step that waits for its CPU does not shrink with its samples."""
+    profile = scaling_of(1, {2: (0.5, 0.5)}).profile
+    whole = attrs.evolve(profile.steps[0], variant=RUNG)
+
+    def part(of: float) -> StepMeasurement:
+        times = {name: round(of * getattr(whole, name)) for name in ("iteration_ns", "forward_compute_ns", "backward_compute_ns")}
+        return attrs.evolve(whole, **times)
+
+    found = tuple(BatchStep(size, part(ratio)) for size, ratio in zip((2, 3), sorted(ratios), strict=True))
+    mixed = MixedStep(tuple(profile.cost_index)[:1], part(0.9))
+    case = random_case(1, kind=DeviceKind.CPU)
+    measured = attrs.evolve(profile, steps=(*profile.steps, whole), batches=(profile.batches[0], *found), mixed=(mixed,))
+    scaled = BatchScaling(case.inputs.with_profiles({**case.profiles, "infer0": measured}), "infer0").profile_at(batch)
+    rung = scaled.steps[1].iteration_ns
+    known = {4: whole, **{one.batch_size: one.step for one in found}}
+    if batch in known:
+        assert rung == known[batch].iteration_ns
+    elif batch < 2:
+        assert rung <= found[0].step.iteration_ns
+    else:
+        assert rung >= whole.iteration_ns
+    # Of some layers alone nothing was measured there: it is the whole step's other batch, not the rung's of all layers.
+    assert batch == 4 or scaled.mixed[0].step.iteration_ns not in [one.step.iteration_ns for one in found]
 
 
 def test_batches_are_balanced_by_measured_steps_and_notes_say_so() -> None:

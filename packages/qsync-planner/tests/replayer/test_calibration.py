@@ -254,3 +254,25 @@ def test_a_step_that_begins_level_takes_no_longer_than_it_was_measured(base: lis
         replayed = replayer.replay(uniform(dag, step_.variant)).groups["g"].period_ns  # type: ignore[arg-type]
         first_kernel = 300  # of the optimizer, which no share takes away
         assert replayed <= max(step_.iteration_ns * 1.005, 900 + 300) + first_kernel + 4 * len(dag.operators)
+
+
+@pytest.mark.parametrize("alone", [12_000, 30_000])
+def test_a_level_step_that_waits_for_a_cast_alone_keeps_its_dispatch(alone: int) -> None:
+    """Its computation fills the period, behind a cast that no share of the other dispatch takes away."""
+    g = GraphBuilder("m", 32)
+    x = g.input("x", (32, 64))
+    for number in range(12):
+        x = g.unary(f"r{number}", "relu", g.linear(f"l{number}", x, 64))
+    g.loss(x)
+    dag = attrs.evolve(g.build(), base=BF16.compute)
+    kernels = {f"l{number}": OpCost(alone, 20_000, alone, 40_000) for number in range(12)}
+    kernels |= {f"r{number}": OpCost(alone, 3_000, alone, 6_000) for number in range(12)} | {
+        "loss": OpCost(alone, 10_000, alone, 20_000)
+    }
+    whole = StepMeasurement(BF16, 1_000_000, 200_000, 343_000, 260_000, 615_000, 50_000, 42_000, 0)
+    found = profile(dag, kernels, kind=DeviceKind.CUDA, optimizer_ns=42_000, steps=(whole,))
+    casts = tuple(attrs.evolve(model, dispatch_ns=6_000) for model in found.casts)
+    found = attrs.evolve(found, casts=casts, synchronises=True, optimizer_dispatch_ns=50_000)
+    group = attrs.evolve(single_group().groups[0], base=BF16.compute, ladder=(BF16,), sync_per_step=True)
+    replayed = Replayer(Inputs(dag, Cluster("one", (group,)), {"g": found})).replay({})
+    assert replayed.iteration_ns <= 1_020_000

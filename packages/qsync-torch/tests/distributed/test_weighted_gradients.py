@@ -106,6 +106,8 @@ def test_a_reduction_and_arguments_without_samples_are_refused(alone):
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(PlanError, match="the reduction of a loss is 'mean' or 'sum', got 'none'"):
         weight_gradients(ddp, reduction="none")
+    with pytest.raises(PlanError, match="the state of weight_gradients is that of a hook, and there is none"):
+        weight_gradients(ddp, state=dist.group.WORLD)
 
     class Constant(torch.nn.Module):
         def __init__(self) -> None:

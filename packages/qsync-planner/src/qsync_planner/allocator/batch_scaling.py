@@ -8,6 +8,7 @@ shows for every operator what really does not scale.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -142,7 +143,7 @@ class BatchScaling:
             computing = self.kernels_at(batch)[1].tolist()
             costs = tuple(cost.computing(*ns) for cost, ns in zip(self.profile.costs, computing, strict=True))
         steps = tuple(self._scaled_step(step, batch) for step in self.profile.steps)
-        mixed = tuple(attrs.evolve(one, step=self._scaled_step(one.step, batch)) for one in self.profile.mixed)
+        mixed = tuple(attrs.evolve(one, step=self._scaled_step(one.step, batch, mixed=True)) for one in self.profile.mixed)
         return attrs.evolve(self.profile, costs=costs, steps=steps, mixed=mixed)
 
     def _model_ns(self, batch: int) -> int:
@@ -152,19 +153,34 @@ class BatchScaling:
         compute = self._accumulate * (self._forward.at(more_fw) + self._backward.at(more_bw)) + self.profile.optimizer_compute_ns
         return dispatch + compute if self.profile.device.is_synchronous else max(dispatch, compute)
 
-    def _scaled_step(self, step: StepMeasurement, batch: int) -> StepMeasurement:
-        """A whole step as it was measured there; else forward and backward of the nearest batch that was, by the ratio of their
-        kernels, the rest as it was.
+    def _scaled_step(self, step: StepMeasurement, batch: int, *, mixed: bool = False) -> StepMeasurement:
+        """A whole step as it was measured there; between batches at which it was, on the straight line between them; outside of
+        them the nearest one with forward and backward by the ratio of their kernels, the rest as it was.
+
+        ``mixed``: of some layers alone, which were measured at the traced batch only.
         """
-        known = {self.batch_size: step} | {size: one for (size, rung), one in self.measured.items() if rung == step.variant}
-        nearest = min(known, key=lambda size: (abs(size - batch), size))
-        step = known[nearest]
-        if nearest == batch:
+        known = {self.batch_size: step}
+        if not mixed:
+            known |= {size: one for (size, rung), one in self.measured.items() if rung == step.variant}
+        sizes = sorted(known)
+        place = bisect_left(sizes, batch)
+        if place in (0, len(sizes)) or sizes[place] == batch:
+            nearest = sizes[min(place, len(sizes) - 1)]
+            return self._proportional(known[nearest], nearest, batch)
+        below, above = sizes[place - 1 : place + 1]
+        part = (batch - below) / (above - below)
+        low, high = known[below], known[above]
+        names = ("iteration_ns", "forward_compute_ns", "backward_compute_ns")
+        between = {name: round((1 - part) * getattr(low, name) + part * getattr(high, name)) for name in names}
+        return attrs.evolve(low if part < 0.5 else high, **between)
+
+    def _proportional(self, step: StepMeasurement, there: int, batch: int) -> StepMeasurement:
+        if there == batch:
             return step
         taken, lines = (step.forward_compute_ns, step.backward_compute_ns), (self._forward, self._backward)
         forward_ns, backward_ns = (
-            ns * line.at(more) // max(1, line.at(there))
-            for ns, line, more, there in zip(taken, lines, self._more(batch), self._more(nearest), strict=True)
+            ns * line.at(more) // max(1, line.at(from_))
+            for ns, line, more, from_ in zip(taken, lines, self._more(batch), self._more(there), strict=True)
         )
         added = forward_ns - step.forward_compute_ns + backward_ns - step.backward_compute_ns
         dispatch = step.forward_dispatch_ns + step.backward_dispatch_ns + step.optimizer_dispatch_ns

@@ -34,8 +34,8 @@ from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel
 from qsync_planner.replayer.max_plus import kernel, sequence
 from qsync_planner.replayer.memory import MemoryLedger
 
-_PARTS = 256
-"""Of which a measured dispatch is so many shares; found in 8 replays of a step."""
+_PARTS = 64
+"""A measured dispatch is cut to so many shares of it; which is found in 8 replays of a step."""
 _CLOSE = 200
 """A replayed step may be longer than it was measured by this part of it."""
 
@@ -217,7 +217,9 @@ def _filling(target: PhaseTimes, step: StepMeasurement, period_ns: Callable[[Pha
 
     if not step.iteration_ns or period_ns(target) <= most:
         return target
-    return share(bisect_right(range(_PARTS), most, key=lambda parts: period_ns(share(parts))) - 1)
+    # Where no share of it brings the step there (a cast in front of all computation), as much stays as makes it no longer.
+    most = max(most, period_ns(share(1)))
+    return share(bisect_right(range(_PARTS), most, lo=2, key=lambda parts: period_ns(share(parts))) - 1)
 
 
 def _scaled_to(target: PhaseTimes, mapper: CostMapper, optimizer: tuple[int, int], *, compiled: bool) -> Calibration:
@@ -237,8 +239,9 @@ def _scaled_to(target: PhaseTimes, mapper: CostMapper, optimizer: tuple[int, int
             scales.append(Scale(want - cast, kernels))
             product_scales.append(scales[-1])
             continue
-        scales.append(Scale())
-        product_scales.append(Scale())
+        casts_take_all = kernels > 0 and want > 0 and column in (0, 2)  # dispatch: nothing is left of it for kernels
+        scales.append(Scale(0, kernels) if casts_take_all else Scale())
+        product_scales.append(scales[-1])
         if kernels == 0 and want > cast:
             real = [int(operator.kind != "input") for operator in operators]
             for entry, part in zip(everywhere, spread_integer(want - cast, real), strict=True):

@@ -51,13 +51,16 @@ def weight_gradients(
         state: the hook's own; the process group for those of PyTorch.
 
     Raises:
-        PlanError: for another wrapper, one that has a hook already, or a model whose forward mixes the ranks' samples
-            (SyncBatchNorm) under a mean.  In the first step, on every rank: when ranks see other batches than ``local_batch``.
+        PlanError: for another wrapper, one that has a hook already, a state without a hook, or a model whose forward mixes the
+            ranks' samples (SyncBatchNorm) under a mean.  In the first step, on every rank: when ranks see other batches than
+            ``local_batch``.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise PlanError(f"weight_gradients takes a model in DistributedDataParallel, got {type(ddp).__name__}")
     if reduction not in ("mean", "sum"):
         raise PlanError(f"the reduction of a loss is 'mean' or 'sum', got {reduction!r}")
+    if hook is None and state is not None:
+        raise PlanError("the state of weight_gradients is that of a hook, and there is none: give hook=... too, or leave it out")
     mixing = next((name for name, module in ddp.module.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if mixing is not None and reduction == "mean":
         raise PlanError(

@@ -184,7 +184,9 @@ class Bench:
         stage = self.board.stage("profiling")
         stage(0, 1, f"whole steps of {batch_size} samples")
         try:
-            found = measure_at(self.job, self.dag, profile, make_stopwatch(self.device), Efforts().steps, batch_size)
+            found = measure_at(
+                self.job, self.dag, profile, make_stopwatch(self.device), Efforts().steps, batch_size, self.board.note
+            )
         except (QSyncError, RuntimeError) as error:
             self.board.note(
                 f"a step of {batch_size} samples is not measured ({first_line(error)}): what it takes is taken as proportional to "

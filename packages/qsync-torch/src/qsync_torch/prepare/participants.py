@@ -230,10 +230,11 @@ def crowded(participants: Iterable[Participant]) -> str:
     for one in participants:
         if one.device.kind is DeviceKind.CPU and one.cores:
             by_machine.setdefault(one.kernel, []).append(one)
-    for members in by_machine.values():
+    for everyone in by_machine.values():
+        members = [one for one in everyone if any(one is not other and one.disturbs(other) for other in everyone)]
         cores = set().union(*(one.cores for one in members))
         threads = sum(int(one.software.get("threads", "1")) for one in members)
-        if len(members) > 1 and threads > len(cores):
+        if threads > len(cores):
             return (
                 f"the {len(members)} processes on {members[0].host} have {threads} threads for {len(cores)} cores: they wait for "
                 "each other, and what is measured of them may be far off; set OMP_NUM_THREADS="

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_torch as qsync
+from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
@@ -28,6 +29,7 @@ from qsync_torch.apply.stored_modules import stored_tensors
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.dtypes import LOW_FLOATS
+from qsync_torch.failures import first_line
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.device_waits import waits_for_device
 from qsync_torch.profiling.memory import kept_for_backward, measure_memory, memory_rise, passing_rise, storage_bytes
@@ -229,9 +231,17 @@ def compiled_model(model: torch.nn.Module, how: Compiled, applied: AppliedPlan |
 
 
 def measure_at(
-    job: Job, dag: PrecisionDag, profile: Profile, stopwatch: Stopwatch, effort: Effort, batch_size: int
+    job: Job,
+    dag: PrecisionDag,
+    profile: Profile,
+    stopwatch: Stopwatch,
+    effort: Effort,
+    batch_size: int,
+    note: Callable[[str], None],
 ) -> tuple[BatchStep, ...]:
     """Measure whole steps at another local batch than the job's, in the base precision and at the fastest rung of its profile.
+
+    One at the rung that fails is told (``note``), and left out.
 
     Raises:
         torch.OutOfMemoryError: when memory is short for it.
@@ -240,11 +250,15 @@ def measure_at(
     runner = StepRunner.start(attrs.evolve(job, batch_size=batch_size), stopwatch.device, compiled=job.compiles)
     base = Variant.plain(dag.base)
     found = [measure_step(runner, base, dag, stopwatch, effort)]
-    if (fastest := min(profile.steps, key=lambda step: step.iteration_ns).variant) != base:
+    fastest = min(profile.steps, key=lambda step: step.iteration_ns).variant if profile.steps else base
+    if fastest != base:
         indices = {operator.op_id: profile.cost_index[operator.op_id] for operator in dag.adjustable}
         costs = {op_id: profile.costs[index[fastest]] for op_id, index in indices.items() if fastest in index}
         chosen = {op_id: KernelChoice.parse(cost.backend, cost.config) for op_id, cost in costs.items()}
-        found.append(measure_step(runner, fastest, dag, stopwatch, effort, found[0], chosen))
+        try:
+            found.append(measure_step(runner, fastest, dag, stopwatch, effort, found[0], chosen))
+        except (QSyncError, RuntimeError) as error:  # memory is short, say
+            note(f"a step of {batch_size} samples in {fastest.label} is not measured ({first_line(error)})")
     return tuple(BatchStep(batch_size, step) for step in found)
 
 
