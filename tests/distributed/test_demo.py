@@ -51,7 +51,9 @@ def test_demo_from_end_to_end(model, arguments, tmp_path, monkeypatch):
         assert 0 <= row.evaluation.accuracy <= 1
     assert load(run.plan(["train", "infer"]), PrecisionPlan).predicted_iteration_ns == outcome.row("qsync").predicted_ns
     assert outcome.row("full").operators == {"float32": len(dag.adjustable)}
-    assert outcome.row("full").gradient_error == 0.0 < outcome.row("uniform").gradient_error
+    lowers = outcome.row("uniform").operators != outcome.row("full").operators  # where it pays at this moment
+    assert outcome.row("full").gradient_error == 0.0
+    assert (outcome.row("uniform").gradient_error > 0.0) == lowers
     assert sum(outcome.row("dynamic-batch").local_batches.values()) == 2 * dag.batch_size
     if "predict_check" in arguments:
         assert [row.name for row in outcome.probes] == ["uniform int8", "uniform bfloat16", "random 11", "random 12"]
