@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+from torch.distributed.run import parse_args
 
 from qsync_core.artifacts.files import save
 from qsync_core.ir.chain import ChainVariant
@@ -76,7 +78,7 @@ def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str
 def test_on_one_machine_it_is_one_line(tmp_path):
     groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""), ("here", ""))]
     fewer = found(tmp_path, groups, ("b",), "my train.py", "--lr", "1e-3", caller=HYBRID)
-    line = "QSYNC_GROUP=b torchrun --standalone --nproc-per-node=2 "
+    line = "QSYNC_GROUP=b torchrun --standalone --nproc-per-node=2 -- "
     assert fewer.commands == (("here", f"{line}'my train.py' --lr 1e-3"),)
     assert fewer.sentences(Path("run")) == [
         "a is better left out; train without, by:",
@@ -94,6 +96,17 @@ def test_a_step_of_several_micro_batches_has_the_samples_of_all(tmp_path):
     assert said.startswith(
         "a step then has 48 samples, each rank its own 3 batches, and not the 96 of all groups; where the learning rate is for 96, "
     )
+
+
+@pytest.mark.parametrize("hosts", [("here", "here"), ("one", "two")])
+@pytest.mark.parametrize("arguments", [(), ("--run", "x", "--log=y"), ("a", "--rdzv", "--", "--nnodes=3"), ("-r", "3", "plain")])
+def test_torchrun_leaves_the_scripts_arguments_alone(tmp_path, hosts, arguments):
+    groups = [group(name, CPU, (host, "")) for name, host in zip("ab", hosts, strict=True)]
+    start = found(tmp_path, groups, ("a", "b"), "lm.py", *arguments)
+    for _, line in start.commands:
+        words = shlex.split(line)
+        read = parse_args(words[words.index("torchrun") + 1 :])
+        assert (read.training_script, tuple(read.training_script_args)) == ("lm.py", arguments)
 
 
 def test_a_trainers_script_has_its_adapters_line_and_no_loop_of_its_own(tmp_path):

@@ -12,7 +12,7 @@ import attrs
 
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.launching.machines import GroupMachines, PlannedJob
-from qsync_core.launching.torchrun import Meeting, machine_commands
+from qsync_core.launching.torchrun import Meeting, machine_commands, training
 from qsync_core.run_folder import RunFolder
 from qsync_torch.caller import Caller
 from qsync_torch.prepare.participants import Group, Participant
@@ -122,7 +122,8 @@ def _commands(plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str])
     first = next((member.host for group in here for member in group.members if member.rank == 0), "")
     meeting = _meeting(hosts, first)
     found = []
-    for host, command in zip(hosts, machine_commands(PlannedJob.of(plan, machines, len(machines)), meeting, script), strict=True):
+    job = PlannedJob.of(plan, machines, len(machines))
+    for host, command in zip(hosts, machine_commands(job, meeting, training(script)), strict=True):
         on_host = [member for group in here for member in group.members if member.host == host]
         own = [member for member in members[command.group] if member.host == host]
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(member.gpu for member in own)} if _chooses_gpus(own, on_host) else {}
