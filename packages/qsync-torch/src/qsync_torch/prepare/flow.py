@@ -60,6 +60,7 @@ from qsync_torch.prepare.roles import (
     described_groups,
     frozen_fills,
     memory_of,
+    of_one_kind,
     otherwise,
     renamed,
     roles_said,
@@ -256,6 +257,8 @@ class _Flow:
         groups = find_groups(participants, described) if described else form_groups(participants, request.wishes)
         self._groups = groups
         known = [name.removeprefix("profile ") for name in folder.parts if name.startswith("profile ")]
+        if folder.rank == 0 and described is None and not request.wishes and (told := of_one_kind(groups)):
+            self.board.note(told, of_job=True)
         if folder.rank == 0 and (warning := renamed(known, [group.name for group in groups])):
             self.board.note(warning, of_job=True)
         own = next(group for group in groups if me.rank in group.ranks)
