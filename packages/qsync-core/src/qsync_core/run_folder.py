@@ -13,6 +13,7 @@ from qsync_core.cluster_file import GROUP_NAME, GROUP_NAME_RULE, read_cluster
 from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.units import format_bytes
 
 BETWEEN = "+"
 """Joins group names in a file's name; no group's name has it."""
@@ -147,6 +148,24 @@ class RunFolder:
             raise PlanError(
                 f"{path} is a plan for a job of {', '.join(sorted(found))}, as its name does not say: run 'qsync prepare' again"
             )
+        return plan
+
+    def load_plan_to_train(self, groups: Collection[str]) -> PrecisionPlan:
+        """The same, where the cluster file still gives each group the memory that the plan was made for.
+
+        Raises:
+            PlanError: as :meth:`load_plan`, and where it gives another.
+            ClusterError, ArtifactError: when a file is wrong, or cannot be read.
+        """
+        plan, given_to = self.load_plan(groups), {group.name: group.memory_bytes for group in self.read_cluster().groups}
+        for entry in plan.groups:
+            planned = entry.memory_budget_bytes
+            if (given := given_to.get(entry.group, planned)) != planned:
+                said, before = (format_bytes(nbytes) if nbytes else "no limit" for nbytes in (given, planned))
+                raise PlanError(
+                    f"{self.cluster} has {said} for the memory of group {entry.group!r}, and its plan was made for {before}: run "
+                    "'qsync prepare' again, or write that"
+                )
         return plan
 
 
