@@ -93,6 +93,11 @@ class RunFolder:
         """A ``predicted`` or ``measured`` timeline of a job that has these groups."""
         return self._own(f"timelines/{kind}/{_file_of(groups)}")
 
+    @staticmethod
+    def is_meant(path: Path) -> bool:
+        """Whether a path is a folder's; of nothing that is there, one without a file's suffix is."""
+        return path.is_dir() or not (path.suffix or path.exists())
+
     def partial(self, path: Path) -> Path:
         """What an interrupted measurement has left of one of these files."""
         return self._own(f"{self.relative(path)}.partial")
