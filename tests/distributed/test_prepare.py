@@ -140,6 +140,14 @@ def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(dis
     assert [RunFolder(disk).cluster.read_text() for disk in disks] == [named.read_text()] * 2
     assert run.load_plan(GROUPS).group("weak").memory_budget_bytes == 2 << 30
 
+    # One for which there is no plan leaves the file that the plans are for.
+    narrow = named.with_name("narrow.toml")
+    narrow.write_text(changed.replace("1 GiB", "1 KiB"))
+    refused = prepare(disks, roles=False, options=["--cluster", str(narrow)])
+    assert [one.status for one in refused] == [1, 1], refused
+    assert "1 KiB" in refused[0].sentence
+    assert [RunFolder(disk).cluster.read_text() for disk in disks] == [named.read_text()] * 2
+
 
 def test_two_ranks_in_each_group_measure_among_all_and_among_themselves(tmp_path):
     groups = ("strong", "strong", "weak", "weak")

@@ -70,7 +70,10 @@ def test_a_strangers_script_trains_as_it_did_where_nothing_is_lowered(tmp_path, 
         folder.mkdir()
         (folder / "train.py").write_text(text)
         if name == "hybrid":
-            python(folder, TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qsync", "prepare", "train.py", "-o", "run")
+            said = python(
+                folder, TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "qsync", "prepare", "train.py", "-o", "run"
+            )
+            assert "note: all 2 ranks are one group, cpu, because their devices look alike: " in said
             assert (folder / "run" / "report.html").is_file()
             assert not (folder / "autoencoder.pt").exists()
         train(folder)

@@ -40,7 +40,7 @@ def run_folder(path: Path, groups: Mapping[str, tuple[Role, int, DeviceType]], *
 
 def _plan(groups: Mapping[str, tuple[Role, int, DeviceType]], rank0_group: str) -> PrecisionPlan:
     parts = tuple(
-        attrs.evolve(PLAN.groups[0], group=name, role=role, count=count, device=device)
+        attrs.evolve(PLAN.groups[0], group=name, role=role, count=count, device=device, memory_budget_bytes=0)
         for name, (role, count, device) in groups.items()
     )
     return attrs.evolve(PLAN, groups=parts, rank0_group=rank0_group, local_batches={}, software={}, communication=None)

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 from artifact_examples import examples
+from job_folders import CPU, run_folder
 
 from qsync_core.artifacts.files import save
 from qsync_core.errors import ArtifactError, PlanError
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.run_folder import RunFolder
 
 PLAN: PrecisionPlan = examples()[PrecisionPlan]
@@ -44,6 +45,18 @@ def test_a_plan_of_other_groups_than_its_name_says_is_refused(tmp_path):
     save(PLAN, folder.plan(["train"]))
     with pytest.raises(PlanError, match=r"plans/train\.qsync is a plan for a job of infer, train, as its name does not say"):
         folder.load_plan(["train"])
+
+
+def test_a_plan_for_another_memory_than_the_files_is_not_trained_by(tmp_path):
+    run = run_folder(tmp_path / "run", {"train": (Role.TRAIN, 1, CPU), "infer": (Role.INFER, 1, CPU)})
+    assert run.load_plan_to_train(["train", "infer"]) == run.load_plan(["infer", "train"])
+    run.cluster.write_text(run.cluster.read_text() + 'memory = "12 MiB"\n')
+    said = (
+        r"cluster\.toml has 12 MiB for the memory of group 'infer', and its plan was made for no limit: run 'qsync prepare' again"
+    )
+    with pytest.raises(PlanError, match=said):
+        run.load_plan_to_train(["train", "infer"])
+    assert run.load_plan_to_train(["train"]).groups
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

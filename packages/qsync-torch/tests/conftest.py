@@ -1,8 +1,16 @@
 """Loads hypothesis's profile; what tests of kernels' choice share."""
 
+import sys
+
 import pytest
 
 import hypothesis_profiles  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _own_main(monkeypatch):
+    """Puts pytest's ``__main__`` back, in whose place a script that is run stays."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 @pytest.fixture

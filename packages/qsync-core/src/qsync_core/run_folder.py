@@ -13,6 +13,7 @@ from qsync_core.cluster_file import GROUP_NAME, GROUP_NAME_RULE, read_cluster
 from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.units import format_bytes
 
 BETWEEN = "+"
 """Joins group names in a file's name; no group's name has it."""
@@ -92,6 +93,11 @@ class RunFolder:
         """A ``predicted`` or ``measured`` timeline of a job that has these groups."""
         return self._own(f"timelines/{kind}/{_file_of(groups)}")
 
+    @staticmethod
+    def is_meant(path: Path) -> bool:
+        """Whether a path is a folder's; of nothing that is there, one without a file's suffix is."""
+        return path.is_dir() or not (path.suffix or path.exists())
+
     def partial(self, path: Path) -> Path:
         """What an interrupted measurement has left of one of these files."""
         return self._own(f"{self.relative(path)}.partial")
@@ -147,6 +153,24 @@ class RunFolder:
             raise PlanError(
                 f"{path} is a plan for a job of {', '.join(sorted(found))}, as its name does not say: run 'qsync prepare' again"
             )
+        return plan
+
+    def load_plan_to_train(self, groups: Collection[str]) -> PrecisionPlan:
+        """The same, where the cluster file still gives each group the memory that the plan was made for.
+
+        Raises:
+            PlanError: as :meth:`load_plan`, and where it gives another.
+            ClusterError, ArtifactError: when a file is wrong, or cannot be read.
+        """
+        plan, given_to = self.load_plan(groups), {group.name: group.memory_bytes for group in self.read_cluster().groups}
+        for entry in plan.groups:
+            planned = entry.memory_budget_bytes
+            if (given := given_to.get(entry.group, planned)) != planned:
+                said, before = (format_bytes(nbytes) if nbytes else "no limit" for nbytes in (given, planned))
+                raise PlanError(
+                    f"{self.cluster} has {said} for the memory of group {entry.group!r}, and its plan was made for {before}: run "
+                    "'qsync prepare' again, or write that"
+                )
         return plan
 
 

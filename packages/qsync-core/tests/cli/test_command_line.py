@@ -162,6 +162,13 @@ def test_show_what_is_no_artifact(qsync: Any, tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith(f"error: {path} is not a QSync artifact")
 
 
+def test_show_a_folder_that_is_not_there(qsync: Any, tmp_path: Path) -> None:
+    said = f"error: the run folder {tmp_path / 'runn'} is not there; 'qsync prepare JOB -o {tmp_path / 'runn'}' makes it"
+    assert qsync("show", tmp_path / "runn").stderr.splitlines()[-1] == said
+    said = f"error: cannot read {tmp_path / 'a.qsync'}: No such file or directory"
+    assert qsync("show", tmp_path / "a.qsync").stderr.splitlines()[-1] == said
+
+
 def test_doctor_reports_and_fails_when_a_plugin_is_broken(qsync: Any) -> None:
     result = qsync("doctor", "--json")
     assert result.exit_code == 1

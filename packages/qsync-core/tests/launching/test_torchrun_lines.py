@@ -128,3 +128,22 @@ def test_machines_that_come_and_go_may_do_so_often(tmp_path, given, restarts):
     done = CliRunner().invoke(cli, ["launch", str(run.path), "--elastic", *given, "--json", "train.py"])
     assert done.exit_code == 0, done.output
     assert {options(machine["command"])["max-restarts"] for machine in json.loads(done.output)["machines"]} == {restarts}
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (["train.py", "-v", "3"], ["train.py", "-v", "3"]),
+        (["train.py", "--run", "x"], ["--", "train.py", "--run", "x"]),
+        (["-m", "pkg.train", "--run", "x"], ["-m", "--", "pkg.train", "--run", "x"]),
+    ],
+)
+def test_options_of_the_script_stand_behind_dashes_in_lines_and_manifests(tmp_path, script, words):
+    run_folder(tmp_path / "run", GROUPS)
+    common = ["launch", str(tmp_path / "run"), "--image", "r/train:1", "--json"]
+    lines = CliRunner().invoke(cli, [*common[:2], "--json", "--", *script])
+    assert all(machine["command"][-len(words) :] == words for machine in json.loads(lines.stdout)["machines"])
+    manifest = json.loads(CliRunner().invoke(cli, [*common, "--jobset", "--", *script]).stdout)["manifest"]
+    for entry in manifest["spec"]["replicatedJobs"]:
+        (container,) = entry["template"]["spec"]["template"]["spec"]["containers"]
+        assert container["args"][-len(words) :] == words

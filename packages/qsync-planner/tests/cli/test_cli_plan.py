@@ -117,6 +117,18 @@ def costs(folder: Path) -> Path:
     return folder / "costs.qsync"
 
 
+def test_a_negative_amount_of_memory_is_explained(folder: Path) -> None:
+    result = run(*plan_arguments(folder, "plan.qsync", "--sensitivity", indicate(folder)))
+    plan = load(folder / "plan.qsync", PrecisionPlan)
+    parts = {group.group: {"parameters": 5, "measured beside these": 0} for group in plan.groups}
+    said = []
+    for beside in (3, -3):
+        parts[plan.groups[0].group] |= {"measured beside these": beside}
+        save(attrs.evolve(plan, memory=parts), folder / "parts.qsync")
+        said.append("a negative amount: measured steps had that much less" in run("explain", folder / "parts.qsync").output)
+    assert (result.exit_code, said) == (0, [False, True])
+
+
 def test_a_plan_says_how_to_communicate_and_replays_so(folder: Path, costs: Path) -> None:
     result = run(*plan_arguments(folder, "plan.qsync", "--sensitivity", indicate(folder), "--communication", costs))
     assert result.exit_code == 0

@@ -4,6 +4,7 @@ import copy
 import io
 import multiprocessing
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_copy_of_a_part_is_plain(x):
 def test_an_average_of_weights_moves_nothing(x):
     model = TwoLayers()
     applied = apply_(model, BOTH)
-    with pytest.warns(UserWarning, match="full precision"):
+    with warnings.catch_warnings(action="error"):
         average = torch.optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
     average(x)

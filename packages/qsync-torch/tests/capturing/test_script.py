@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
 from qsync_core.errors import JobError
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Compiled, Compiler
+from qsync_core.ir.variant import Variant
 from qsync_torch.capturing.script import LINE, job_of_script, unsaid_autocast
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.profile import ProfileRequest, profile
+from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
 from .scripts import PLAIN, write
@@ -25,10 +31,10 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 def test_the_script_runs_up_to_its_line_with_its_own_arguments(tmp_path, capfd):
-    before = sys.argv, sys.modules["__main__"], Path.cwd()
+    before = sys.argv, Path.cwd()
     said = job_of_script(write(tmp_path), ["--lr", "0.25", "--batch-size", "8"])
     job, caller = said.job, said.caller
-    assert (sys.argv, sys.modules["__main__"], Path.cwd()) == before
+    assert (sys.argv, Path.cwd()) == before
     assert (job.name, job.batch_size, job.amp) == ("Net", 8, None)
     assert caller.line(tmp_path / "run") == f"qsync.hybrid(..., run='{tmp_path}/run')"
     [group] = job.optimizer(job.model.parameters()).param_groups
@@ -43,6 +49,45 @@ def test_the_script_runs_up_to_its_line_with_its_own_arguments(tmp_path, capfd):
     dag = trace(job)
     assert [str(operator.op_id) for operator in dag.adjustable] == ["fc#0"]
     assert job.compute_loss(job.batch(0, 8)).item() > 0
+
+
+DEFINES_ITS_MODEL = """
+    import torch
+    import torch.nn.functional as F
+    import qsync_torch as qsync
+
+    class Sign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sign()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(32, 8)
+
+        def forward(self, x):
+            return F.relu(Sign.apply(self.fc(x)))
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 32), torch.arange(64) % 3)
+    qsync.hybrid(model, optimizer, torch.nn.CrossEntropyLoss(), torch.utils.data.DataLoader(data, 32), compiles={compiles})
+"""
+
+
+def test_a_model_that_the_script_defines_is_compiled_at_every_rung(tmp_path):
+    job = job_of_script(write(tmp_path, DEFINES_ITS_MODEL.format(compiles=True))).job
+    assert job.compiles == Compiled(Compiler.TORCH)
+    job = attrs.evolve(job, compiles=Compiled(backend="aot_eager"))  # quicker
+    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+    int8 = Variant.of(Precision.INT8)
+    measured = profile(job, trace(job), ProfileRequest(ladder=[int8], efforts=Efforts(quick, quick, quick)))
+    assert int8 in {step.variant for step in measured.steps}
 
 
 def test_loaders_with_workers_are_read(tmp_path):

@@ -26,6 +26,7 @@ from qsync_torch.prepare.roles import (
     compared,
     contradiction,
     described_groups,
+    of_one_kind,
     otherwise,
     renamed,
     roles_said,
@@ -56,6 +57,15 @@ def probed(
         name: Probe.of(Probe(ns, ladders[name], spread_ns.get(name, 0), again_ns.get(name, 0)).value)
         for name, ns in step_ns.items()
     }
+
+
+@pytest.mark.parametrize(("named", "why"), [("", "their devices look alike"), ("cpu", "QSYNC_GROUP names no other")])
+def test_ranks_that_are_one_group_are_told_how_to_be_more(named, why):
+    members = tuple(attrs.evolve(member, group=named) for member in group("cpu", CPU, 0, 0).members)
+    told = of_one_kind([Group("cpu", members)])
+    assert told.startswith(f"all 2 ranks are one group, cpu, because {why}: none has to keep up with another, ")
+    assert told.endswith("as QSYNC_GROUP=a for some and QSYNC_GROUP=b for the others")
+    assert of_one_kind(CPUS) == of_one_kind([group("cpu", CPU, 0)]) == ""
 
 
 def roles(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+from torch.distributed.run import parse_args
 
 from qsync_core.artifacts.files import save
 from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import ChainAssignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, RecommendedWay, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.hybrid import HYBRID
@@ -24,6 +27,7 @@ CPU = DeviceType("cpu", DeviceKind.CPU)
 H200 = DeviceType("NVIDIA H200", DeviceKind.CUDA, 1.0, 0, "9.0")
 HOSTS = ("one", "two", "three")
 HALF = attrs.evolve(H200, share=0.5)
+FLOAT32 = Variant.plain(Precision.FLOAT32)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +80,7 @@ def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str
 def test_on_one_machine_it_is_one_line(tmp_path):
     groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""), ("here", ""))]
     fewer = found(tmp_path, groups, ("b",), "my train.py", "--lr", "1e-3", caller=HYBRID)
-    line = "QSYNC_GROUP=b torchrun --standalone --nproc-per-node=2 "
+    line = "QSYNC_GROUP=b torchrun --standalone --nproc-per-node=2 -- "
     assert fewer.commands == (("here", f"{line}'my train.py' --lr 1e-3"),)
     assert fewer.sentences(Path("run")) == [
         "a is better left out; train without, by:",
@@ -96,6 +100,17 @@ def test_a_step_of_several_micro_batches_has_the_samples_of_all(tmp_path):
     )
 
 
+@pytest.mark.parametrize("hosts", [("here", "here"), ("one", "two")])
+@pytest.mark.parametrize("arguments", [(), ("--run", "x", "--log=y"), ("a", "--rdzv", "--", "--nnodes=3"), ("-r", "3", "plain")])
+def test_torchrun_leaves_the_scripts_arguments_alone(tmp_path, hosts, arguments):
+    groups = [group(name, CPU, (host, "")) for name, host in zip("ab", hosts, strict=True)]
+    start = found(tmp_path, groups, ("a", "b"), "lm.py", *arguments)
+    for _, line in start.commands:
+        words = shlex.split(line)
+        read = parse_args(words[words.index("torchrun") + 1 :])
+        assert (read.training_script, tuple(read.training_script_args)) == ("lm.py", arguments)
+
+
 def test_a_trainers_script_has_its_adapters_line_and_no_loop_of_its_own(tmp_path):
     groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""))]
     trainer = Caller("hybrid", arguments="trainer, run={}", own_loop=False)
@@ -104,6 +119,39 @@ def test_a_trainers_script_has_its_adapters_line_and_no_loop_of_its_own(tmp_path
         "change it in the script",
         "the line of the script is hybrid(trainer, run='run')",
     ]
+
+
+def started(folder: Path, kept: tuple[str, ...], way: RecommendedWay, variant: Variant = FLOAT32) -> list[str]:
+    """What is said where a verdict recommends this way, and operators run in this variant under the plan of the kept groups."""
+    groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""))]
+    whole = attrs.evolve(plan_of(groups, kept), recommended_way=way)
+    chosen = plan_of([one for one in groups if one.name in kept])
+    runs = {OpId("0"): Assignment(variant, "aten", "", "")}
+    parts = tuple(attrs.evolve(entry, assignments=runs) for entry in chosen.groups)
+    (folder / "plans").mkdir()
+    save(attrs.evolve(chosen, groups=parts, operator_ids=(OpId("0"),)), RunFolder(folder).plan(kept))
+    start = how_to_start(RunFolder(folder), whole, groups, ("train.py",), caller=HYBRID)
+    assert start is not None
+    return start.sentences(Path("run"))
+
+
+def test_a_way_that_another_plan_takes_is_told_from_this_plan_as_it_is(tmp_path):
+    uneven = RecommendedWay(("a", "b"), {"a": 20, "b": 12}, 1, 1.0, "--solver dynamic-batch")
+    first, *_, line = started(tmp_path, ("a",), uneven)
+    assert first == (
+        "what the verdict recommends is planned by qsync prepare … --solver dynamic-batch; as it is, b is better left out; "
+        "train without, by:"
+    )
+    assert line == "the line of the script is qsync.hybrid(..., run='run')"
+
+
+@pytest.mark.parametrize(("precision", "lowers"), [(Precision.FLOAT32, False), (Precision.BFLOAT16, True)])
+def test_where_nothing_is_to_gain_the_line_may_be_left_out_unless_the_plan_lowers_something(tmp_path, precision, lowers):
+    plain = RecommendedWay(("a", "b"), {"a": 16, "b": 16}, 1, 1.0, "--solver full")
+    first, *_, line = started(tmp_path, ("a", "b"), plain, Variant.plain(precision))
+    better = "what the verdict recommends is planned by qsync prepare … --solver full; as it is, "
+    assert first == (f"{better}train by:" if lowers else "train by:")
+    assert ("under this plan it lowers nothing, and the script may leave it out" in line) is not lowers
 
 
 def test_a_plan_that_fuses_is_for_a_compiled_model(tmp_path):

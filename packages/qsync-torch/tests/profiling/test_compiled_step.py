@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from qsync_core.errors import JobError
@@ -239,3 +240,24 @@ def test_a_step_of_a_job_that_is_not_compiled_is_measured_as_it_is(monkeypatch):
     assert job.compiles is None
     found = measure_step(StepRunner.start(job, CPU), BASE, trace(job), make_stopwatch(CPU), QUICK)
     assert found.saved_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("mat1 and mat2 must have the same dtype"), r"\); compute in float32 there \(x\.float\(\)\), or leave int8"),
+        (InternalTorchDynamoError("KeyError: 'x'"), r"\); leave int8[^ ]* off the ladder, or where the script does not compile "),
+    ],
+)
+def test_an_error_of_the_compiler_itself_is_not_laid_to_formats(monkeypatch, error, said):
+    made = whole_step.compiled_model
+
+    def compiled(model, how, applied):
+        if applied is None:
+            return made(model, how, applied)
+        raise error
+
+    monkeypatch.setattr(whole_step, "compiled_model", compiled)
+    job = job_of()
+    with pytest.raises(JobError, match=said):
+        profile(job, trace(job), ProfileRequest(ladder=[INT8], efforts=EFFORTS))

@@ -127,12 +127,13 @@ def launch(
     from qsync_core.launching.machines import described_job, planned_job
     from qsync_core.launching.pods import PodSettings, Taint
     from qsync_core.launching.rayjob import rayjob
-    from qsync_core.launching.torchrun import Meeting, machine_commands, preparing
+    from qsync_core.launching.torchrun import Meeting, machine_commands, preparing, training
     from qsync_core.run_folder import RunFolder
 
     ranks_each = {group: _number(group, text) for group, text in ranks}
     if cluster_path is None:
-        job, started = planned_job(RunFolder(run), groups, ranks_each), list(script)
+        job = planned_job(RunFolder(run), groups, ranks_each)
+        started = list(script) if manifest == "RayJob" else training(script)
     else:
         if elastic or groups:
             raise click.UsageError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @json_option
 def show(path: Path, json_flag: bool) -> None:
     """Print what an artifact or a run folder holds: a summary, or with --json the whole content."""
-    if path.is_dir():
+    if RunFolder.is_meant(path):
         _show_run(RunFolder(path), json_flag)
         return
     loaded = artifact.load(path)

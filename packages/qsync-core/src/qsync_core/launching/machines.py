@@ -89,7 +89,7 @@ def planned_job(run: RunFolder, groups: Collection[str] = (), ranks_each: Mappin
     known = [group.name for group in cluster.groups]
     if strange := next((name for name in names if name not in known), None):
         raise ClusterError(f"{run.cluster} has no group {strange!r}; its groups are {', '.join(known)}")
-    plan = run.load_plan(names)
+    plan = run.load_plan_to_train(names)
     wanted = [(part.group, part.device, part.role, cluster.group(part.group).count) for part in _first_things_first(plan)]
     found = _machines(wanted, ranks_each or {})
     nodes = {machines.name: machines.nodes for machines in found}

@@ -89,6 +89,16 @@ class MachineCommand:
         return " ".join([*variables, shlex.join(self.command)])
 
 
+def training(script: Sequence[str]) -> list[str]:
+    """What torchrun starts to train: ``script`` with its arguments, behind ``--`` where these have long options.
+
+    Of those behind a script's name torchrun refuses one that several of its own begin with, such as ``--run`` or ``--log``.
+    """
+    name = next((place for place, word in enumerate(script) if not word.startswith("-")), len(script))
+    dashes = ["--"] if any(word.startswith("--") for word in script[name:]) and "--" not in script[:name] else []
+    return [*script[:name], *dashes, *script[name:]]
+
+
 def preparing(script: Sequence[str], run: str, cluster: str) -> list[str]:
     """What torchrun starts to prepare a job: ``qsync prepare`` of what trains, ``script`` with its arguments.
 

@@ -125,7 +125,7 @@ def explain(plan_path: Path, fqn: str | None, json_flag: bool) -> None:
     from qsync_core.run_folder import RunFolder
     from qsync_planner.reporting.explain import explain as explain_plan
 
-    if plan_path.is_dir():
+    if RunFolder.is_meant(plan_path):
         run = RunFolder(plan_path)
         loaded = run.load_plan([group.name for group in run.read_cluster().groups])
     else:
@@ -202,6 +202,8 @@ def _render_memory(console: Console, plan: PrecisionPlan) -> None:
     if names:
         rows = [[name, *(format_bytes(parts.get(name, 0)) for parts in plan.memory.values())] for name in names]
         print_table(console, ["memory of a process", *plan.memory], rows)
+        if any(nbytes < 0 for parts in plan.memory.values() for nbytes in parts.values()):
+            console.print("a negative amount: measured steps had that much less than the parts above it add up to")
 
 
 def _render_communication(console: Console, communication: PlannedCommunication) -> None:

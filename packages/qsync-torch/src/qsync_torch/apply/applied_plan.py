@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -10,9 +12,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.variant import Variant
+from qsync_core.printable import printable
 from qsync_core.units import format_ns
 from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
@@ -271,6 +275,11 @@ class AppliedPlan:
         report = f", report {run.report}" if run is not None and run.report.is_file() else ""
         return f"{plan.model} under a plan: {groups}; predicted step {format_ns(plan.predicted_iteration_ns)}{report}"
 
+    def announce(self) -> None:
+        """Rank 0 prints what is in force, to standard error."""
+        if own_rank() == 0:
+            print(printable(f"qsync: {self.summary()}"), file=sys.stderr, flush=True)
+
     def __repr__(self) -> str:
         """Which group's plan it is, and how many operators run as what."""
         group = "" if self.group is None else f"group={self.group!r}, "
@@ -290,8 +299,9 @@ class AppliedPlan:
             self._step_times = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has no plan."""
-        _say_plain("the copy of a model that runs under a plan")
+        """A copy of the model has no plan; an average of weights, which is one, is to have none."""
+        if not any(frame.f_globals.get("__name__") == AveragedModel.__module__ for frame, _ in traceback.walk_stack(None)):
+            _say_plain("the copy of a model that runs under a plan")
 
     def __reduce__(self) -> Any:
         """A saved model has no plan, and needs no QSync to be loaded."""

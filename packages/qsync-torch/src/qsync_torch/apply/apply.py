@@ -191,7 +191,7 @@ def apply_for(
         if checkpoint is not None:
             checkpoint.check(model)
         if run and present:
-            plan, group = run.load_plan(present.names), present.own
+            plan, group = run.load_plan_to_train(present.names), present.own
             whole = run.load_plan(present.of_cluster)
         elif isinstance(plan, (str, os.PathLike)):
             plan = load(Path(plan), PrecisionPlan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from typing import Any
 
@@ -11,7 +10,6 @@ import attrs
 from torch import nn
 
 from qsync_core.errors import JobError
-from qsync_core.printable import printable
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
@@ -21,7 +19,6 @@ from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.optimizer import Optimizers
 from qsync_torch.capturing.script import hand_over, is_wanted
 from qsync_torch.distributed.groups_present import run_folder_of
-from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.job import check_accumulate
 
 HYBRID = Caller("qsync.hybrid", arguments="..., run={}")
@@ -81,6 +78,5 @@ def hybrid(
         )
     applied = apply_for(attrs.evolve(HYBRID, run=run_folder_of(run)), model, run, **options)
     applied.in_model.meet_accumulation(accumulate)
-    if own_rank() == 0:
-        print(printable(f"qsync: {applied.summary()}"), file=sys.stderr, flush=True)
+    applied.announce()
     return applied

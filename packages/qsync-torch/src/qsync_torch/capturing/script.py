@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 import attrs
@@ -54,6 +55,7 @@ class _Handover:
     script: Path
     job: Job | None = None
     caller: Caller | None = None
+    main: ModuleType | None = None
     says_compiled: bool = False
     backend: str = ""
 
@@ -98,6 +100,7 @@ def hand_over(job: Job, caller: Caller, *, says_compiled: bool = False) -> NoRet
     """
     assert _running is not None
     _running.job, _running.caller, _running.says_compiled = job, caller, says_compiled
+    _running.main = sys.modules["__main__"]
     _running.backend = backend_without_nccl()
     raise LineReached(f"{_running.script} has said what it trains")
 
@@ -109,7 +112,8 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Said:
     too; what it prints goes to standard error.  A script without the line is not trained to its end: where its source shows that it
     has none it does not run, else its first optimizer step ends it.
     PyTorch's settings (TF32, ``cudnn.benchmark``, threads, the current device) stay as the script leaves them, because training has
-    them so, and its folder stays on ``sys.path``.  ``__main__``, the command line and the working directory are put back.
+    them so, its folder stays on ``sys.path``, and a script that came to its line stays ``__main__``: PyTorch's compiler, pickles
+    and a loader's processes look there for what the script defines.  The command line and the working directory are put back.
 
     Under torchrun every rank runs its script, which may call ``init_process_group``: so there may be no group yet, and none is left
     afterwards.  :func:`qsync_torch.distributed.ranks.process_group_from_environment` then makes one that does not meet the keys of
@@ -138,10 +142,11 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Said:
     finally:
         _running = None
         _leave_process_group()
-    if handover.job is None or handover.caller is None:
+    if handover.job is None or handover.caller is None or handover.main is None:
         raise JobError(
             f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
         )
+    sys.modules["__main__"] = handover.main
     job, how = handover.job, handover.job.compiles
     if how is not None or not handover.says_compiled:
         by_text = _compiles(path)

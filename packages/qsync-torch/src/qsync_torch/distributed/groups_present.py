@@ -87,11 +87,11 @@ def plan_before_ranks_meet(what: str, run: RunFolder) -> PrecisionPlan:
     warn_of_restarts(stacklevel=4)
     if not in_process_group():
         if "WORLD_SIZE" not in os.environ:
-            return run.load_plan([group.name for group in run.read_cluster().groups])
+            return run.load_plan_to_train([group.name for group in run.read_cluster().groups])
         members = members_to_be("before", rank_timeout_s())
     present = groups_present(what, run, members=members)
     with together(f"{what}, reading the plan", group=members) as facts:
-        plan = run.load_plan(present.names)
+        plan = run.load_plan_to_train(present.names)
         facts |= plan_facts(plan)
     return plan
 

@@ -153,7 +153,7 @@ class _Drawing(TorchDispatchMode):
         self.memory, self.part, self.tf32 = memory, ACTIVATIONS, tf32
         self.kernels: Counter[Kernel] = Counter()
         self.update: Counter[Kernel] = Counter()
-        self.updates = False
+        self.updates = self.fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -164,7 +164,8 @@ class _Drawing(TorchDispatchMode):
             args, kwargs = pytree.tree_map(_as_meta, (args, kwargs))
         result = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.memory.see(made, self.part)
+        if not (self.updates and self.fused):
+            self.memory.see(made, self.part)
         name, work = func.overloadpacket.__name__, _work_of(func, args, kwargs, given, made, result)
         if name in ("convolution", "convolution_backward") and work is not None:
             backward = name == "convolution_backward"
@@ -281,15 +282,18 @@ def draw(job: Job, batch_size: int, lowered: torch.dtype | None = None, *, tf32:
     memory.see(tensors_of(model), PARAMETERS)
     memory.see(batch.tensors, BATCH)
     optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    drawing = _Drawing(memory, tf32)
+    drawing.fused = all(group.get("fused") for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+        if "foreach" in group and group["foreach"] is None:
             group["foreach"] = True  # as on CUDA
+        if group.get("fused"):
+            group["fused"] = False  # of which the device without memory has no kernels
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda p: memory.call([p.grad], GRADIENTS) if p.grad is not None else None)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
-    drawing = _Drawing(memory, tf32)
     try:
         for step in range(2):
             if step:
@@ -297,13 +301,14 @@ def draw(job: Job, batch_size: int, lowered: torch.dtype | None = None, *, tf32:
                 drawing.update.clear()
             with drawing:
                 _step(job, batch, optimizer, rules, drawing)
-            memory.call([t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)], STATE)
+            state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+            memory.see(state, STATE)
+            memory.call(state, STATE)
     except JobError:
         raise
     except Exception as error:
         raise JobError(
-            f"a step of {job.name} cannot be drawn without values ({type(error).__name__}: {first_line(error)}); "
-            "qsync prepare measures it where it trains"
+            f"a step of {job.name} cannot be drawn without values ({first_line(error)}); qsync prepare measures it where it trains"
         ) from error
     finally:
         for hook in hooks:
@@ -312,6 +317,10 @@ def draw(job: Job, batch_size: int, lowered: torch.dtype | None = None, *, tf32:
             parameter.grad = None
     peak = {part: memory.peak.get(part, 0) for part in PARTS}
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    if drawing.fused:  # one kernel in place of those that were drawn: it reads gradients, and reads and writes the others
+        nbytes = 3 * trained + 2 * sum(t.nbytes for t in state if t.dim())
+        wide = any(kernel.wide for kernel in drawing.update)
+        drawing.update = Counter([Kernel("fused", wide, Work(nbytes))])
     kernels, update = tuple(drawing.kernels.items()), tuple(drawing.update.items())
     return DrawnStep(batch_size, job.accumulate, peak, trained, kernels, update, time.perf_counter() - started)
 

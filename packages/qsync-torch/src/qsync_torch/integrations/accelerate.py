@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch import nn
@@ -138,7 +137,6 @@ def plan_accelerator(
         accelerator.ddp_handler = _PlannedOptions(accelerator.ddp_handler or DistributedDataParallelKwargs(), options)
     if planned.needs_loss_scaling:
         _scale_losses(accelerator)
-    get_logger(__name__).info(planned.sentence(), main_process_only=False)
     return planned
 
 

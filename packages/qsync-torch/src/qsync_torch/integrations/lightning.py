@@ -11,7 +11,7 @@ import attrs
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from qsync_core.errors import JobError, PlanError
 from qsync_core.ir.precision import Precision
@@ -100,7 +100,6 @@ class HybridStrategy(DDPStrategy):
         before = self._planned
         super().setup(trainer)
         if self._planned is not None and self._planned is not before:
-            rank_zero_info(self._planned.sentence())
             for logger in trainer.loggers:
                 logger.log_metrics(self._planned.metrics(), step=trainer.global_step)
 

@@ -1,5 +1,4 @@
-"""What every adapter does with a plan: it applies it, refuses what its trainer would do otherwise, says once what is planned, and
-keeps the rounding step."""
+"""What every adapter does with a plan: it applies it, refuses what its trainer would do otherwise, and says what is planned."""
 
 from __future__ import annotations
 
@@ -65,21 +64,7 @@ class PlannedTraining:
             for group, precisions in self._precisions().items()
             for precision, count in precisions.items()
         }
-        return {"qsync/predicted_step_ms": self._step_ms(), **counts}
-
-    def sentence(self) -> str:
-        """The same for people, with the group of this process."""
-        groups = "; ".join(
-            f"{group} {', '.join(f'{count} {precision}' for precision, count in precisions.items())}"
-            for group, precisions in self._precisions().items()
-        )
-        return (
-            f"QSync: a plan for {self.plan.model} is in force, this process is of group {self.applied.group}; predicted step "
-            f"{self._step_ms():.3g} ms; operators: {groups}"
-        )
-
-    def _step_ms(self) -> float:
-        return self.plan.predicted_iteration_ns / 1e6
+        return {"qsync/predicted_step_ms": self.plan.predicted_iteration_ns / 1e6, **counts}
 
     def _precisions(self) -> dict[str, Counter[str]]:
         return {
@@ -111,6 +96,7 @@ def apply_for_trainer(
             if settings is not None:
                 _check_autocast(applied, settings, caller)
         undo.pop_all()
+    applied.announce()
     assert applied.plan is not None
     return PlannedTraining(applied, applied.plan)
 

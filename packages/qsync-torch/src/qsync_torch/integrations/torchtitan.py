@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +86,6 @@ class HybridConverter:
         caller = Caller("HybridConverter", run_folder_of(self._run), arguments="{}", own_loop=False)
         self._planned = apply_for_trainer(model, self._run, self._settings, self._options, caller)
         refuse_loss_scaling(self._planned, "torchtitan", caller)
-        logging.getLogger(__name__).info(self._planned.sentence())
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Nothing: parameters are plain float32 ones, of which a plan keeps no statistics."""

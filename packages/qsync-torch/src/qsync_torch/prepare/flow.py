@@ -60,6 +60,7 @@ from qsync_torch.prepare.roles import (
     described_groups,
     frozen_fills,
     memory_of,
+    of_one_kind,
     otherwise,
     renamed,
     roles_said,
@@ -258,6 +259,8 @@ class _Flow:
         if folder.rank == 0 and (warning := crowded(participants)):
             self.board.note(warning, of_job=True)
         known = [name.removeprefix("profile ") for name in folder.parts if name.startswith("profile ")]
+        if folder.rank == 0 and described is None and not request.wishes and (told := of_one_kind(groups)):
+            self.board.note(told, of_job=True)
         if folder.rank == 0 and (warning := renamed(known, [group.name for group in groups])):
             self.board.note(warning, of_job=True)
         own = next(group for group in groups if me.rank in group.ranks)
@@ -268,11 +271,11 @@ class _Flow:
             if me.rank == own.first.rank:
                 bench.check_base(own)
         self._communicate(bench, groups, own)
-        cluster = self._write_cluster(bench, groups, described)
+        cluster = self._agree_on_cluster(bench, groups, described)
         if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):
             self.board.note(told, of_job=True)
         self._measure(bench, groups, cluster)
-        while described is None and (settled := self._write_cluster(bench, groups, None)) != cluster:
+        while described is None and (settled := self._agree_on_cluster(bench, groups, None)) != cluster:
             # The groups that had not been expected to infer are measured in their ladders: each of them once.
             if folder.rank == 0:
                 self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base), of_job=True)
@@ -286,7 +289,7 @@ class _Flow:
             of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes))
             if of_person and (warning := contradiction(cluster, profiled, dag.base)):
                 self.board.note(warning, of_job=True)
-        self._plan(bench, groups, cluster)
+        self._plan(bench, groups, cluster, "person" if described else "prepare")
         self._compile(bench, own)
         return cluster
 
@@ -397,8 +400,8 @@ class _Flow:
                 made[name] = Made(inputs, to_bytes(costs))
             self.folder.publish(made)
 
-    def _write_cluster(self, bench: Bench, groups: Sequence[Group], described: Cluster | None) -> Cluster:
-        """The part ``cluster``; every rank gets what rank 0 has written."""
+    def _agree_on_cluster(self, bench: Bench, groups: Sequence[Group], described: Cluster | None) -> Cluster:
+        """What the part ``cluster`` is to be; every rank gets what rank 0 says."""
         if described is None:
             probes = self._probes(bench, groups)
             text = ""
@@ -409,11 +412,15 @@ class _Flow:
                 links = with_links(formed, *self._hop(bench.dag, groups)) if len(groups) > 1 else ()
                 text = cluster_text(bench.dag.model, formed, links)
             self._text = self.folder.told({"cluster": text})[0]["cluster"]
-        made = Made({"by": "person" if described else "prepare"}, self._text.encode())
+        return parse_cluster(self._text, str(self.folder.run.cluster))
+
+    def _write_cluster(self, by: str) -> None:
+        """The part ``cluster``, once there are plans for it: a cluster that is refused leaves the file that the plans are for."""
+        made = Made({"by": by}, self._text.encode())
         lacking = self.folder.writes and self._on_disk.get(CLUSTER) != made.part(CLUSTER)
         needed = any(said["lacking"] == "True" for said in self.folder.told({"lacking": str(lacking)}).values())
         self.folder.publish({CLUSTER: made} if needed and self.folder.rank == 0 else {})
-        return parse_cluster(self._text, str(self.folder.run.cluster))
+        self._on_disk = {**self._on_disk, CLUSTER: made.part(CLUSTER)}
 
     def _probes(self, bench: Bench, groups: Sequence[Group]) -> dict[str, Probe]:
         """The parts ``probe GROUP``; none where one group is all there is, which trains, unless its memory may be short."""
@@ -481,7 +488,7 @@ class _Flow:
             self.folder.publish(made)
             bench.forget_partials(made)
 
-    def _plan(self, bench: Bench, groups: Sequence[Group], cluster: Cluster) -> None:
+    def _plan(self, bench: Bench, groups: Sequence[Group], cluster: Cluster, by: str) -> None:
         """What rank 0 makes of the measurements, while the others wait.
 
         What a step of other samples takes is known when it is measured: where the best way has uneven batches, they are, and plans
@@ -491,6 +498,7 @@ class _Flow:
         tried: set[tuple[str, int]] = set()
         for _ in range(1 + BATCH_ROUNDS):
             self._make(planning.steps(_observed_rungs(cluster)) if planning else [nothing] * STEPS)
+            self._write_cluster(by)
             with self.folder.together(slow=True):
                 wanted = json.dumps(planning.batches_to_measure()) if planning else ""
             batches = json.loads(self.folder.told({"batches": wanted})[0]["batches"])

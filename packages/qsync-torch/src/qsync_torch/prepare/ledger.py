@@ -24,6 +24,7 @@ from qsync_core.artifacts.files import MAX_BYTES
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import QSyncError
 from qsync_core.run_folder import BETWEEN, RunFolder
+from qsync_torch.profiling.resume_store import by_format
 
 _FORMAT = 1
 _MAX_BYTES = 64 << 20
@@ -33,9 +34,6 @@ _LONGEST_VALUE = 60
 """Characters of an input that a sentence shows."""
 _DIGEST, _OF_DIGEST = re.compile("[0-9a-f]{32,}"), 8
 """A digest, and how many of its characters tell two apart for a person."""
-
-_FIELDS_OF_VARIANT = re.compile(r";\S+")
-"""What a variant's text has beside its format."""
 
 
 @attrs.frozen
@@ -178,8 +176,7 @@ def difference(was: Mapping[str, str], now: Mapping[str, str]) -> str:
     for name in dict.fromkeys(itertools.chain(now, was)):
         if was.get(name) != now.get(name):
             texts = [values.get(name) or "nothing" for values in (was, now)]
-            named = [_FIELDS_OF_VARIANT.sub("", text) for text in texts]
-            before, after = map(_short, named if named[0] != named[1] else texts)
+            before, after = map(_short, by_format(*texts))
             return f"its {name} was {before} and is {after} now"
     return ""
 

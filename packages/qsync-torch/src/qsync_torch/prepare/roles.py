@@ -14,6 +14,7 @@ from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
+from qsync_torch.distributed.ranks import GROUP_VARIABLE
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Wish
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain
@@ -207,6 +208,19 @@ def compared(groups: Sequence[Group], probes: Mapping[str, Probe], base: Precisi
             "else runs there, and prepare again with --fresh"
         )
     return f"{said}: by these first steps the groups are alike" if all_alike(groups, probes) else said
+
+
+def of_one_kind(groups: Sequence[Group]) -> str:
+    """A sentence on several ranks that are one group: what that means, and how to name more; empty for others."""
+    (one, *others) = groups
+    if others or len(one.ranks) < 2:
+        return ""
+    why = f"{GROUP_VARIABLE} names no other" if one.first.group else "their devices look alike"
+    return (
+        f"all {len(one.ranks)} ranks are one group, {one.name}, because {why}: none has to keep up with another, and where all "
+        f"have the memory there is nothing for QSync to do; where some are slower, name them in {GROUP_VARIABLE} when they are "
+        f"started, as {GROUP_VARIABLE}=a for some and {GROUP_VARIABLE}=b for the others"
+    )
 
 
 def alike_at_last(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs, base: Precision) -> str:

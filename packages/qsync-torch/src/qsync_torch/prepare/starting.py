@@ -11,8 +11,9 @@ from pathlib import Path
 import attrs
 
 from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.variant import Variant
 from qsync_core.launching.machines import GroupMachines, PlannedJob
-from qsync_core.launching.torchrun import Meeting, machine_commands
+from qsync_core.launching.torchrun import Meeting, machine_commands, training
 from qsync_core.run_folder import RunFolder
 from qsync_torch.caller import Caller
 from qsync_torch.prepare.participants import Group, Participant
@@ -35,6 +36,8 @@ class Start:
         accumulate: batches of a rank in a step.
         local_batches: by group, where they differ.
         caller: what the script calls, for the line and for messages.
+        better: options of the plan that the verdict recommends in the place of this one; empty where it is this one.
+        lowers_nothing: it recommends none, and this plan is none.
     """
 
     groups: tuple[str, ...]
@@ -45,28 +48,36 @@ class Start:
     accumulate: int = 1
     local_batches: Mapping[str, int] = {}
     caller: Caller = FUNCTIONS_JOB
+    better: str = ""
+    lowers_nothing: bool = False
 
     def sentences(self, folder: Path) -> list[str]:
         """What to type, each line of it indented, and what it means for the script; ``folder`` is the run folder."""
         several = len({host for host, _ in self.commands}) > 1
         told = [f"  {host}: {line}" if several else f"  {line}" for host, line in self.commands]
+        as_it_is = f"what the verdict recommends is planned by qsync prepare … {self.better}; as it is, " if self.better else ""
         if self.left_out:
             batches = "batch" if self.accumulate == 1 else f"{self.accumulate} batches"
             told = [
-                f"{' and '.join(self.left_out)} {'is' if len(self.left_out) == 1 else 'are'} better left out; train without, by:",
+                f"{as_it_is}{' and '.join(self.left_out)} {'is' if len(self.left_out) == 1 else 'are'} better left out; train "
+                "without, by:",
                 *told,
                 f"a step then has {self.samples} samples, each rank its own {batches}, and not the {self.of_all} of all groups; "
                 f"where the learning rate is for {self.of_all}, {self.caller.keep_samples}",
             ]
         else:
-            told = ["train by:", *told]
+            told = [f"{as_it_is}train by:", *told]
         if self.local_batches:
             sizes = ", ".join(f"{size} a rank of {group}" for group, size in self.local_batches.items())
             told.append(
                 f"local batches differ ({sizes}): the script takes applied.local_batch samples a step, and calls "
                 "applied.weight_gradients(ddp) (docs/uneven-batches.md)"
             )
-        return [*told, f"the line of the script is {self.caller.line(folder)}"]
+        alike = (
+            "; under this plan it lowers nothing, and the script may leave it out: it only passes on how DistributedDataParallel "
+            "communicates"
+        )
+        return [*told, f"the line of the script is {self.caller.line(folder)}{alike if self.lowers_nothing else ''}"]
 
 
 def how_to_start(
@@ -90,7 +101,10 @@ def how_to_start(
     kept = plan.recommended_groups or tuple(entry.group for entry in plan.groups)
     if not run.plan(kept).is_file() or set(kept) - {group.name for group in here}:
         return None
-    chosen = run.load_plan(kept)
+    chosen, way = run.load_plan(kept), plan.recommended_way
+    better = way.options if way is not None else ""
+    is_it = way is not None and set(way.groups) == set(kept) and dict(way.local_batches) == dict(chosen.local_batches)
+    lowers_nothing = bool(better) and is_it and not _lowers(chosen)
     return Start(
         groups=kept,
         left_out=tuple(entry.group for entry in plan.groups if entry.group not in kept),
@@ -100,7 +114,15 @@ def how_to_start(
         accumulate=plan.accumulate,
         local_batches=chosen.local_batches if len(set(chosen.local_batches.values())) > 1 else {},
         caller=caller or (_FUSING if _fuses(chosen) else FUNCTIONS_JOB),
+        better="" if lowers_nothing else better,
+        lowers_nothing=lowers_nothing,
     )
+
+
+def _lowers(plan: PrecisionPlan) -> bool:
+    """Whether some operator runs in another way than in the base precision."""
+    lowered = (one.variant != Variant.plain(entry.base) for entry in plan.groups for one in entry.assignments.values())
+    return _fuses(plan) or any(lowered)
 
 
 def _fuses(plan: PrecisionPlan) -> bool:
@@ -122,7 +144,8 @@ def _commands(plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str])
     first = next((member.host for group in here for member in group.members if member.rank == 0), "")
     meeting = _meeting(hosts, first)
     found = []
-    for host, command in zip(hosts, machine_commands(PlannedJob.of(plan, machines, len(machines)), meeting, script), strict=True):
+    job = PlannedJob.of(plan, machines, len(machines))
+    for host, command in zip(hosts, machine_commands(job, meeting, training(script)), strict=True):
         on_host = [member for group in here for member in group.members if member.host == host]
         own = [member for member in members[command.group] if member.host == host]
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(member.gpu for member in own)} if _chooses_gpus(own, on_host) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -199,7 +200,10 @@ def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException
         return (
             f"a training step of {job}{how} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync{otherwise}"
         )
+    compiler = sys.modules.get("torch._dynamo.exc")  # an error of its own is none of formats
+    of_compiler = compiler is not None and isinstance(error, compiler.InternalTorchDynamoError)
+    advice = "" if of_compiler else "compute in float32 there (x.float()), or "
     return (
-        f"{job}{how} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); compute in float32 "
-        f"there (x.float()), or leave {variant.label} off the ladder{otherwise}"
+        f"{job}{how} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); {advice}leave "
+        f"{variant.label} off the ladder{otherwise}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ _WRITE_EVERY_S = 0.5
 _MAX_BYTES = 256 << 20
 _LONGEST_VALUE = 200
 """Characters of a setting that a sentence shows."""
+_FIELDS_OF_VARIANT = re.compile(r";\S+")
+"""What a variant's text has beside its format."""
 
 
 class ResumeStore:
@@ -98,10 +101,17 @@ def _read(path: Path, settings: dict[str, str]) -> tuple[dict[str, Any], str]:
         return {}, "it is damaged"
     for name in dict.fromkeys(itertools.chain(settings, theirs)):
         if theirs.get(name) != settings.get(name):
-            return {}, f"its {name} was {_short(theirs.get(name))} and is {_short(settings.get(name))} now"
+            texts = ("not recorded" if value is None else str(value) for value in (theirs.get(name), settings.get(name)))
+            before, after = map(_short, by_format(*texts))
+            return {}, f"its {name} was {before} and is {after} now"
     return values, ""
 
 
-def _short(value: Any) -> str:
-    text = "not recorded" if value is None else str(value)
+def by_format(before: str, after: str) -> tuple[str, str]:
+    """Two texts that differ, with the format alone of each variant in them where that tells them apart."""
+    named = _FIELDS_OF_VARIANT.sub("", before), _FIELDS_OF_VARIANT.sub("", after)
+    return (before, after) if named[0] == named[1] else named
+
+
+def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
