@@ -26,6 +26,7 @@ from .doubles import (
     forgets_the_last_row,
     forgets_the_transposed_copy,
     hands_out_earlier_results,
+    replaces_the_result,
     spoils_a_scale_of_the_last_column,
     spoils_the_last_scale_a_little,
     writes_nothing,
@@ -192,6 +193,15 @@ def test_who_hands_out_what_it_found_earlier_is_wrong_however_fast_it_is(install
     assert [(row.contender, row.is_wrong) for row in found.rows] == [
         ("aten", False), ("stale", True), ("bfloat16", False), ("aten", False), ("stale", True),
     ]  # fmt: skip
+
+
+def test_who_replaces_its_output_is_left_out_and_the_others_are_right(install):
+    install(SpoiltBackend("a", replaces_the_result, configs=("x", "y")), SpoiltBackend("b"))
+    product = Problem(Op.LINEAR_OUTPUT, product_of_rows(16, 8, 24), INT8)
+    found = compare([product, quantization((8, 16))], Backends(chain=("a", "b")), CPU, rounds=5)
+    assert [(row.contender, row.is_right) for row in found.rows] == [("b", True), ("bfloat16", True), ("b", True)]
+    assert all("the kernel replaced its output instead of writing into it" in why for why in found.left_out.values())
+    assert len(found.left_out) == 2
 
 
 def test_one_row_of_thousands_that_is_wrong_is_found(install):

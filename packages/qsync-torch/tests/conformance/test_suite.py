@@ -25,9 +25,9 @@ from . import address_mutants, mutants, producer_mutants, stride_mutants
 HERE = Path(__file__).parent
 REPRESENTATIVES = {
     "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "RoundsAlikeWhateverTheData", "DelaysTheScale",
-    "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients", "LeavesOutTheLastElement",
+    "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients", "LeavesOutTheLastElement", "ReplacesItsOutput",
 }  # fmt: skip
-"""One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored."""
+"""One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored; memory."""
 MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL, *stride_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {

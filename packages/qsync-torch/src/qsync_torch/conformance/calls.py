@@ -14,6 +14,7 @@ from qsync_core.geometry import NEUTRAL
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.random_bits import Offset
 from qsync_torch.conformance.operands import Outputs, described
+from qsync_torch.kernels.operands import REPLACED, memory_of
 
 if TYPE_CHECKING:
     from qsync_torch.conformance.subject import Kernel, Subject
@@ -131,11 +132,14 @@ class Call(abc.ABC):
             else:
                 positional.append(value)
         before = {name: x.clone() for name, x in inputs.items()} if watched else {}
+        memory = memory_of((*positional, *named.values()))
         try:
             kernel(*positional, **named)
         except Exception as error:
             error.add_note(f"raised by the kernel of {self}")
             raise
+        if memory_of((*positional, *named.values())) != memory:
+            raise AssertionError(f"{self}: {REPLACED}")
         for name, kept in before.items():
             assert is_same(inputs[name], kept), f"{self}: the kernel changed its input {name}"
 
