@@ -11,7 +11,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -37,6 +37,14 @@ class Measure(Protocol):
 
 class DeviceLostError(BackendError):
     """A kernel left the device unusable for this process; its configuration is recorded as failed, and tuning must start again."""
+
+
+class NothingRunsError(BackendError):
+    """No configuration runs; ``failures`` says of each that was tried why."""
+
+    def __init__(self, message: str, failures: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.failures = failures
 
 
 @attrs.frozen
@@ -91,7 +99,8 @@ def tune(
             that were tried is taken, and the next search tries the others.
 
     Raises:
-        BackendError: when the backend does not support the request or no configuration runs; with the reason of each.
+        NothingRunsError: when no configuration runs; with the reason of each.
+        BackendError: when the backend does not support the request.
         DeviceLostError: when a kernel broke the device for this process.
     """
     what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)}"
@@ -126,7 +135,8 @@ def tune(
     if not alive:
         said = "; ".join(f"{config or 'default'}: {why}" for config, why in search.failures().items())
         again = "; that may pass, and the next search tries again" if search.passing else ""
-        raise BackendError(f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}{again}")
+        sentence = f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}{again}"
+        raise NothingRunsError(sentence, search.failures())
     best = alive[0]
     # What there was no time for, or failed for a reason that may pass, was not tried: a search of fewer than all candidates is
     # taken up again.
