@@ -72,7 +72,7 @@ def test_race_takes_turns_and_reports_who_can_not_run():
     measured, failures = race({"a": [lambda: order.append("a")], "b": [lambda: order.append("b")], "c": [fails]}, CPU, rounds=4)
     assert order == ["a", "b"] * 5
     assert {name: len(found.samples_ns) for name, found in measured.items()} == {"a": 4, "b": 4}
-    assert failures == {"c": "RuntimeError: no such kernel"}
+    assert failures == {"c": f"RuntimeError: no such kernel (test_comparing.py:{fails.__code__.co_firstlineno + 1})"}
 
 
 def test_a_device_is_lost_by_an_error_of_cuda_but_not_for_want_of_memory():
@@ -239,7 +239,9 @@ def test_one_who_fails_leaves_the_others_their_race(install):
     (row,) = found.rows
     assert (row.contender, row.unit, row.bound) == ("aten", "GB/s", "bandwidth")
     assert row.error <= row.allowed
-    assert list(found.left_out.values()) == ["ill: failed: ValueError: not today"]
+    assert list(found.left_out.values()) == [
+        f"ill: failed: ValueError: not today (test_comparing.py:{fails.__code__.co_firstlineno + 1})"
+    ]
 
 
 def test_without_memory_for_float64_times_are_there_and_no_error(install, monkeypatch):

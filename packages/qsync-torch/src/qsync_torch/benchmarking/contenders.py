@@ -131,8 +131,8 @@ def build_best(
     """The configuration and the calls of a backend's fastest candidate, by a short race.
 
     Raises:
-        BackendError: what building raised, when no configuration could be built.
-        RuntimeError: when none could run.
+        Exception: what building raised, when no configuration could be built.
+        BackendError: when none could run.
     """
     built: dict[str, tuple[Thunk, ...]] = {}
     problem_with: Exception | None = None
@@ -147,7 +147,7 @@ def build_best(
     if len(built) > 1:
         measured, failures = race(built, device, rounds=5, budget_s=0.3)
         if not measured:
-            raise RuntimeError("; ".join(f"{config or 'default'}: {why}" for config, why in failures.items()))
+            raise BackendError("; ".join(f"{config or 'default'}: {why}" for config, why in failures.items()))
         text = min(measured, key=lambda name: measured[name].median_ns)
     return text, built[text]
 
