@@ -81,6 +81,7 @@ def tune(
     rival_ns: int = 0,
     valid: Collection[str] | None = None,
     in_time: Callable[[], bool] = lambda: True,
+    problem_of: Callable[[Kernel], str] = lambda kernel: "",
 ) -> TuningRecord:
     """Find the fastest configuration; the earlier candidate wins a tie.
 
@@ -97,6 +98,8 @@ def tune(
             with another one (of a file from elsewhere) counts as none.
         in_time: asked before each configuration that may have to be compiled, once one has run; when it says no, the best of those
             that were tried is taken, and the next search tries the others.
+        problem_of: says what is wrong with what a kernel computes, empty where nothing is; it is asked of the fastest, which fails
+            where it is wrong.
 
     Raises:
         NothingRunsError: when no configuration runs; with the reason of each.
@@ -132,6 +135,8 @@ def tune(
         alive = search.ranked([config for config in candidates if config in alive])
         if position + 1 < len(rounds):
             alive = alive[: max(2, math.ceil(len(alive) * effort.keep))]
+    while alive and not search.is_right(alive[0], problem_of):
+        alive = search.ranked(candidates)
     if not alive:
         said = "; ".join(f"{config or 'default'}: {why}" for config, why in search.failures().items())
         again = "; that may pass, and the next search tries again" if search.passing else ""
@@ -169,10 +174,23 @@ class _Search:
         found = self._found.get(config.text)
         if found is not None and (found.failure or found.samples >= samples):
             return found
+        return self._tried(config, lambda kernel: Measurement(self.measure(kernel, self.request, samples), samples))
+
+    def is_right(self, config: KernelConfig, problem_of: Callable[[Kernel], str]) -> bool:
+        """Whether a kernel that was measured computes what it should; one that does not has failed."""
+        measured = self._found[config.text]
+
+        def look(kernel: Kernel) -> Measurement:
+            problem = problem_of(kernel)
+            return Measurement(failure=f"it is wrong: {problem}") if problem else measured
+
+        return not self._tried(config, look).failure
+
+    def _tried(self, config: KernelConfig, run: Callable[[Kernel], Measurement]) -> Measurement:
         try:
             if config.text not in self._kernels:
                 self._kernels[config.text] = self.backend.build(self.request, config)
-            found = Measurement(self.measure(self._kernels[config.text], self.request, samples), samples)
+            found = run(self._kernels[config.text])
         except (Exception, SystemExit) as error:  # a kernel of a plugin: whatever it raises must not stop the others
             said = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
             found = Measurement(failure=" ".join(said.split())[:1000] or type(error).__name__)

@@ -26,6 +26,7 @@ from qsync_core.tuning.record import TuningRecord
 from qsync_core.tuning.search import DeviceLostError, Effort, NothingRunsError, tune
 from qsync_core.tuning.store import TuningStore
 from qsync_torch.devices import device_facts
+from qsync_torch.kernels.canary import problem_of_kernel
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, find_backends
 from qsync_torch.tuning.compiling import BackgroundCompiler, Group, LimitedBackend, build_all, group_of, kernel_of
@@ -231,6 +232,7 @@ class _RequestTuning:
                 effort=self.effort,
                 valid=valid,
                 in_time=lambda: time.monotonic() < self.until,
+                problem_of=lambda kernel: problem_of_kernel(self.asked, kernel, self.device),
                 **limits,
             )
         except DeviceLostError:
