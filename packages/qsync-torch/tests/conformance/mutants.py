@@ -453,6 +453,18 @@ class RepeatsDrawsOddly(RepeatsDraws):
     period = 99_991
 
 
+class DrawsOfEightBits(Draws):
+    def draws(self, count, seed, offset):
+        return (super().draws(count, seed, offset) * 256).floor() / 256
+
+
+class DrawsOfElevenBits(Draws):
+    """In the middle of each interval, so that a half rounds without bias."""
+
+    def draws(self, count, seed, offset):
+        return ((super().draws(count, seed, offset) * 2048).floor() + 0.5) / 2048
+
+
 class DrawsUpToOne(Draws):
     """16 bits divided by the largest number of 16 bits."""
 

@@ -128,7 +128,7 @@ def saved_reasons(request: KernelRequest) -> Iterator[str]:
 
 
 def scale_reasons(request: KernelRequest) -> Iterator[str]:
-    """Scales of 8-bit operands do not factor out of the product; of a quantization, whose scales are of any kind, nothing is said."""
+    """Scales of 8-bit operands do not factor out of the product; those of a quantization may be of any kind."""
     variant, rows = request.variant, request.variant.x_granularity is Granularity.PER_ROW
     if not variant.compute.needs_scale or request.op == Op.QUANTIZE:
         return
