@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from torch import nn
 
 from forked import Forked
 from nightly import nightly_but
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.backend import Op
+from qsync_core.kernels.requests import quantization_variant
 from qsync_core.kinds import Kind
-from qsync_torch.conformance import product_entries
+from qsync_torch.conformance import plugin, product_entries
 from qsync_torch.conformance.calls import Written
 from qsync_torch.conformance.products import SIGNATURES, Product
+from qsync_torch.conformance.subject import SUBJECT, Subject
 from qsync_torch.conformance.table import TABLE
 from qsync_torch.kinds.convolution import convolution
 
@@ -63,6 +67,30 @@ def test_backends_without_mistakes_pass(tmp_path, backend):
     result = run_suite(backend, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert "passed" in result.stdout
+    assert backend != "aten" or f"aten offers {len(Op.ALL)} operators here; refused by its own reasons: " in result.stdout
+
+
+def test_the_last_line_has_what_the_backend_refused():
+    class Refuses(mutants.Mutant):
+        def unsupported_reasons(self, request):
+            by_channel = request.op == Op.QUANTIZE and request.variant.x_granularity is Granularity.PER_CHANNEL
+            return ["it quantizes no channels"] if by_channel else super().unsupported_reasons(request)
+
+    def skipped(ask):
+        with pytest.raises(pytest.skip.Exception) as caught:
+            ask()
+        return SimpleNamespace(longrepr=("subject.py", 1, f"Skipped: {caught.value}"))
+
+    subject = Subject(Refuses(), torch.device("cpu"), 1)
+    variant = quantization_variant(Precision.INT8, Granularity.PER_CHANNEL, Rounding.NEAREST)
+    reports = [skipped(lambda: subject.kernels(Op.QUANTIZE, variant, ((4, 5),))) for _ in range(3)]
+    reports.append(skipped(lambda: subject.skip_unless_offered("linear.sideways")))
+    config = SimpleNamespace(stash={SUBJECT: subject}, invocation_params=SimpleNamespace(args=("--pyargs", plugin.SUITE)))
+    lines = []
+    plugin.pytest_terminal_summary(SimpleNamespace(stats={"skipped": reports}, write_line=lines.append), config)
+    assert lines == [
+        f"aten offers {len(Op.ALL)} operators here; refused by its own reasons: quantize: it quantizes no channels (3 cases)"
+    ]
 
 
 @pytest.mark.parametrize("name", nightly_but(REPRESENTATIVES, MUTANTS))
