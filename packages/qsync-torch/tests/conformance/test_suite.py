@@ -17,7 +17,8 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.backend import Op
 from qsync_core.kernels.requests import quantization_variant
 from qsync_core.kinds import Kind
-from qsync_torch.conformance import plugin, product_entries
+from qsync_core.plugins.backends import checked
+from qsync_torch.conformance import plugin, product_entries, test_interface
 from qsync_torch.conformance.calls import Written
 from qsync_torch.conformance.products import SIGNATURES, Product
 from qsync_torch.conformance.subject import SUBJECT, Subject
@@ -98,6 +99,12 @@ def test_a_broken_backend_fails(verdicts, name):
     failure = verdicts[name]
     assert failure, f"{name} passed"
     assert failure.startswith("call") or "elements outside its output" in failure, failure
+
+
+def test_a_plugin_that_imports_torch_is_told():
+    heavy = type("Heavy", (mutants.Mutant,), {"__module__": "torch.nn"})
+    with pytest.raises(AssertionError, match=r"torch\.nn imports torch; import it inside build"):
+        test_interface.test_it_is_imported_without_torch(Subject(checked(heavy()), torch.device("cpu"), 1))
 
 
 def test_the_table_has_every_operator():
