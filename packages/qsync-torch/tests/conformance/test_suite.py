@@ -20,6 +20,7 @@ from qsync_core.kinds import Kind
 from qsync_core.plugins.backends import checked
 from qsync_torch.conformance import plugin, product_entries, test_interface
 from qsync_torch.conformance.calls import Written
+from qsync_torch.conformance.operands import Outputs
 from qsync_torch.conformance.products import SIGNATURES, Product
 from qsync_torch.conformance.subject import SUBJECT, Subject
 from qsync_torch.conformance.table import TABLE
@@ -154,6 +155,10 @@ def test_a_failure_says_how_to_make_the_call_again():
         "; grad int8 [24, 1] of strides (1, 1); x int8 [24, 40] of strides (40, 1); x_scale float32 [1] of strides (1,): " in said
     )
     assert "40 of 40 elements differ" in said
+    assert "\n" not in said
+
+    with pytest.raises(AssertionError, match=r": nothing was written into out$"):
+        call.check(call.allocate(Outputs(torch.device("cpu"))))
 
     def fails(*arguments):
         raise ValueError("not today")
