@@ -35,7 +35,7 @@ def test_stochastic_rounding_is_unbiased(subject: Subject, outputs: Outputs, fra
 
 @pytest.mark.parametrize("fraction", [2.0**-12, 1 - 2.0**-12], ids=["up", "down"])
 def test_rare_draws_are_as_frequent_as_they_should_be(subject: Subject, outputs: Outputs, fraction: float) -> None:
-    """Of 2²⁰ draws 256 round otherwise: random numbers of 8 bits make it none, or 4096."""
+    """256 of 2²⁰ draws round otherwise: random numbers of 8 bits make it none, or 4096."""
     call = constant(3 + fraction, (1024, 1024), subject)
     expected = (call.x.numel() - 1) * 2.0**-12
     for kernel in call.kernels(subject):
