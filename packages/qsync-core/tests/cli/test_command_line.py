@@ -186,7 +186,7 @@ def test_two_backends_of_one_name_do_not_stop_doctor(qsync: Any, monkeypatch: py
     monkeypatch.setattr(Plugin, "qsync_register_backends", hookimpl(lambda self: twice))
     result = qsync("doctor")
     assert result.exit_code == 1
-    assert "both offer a backend 'x'; give one of them another name" in " ".join(result.stdout.split())
+    assert "plugin all offers two backends 'x'; give one of them another name" in " ".join(result.stdout.split())
 
 
 def test_backends_tells_of_those_that_are_disabled(qsync: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,3 +129,8 @@ def test_standard_variants() -> None:
     assert float8.label == "float8_e4m3fn"
     assert Variant.of(Precision.INT8, output=Precision.FLOAT32).label == "int8>float32"
     assert Variant.of(Precision.FLOAT16, output=Precision.FLOAT32).label == "float16>float32"
+
+
+def test_a_text_without_all_fields_is_told_which_it_lacks():
+    with pytest.raises(ValueError, match=r"not a variant: 'int8;out=bfloat16' \(it lacks save, gi, gw, x, w, round, sym\);"):
+        Variant.parse("int8;out=bfloat16")

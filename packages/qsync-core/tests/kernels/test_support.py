@@ -47,6 +47,15 @@ def test_operands_have_the_dimensions_of_their_kind():
     ]
 
 
+@pytest.mark.parametrize("by", Granularity)
+def test_scales_of_a_quantization_are_of_any_kind(by):
+    """A weight's are one per output channel: the sentence on input channels of a product would refuse it."""
+    variant = attrs.evolve(INT8, x_granularity=by)
+    assert list(support.scale_reasons(KernelRequest(Op.QUANTIZE, variant, ((5, 7),)))) == []
+    refused = list(support.scale_reasons(attrs.evolve(LINEAR, variant=variant)))
+    assert bool(refused) == (by is Granularity.PER_CHANNEL)
+
+
 def test_an_unknown_compute_capability_speaks_against_nothing():
     for capability, refused in (("8.0", True), ("8.9", False), ("10.0", False), ("", False), ("x", False)):
         request = attrs.evolve(LINEAR, compute_capability=capability)

@@ -22,7 +22,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import BackgroundCompilingBackend, CompilingBackend, KernelConfig, KernelRequest, KernelSpec
 from qsync_core.plugins import registry as registry_module
 from qsync_core.plugins.backends import Answer
-from qsync_core.plugins.doctor import DoctorLine
+from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_core.plugins.registry import Registry
 from qsync_core.tuning.search import tune
 from qsync_core.tuning.store import TuningStore
@@ -112,7 +112,7 @@ def test_unusable_backends_are_reported() -> None:
     found = registry(odd=offering(FakeBackend("old", api_version=0), 5, FakeBackend("new")))
     assert [backend.name for backend in found.backends()] == ["new"]
     assert found.disabled == {
-        "odd (backend old)": "its backend API version is 0, this qsync-core has 1",
+        "odd (backend old)": "its backend API version is 0, this qsync-core has 1: install a newer release of the plugin",
         "odd (backend None)": "a int is not a kernel backend",
     }
 
@@ -134,6 +134,7 @@ class WithoutBuild:
         (FakeBackend("my bad"), "a backend's name has letters, digits, '_', '.' and '-' only, got 'my bad'"),
         (FakeBackend("a/b"), "a backend's name has letters, digits, '_', '.' and '-' only, got 'a/b'"),
         (FakeBackend("auto"), "the name 'auto' stands for all backends; give it another name"),
+        (FakeBackend("x", api_version=99), "its backend API version is 99, this qsync-core has 1: install a newer qsync-core"),
         (FakeBackend("x", api_version="1"), "its api_version must be the integer 1, got '1'"),  # type: ignore[arg-type]
     ],
 )
@@ -252,6 +253,39 @@ def test_two_backends_of_one_name_are_refused() -> None:
     found = registry(one=offering(FakeBackend("x")), two=offering(FakeBackend("x")))
     with pytest.raises(PluginError, match="plugins one and two both offer a backend 'x'; give one of them another name"):
         found.backends()
+    with pytest.raises(PluginError, match="plugin one offers two backends 'x'; give one of them another name"):
+        registry(one=offering(FakeBackend("x"), FakeBackend("x"))).backends()
+
+
+@pytest.mark.parametrize("other", ["qsync-kernels-mine", "z"])  # asked before the owner of the name, and after it
+def test_a_built_in_backend_keeps_its_name(other: str) -> None:
+    found = registry(
+        **{"qsync-torch": offering(own := FakeBackend("aten")), other: offering(FakeBackend("aten"), FakeBackend("b"))}
+    )
+    assert [backend.name for backend in found.backends()] == ["aten", "b"]
+    assert repr(own) in repr(found.backends()[0])
+    assert found.disabled == {
+        f"{other} (backend aten)": "the name 'aten' is that of a backend of qsync-torch; give it another name"
+    }
+
+
+def test_a_plugin_without_hooks_is_named() -> None:
+    module = types.ModuleType("plugin")
+    module.qsync_register_backends = lambda: [FakeBackend()]  # type: ignore[attr-defined]
+    lines = {line.topic: line for line in registry(module=module, good=offering(FakeBackend())).machine_lines()}
+    assert lines["plugin good"].finding == "loaded"
+    assert lines["plugin module"] == DoctorLine(
+        "plugin module", "loaded, offers nothing", Status.WARNING, "mark its hooks with @hookimpl (docs/hooks.md)"
+    )
+
+
+def test_a_backend_whose_plugin_was_not_imported_is_told_by_the_cause(write_plugin: Callable[[str, str], EntryPoint]) -> None:
+    found = Registry.load([write_plugin("qsync_kernels_mine", "import no_such_module_anywhere")])
+    assert found.why_disabled("mine") == (
+        "kernel backend 'mine': plugin qsync-kernels-mine is disabled: its import failed with ModuleNotFoundError: "
+        "No module named 'no_such_module_anywhere'"
+    )
+    assert found.why_disabled("ine") == ""
 
 
 def test_versions_of_different_series_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,9 +385,9 @@ def test_a_named_backend_is_never_replaced() -> None:
         "no kernel backend can run linear.output in int8>float32 of shapes [(128, 64), (32, 64)] on cpu "
         "(b: K must be a multiple of 16, no GPU)"
     )
-    found.disabled["c"] = "its import failed"
+    found.disabled["of_c"] = "its import failed"
     with pytest.raises(
-        BackendError, match="there is no kernel backend 'c' here; installed are a, b; plugin c is disabled: its import"
+        BackendError, match="there is no kernel backend 'c' here; installed are a, b; plugin of_c is disabled: its import"
     ):
         found.select(LINEAR_INT8, "c")
 

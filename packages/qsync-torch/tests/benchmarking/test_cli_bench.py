@@ -118,6 +118,21 @@ def test_a_wrong_kernel_is_told_and_the_page_is_there_all_the_same(qsync, instal
     assert "wrong on 1" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize("configs", [("tile=1",), ("tile=1", "tile=2")])
+def test_a_named_backend_that_fails_ends_with_1_and_its_line(qsync, install, configs):
+    def fails(kernel, *arguments):
+        raise ZeroDivisionError("not today")
+
+    install(SpoiltBackend("ill", fails, configs=configs))
+    done = qsync(*SHAPE, "--backend", "aten+ill", "--op", "output")
+    error = f"ZeroDivisionError: not today (test_cli_bench.py:{fails.__code__.co_firstlineno + 1})"
+    why = error if len(configs) == 1 else "; ".join(f"{config}: {error}" for config in configs)
+    assert refused(done) == f"error: ill: failed: {why}; --backend names it (kernels without it: 1)"
+    assert done.exit_code == 1
+    assert f"left out: ill: failed: {why} (1: " in done.stdout
+    assert qsync(*SHAPE, "--op", "output").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [

@@ -26,6 +26,7 @@ from .doubles import (
     forgets_the_last_row,
     forgets_the_transposed_copy,
     hands_out_earlier_results,
+    replaces_the_result,
     spoils_a_scale_of_the_last_column,
     spoils_the_last_scale_a_little,
     writes_nothing,
@@ -71,7 +72,7 @@ def test_race_takes_turns_and_reports_who_can_not_run():
     measured, failures = race({"a": [lambda: order.append("a")], "b": [lambda: order.append("b")], "c": [fails]}, CPU, rounds=4)
     assert order == ["a", "b"] * 5
     assert {name: len(found.samples_ns) for name, found in measured.items()} == {"a": 4, "b": 4}
-    assert failures == {"c": "RuntimeError: no such kernel"}
+    assert failures == {"c": f"RuntimeError: no such kernel (test_comparing.py:{fails.__code__.co_firstlineno + 1})"}
 
 
 def test_a_device_is_lost_by_an_error_of_cuda_but_not_for_want_of_memory():
@@ -194,6 +195,15 @@ def test_who_hands_out_what_it_found_earlier_is_wrong_however_fast_it_is(install
     ]  # fmt: skip
 
 
+def test_who_replaces_its_output_is_left_out_and_the_others_are_right(install):
+    install(SpoiltBackend("a", replaces_the_result, configs=("x", "y")), SpoiltBackend("b"))
+    product = Problem(Op.LINEAR_OUTPUT, product_of_rows(16, 8, 24), INT8)
+    found = compare([product, quantization((8, 16))], Backends(chain=("a", "b")), CPU, rounds=5)
+    assert [(row.contender, row.is_right) for row in found.rows] == [("b", True), ("bfloat16", True), ("b", True)]
+    assert all("the kernel replaced its output instead of writing into it" in why for why in found.left_out.values())
+    assert len(found.left_out) == 2
+
+
 def test_one_row_of_thousands_that_is_wrong_is_found(install):
     install(SpoiltBackend("short", forgets_the_last_row))
     found = compare([Problem(Op.LINEAR_OUTPUT, product_of_rows(4096, 8, 8), INT8)], Backends(), CPU, rounds=5)
@@ -229,7 +239,9 @@ def test_one_who_fails_leaves_the_others_their_race(install):
     (row,) = found.rows
     assert (row.contender, row.unit, row.bound) == ("aten", "GB/s", "bandwidth")
     assert row.error <= row.allowed
-    assert list(found.left_out.values()) == ["ill: failed: ValueError: not today"]
+    assert list(found.left_out.values()) == [
+        f"ill: failed: ValueError: not today (test_comparing.py:{fails.__code__.co_firstlineno + 1})"
+    ]
 
 
 def test_without_memory_for_float64_times_are_there_and_no_error(install, monkeypatch):

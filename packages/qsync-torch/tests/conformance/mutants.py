@@ -212,6 +212,28 @@ class WritesPastTheEnd(Mutant):
         return product
 
 
+class ReplacesItsOutput(Mutant):
+    """Of the same format and strides, in other memory."""
+
+    def wrap(self, kernel, request):
+        def product(*arguments):
+            kernel(*arguments)
+            arguments[-1].data = arguments[-1].data.clone()
+
+        return product
+
+
+class ReplacesACopyByFloats(Mutant):
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, *others, **named):
+            kernel(x, q, *others, **named)
+            q.data = q.data.float()
+
+        return quantize
+
+
 class RefusesWithoutReasons(Mutant):
     def unsupported_reasons(self, request):
         return [""] if super().unsupported_reasons(request) else []
@@ -429,6 +451,18 @@ class RepeatsDrawsLater(RepeatsDraws):
 
 class RepeatsDrawsOddly(RepeatsDraws):
     period = 99_991
+
+
+class DrawsOfEightBits(Draws):
+    def draws(self, count, seed, offset):
+        return (super().draws(count, seed, offset) * 256).floor() / 256
+
+
+class DrawsOfElevenBits(Draws):
+    """In the middle of each interval, so that a half rounds without bias."""
+
+    def draws(self, count, seed, offset):
+        return ((super().draws(count, seed, offset) * 2048).floor() + 0.5) / 2048
 
 
 class DrawsUpToOne(Draws):

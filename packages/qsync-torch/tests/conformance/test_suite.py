@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,16 @@ from torch import nn
 
 from forked import Forked
 from nightly import nightly_but
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.backend import Op
+from qsync_core.kernels.requests import quantization_variant
 from qsync_core.kinds import Kind
-from qsync_torch.conformance import product_entries
+from qsync_core.plugins.backends import checked
+from qsync_torch.conformance import plugin, product_entries, test_interface
 from qsync_torch.conformance.calls import Written
+from qsync_torch.conformance.operands import Outputs
 from qsync_torch.conformance.products import SIGNATURES, Product
+from qsync_torch.conformance.subject import SUBJECT, Subject
 from qsync_torch.conformance.table import TABLE
 from qsync_torch.kinds.convolution import convolution
 
@@ -25,9 +31,9 @@ from . import address_mutants, mutants, producer_mutants, stride_mutants
 HERE = Path(__file__).parent
 REPRESENTATIVES = {
     "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "RoundsAlikeWhateverTheData", "DelaysTheScale",
-    "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients", "LeavesOutTheLastElement",
+    "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients", "LeavesOutTheLastElement", "ReplacesItsOutput",
 }  # fmt: skip
-"""One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored."""
+"""One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored; memory."""
 MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL, *stride_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {
@@ -63,6 +69,30 @@ def test_backends_without_mistakes_pass(tmp_path, backend):
     result = run_suite(backend, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert "passed" in result.stdout
+    assert backend != "aten" or f"aten offers {len(Op.ALL)} operators here; refused by its own reasons: " in result.stdout
+
+
+def test_the_last_line_has_what_the_backend_refused():
+    class Refuses(mutants.Mutant):
+        def unsupported_reasons(self, request):
+            by_channel = request.op == Op.QUANTIZE and request.variant.x_granularity is Granularity.PER_CHANNEL
+            return ["it quantizes no channels"] if by_channel else super().unsupported_reasons(request)
+
+    def skipped(ask):
+        with pytest.raises(pytest.skip.Exception) as caught:
+            ask()
+        return SimpleNamespace(longrepr=("subject.py", 1, f"Skipped: {caught.value}"))
+
+    subject = Subject(Refuses(), torch.device("cpu"), 1)
+    variant = quantization_variant(Precision.INT8, Granularity.PER_CHANNEL, Rounding.NEAREST)
+    reports = [skipped(lambda: subject.kernels(Op.QUANTIZE, variant, ((4, 5),))) for _ in range(3)]
+    reports.append(skipped(lambda: subject.skip_unless_offered("linear.sideways")))
+    config = SimpleNamespace(stash={SUBJECT: subject}, invocation_params=SimpleNamespace(args=("--pyargs", plugin.SUITE)))
+    lines = []
+    plugin.pytest_terminal_summary(SimpleNamespace(stats={"skipped": reports}, write_line=lines.append), config)
+    assert lines == [
+        f"aten offers {len(Op.ALL)} operators here; refused by its own reasons: quantize: it quantizes no channels (3 cases)"
+    ]
 
 
 @pytest.mark.parametrize("name", nightly_but(REPRESENTATIVES, MUTANTS))
@@ -70,6 +100,12 @@ def test_a_broken_backend_fails(verdicts, name):
     failure = verdicts[name]
     assert failure, f"{name} passed"
     assert failure.startswith("call") or "elements outside its output" in failure, failure
+
+
+def test_a_plugin_that_imports_torch_is_told():
+    heavy = type("Heavy", (mutants.Mutant,), {"__module__": "torch.nn"})
+    with pytest.raises(AssertionError, match=r"torch\.nn imports torch; import it inside build"):
+        test_interface.test_it_is_imported_without_torch(Subject(checked(heavy()), torch.device("cpu"), 1))
 
 
 def test_the_table_has_every_operator():
@@ -119,6 +155,10 @@ def test_a_failure_says_how_to_make_the_call_again():
         "; grad int8 [24, 1] of strides (1, 1); x int8 [24, 40] of strides (40, 1); x_scale float32 [1] of strides (1,): " in said
     )
     assert "40 of 40 elements differ" in said
+    assert "\n" not in said
+
+    with pytest.raises(AssertionError, match=r": nothing was written into out$"):
+        call.check(call.allocate(Outputs(torch.device("cpu"))))
 
     def fails(*arguments):
         raise ValueError("not today")

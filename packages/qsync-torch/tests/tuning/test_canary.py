@@ -94,6 +94,20 @@ def test_a_wrong_kernel_of_a_backend_is_named(install, spoil, op):
     assert canary.wrong == [wrong]
 
 
+def _replaced(out):
+    out.data = out.data.clone()
+
+
+@pytest.mark.parametrize("op", ["quantize", "linear.output", "dequantize"])
+def test_a_kernel_that_replaces_its_output_is_named(install, monkeypatch, op):
+    install(WrongBackend("bad", _replaced, op))
+    monkeypatch.setattr(selection, "default_backend", lambda device: "bad")
+    variant = attrs.evolve(BFLOAT16, storage=Storage.NF4) if op == "dequantize" else INT8
+    wrong = Canary(CPU).of_operator(CALL, variant, KernelChoice(("bad",)))
+    assert {one.role.removesuffix(".weight") for one in wrong} == {op}
+    assert {one.problem for one in wrong} == {"the kernel replaced its output instead of writing into it"}
+
+
 def test_garbage_at_some_shapes_is_wrong_at_these_alone(install):
     install(WrongBackend("bad", _wide_only))
     canary, choice = Canary(CPU), KernelChoice(("bad",))

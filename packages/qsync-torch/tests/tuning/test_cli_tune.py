@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -71,6 +72,26 @@ def test_a_broken_backend_does_not_stop_tuning(qsync, install, monkeypatch):
     assert "broken: no configuration of backend broken runs quantize in int8" in said
     assert "its build must return a function for quantize, got NoneType None" in said
     assert "a failure is kept for the backend's version; when it is repaired, raise the version of its package" in said
+
+
+def test_a_kernel_that_fails_is_left_out_by_name_with_the_line_that_failed(qsync, install):
+    class Failing(NamedBackend):
+        def build(self, request, config):
+            kernel = super().build(request, config)
+            return kernel if request.op != "linear.output" else fails
+
+    def fails(*arguments):
+        raise ZeroDivisionError("my kernel broke")
+
+    install(Failing("mine"))
+    done = qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8")
+    assert done.exit_code == 0
+    (said,) = (line for line in done.stdout.splitlines() if line.startswith("left out: "))
+    assert said == (
+        "left out: mine, linear.output (2 kernels): its kernel failed with ZeroDivisionError: my kernel broke "
+        f"({Path(__file__).name}:{fails.__code__.co_firstlineno + 1})"
+    )
+    assert "a failure is kept for the backend's version" in done.stdout
 
 
 def test_a_job_is_tuned_once(qsync, install, own_store):

@@ -77,6 +77,23 @@ def test_a_missing_backend_stops_the_run_before_its_first_step(install):
     assert not any(map(is_planned, model.modules()))
 
 
+def test_an_error_of_a_kernel_in_training_says_whose_it_is(install):
+    class Broken(NamedBackend):
+        def build(self, request, config):
+            return fails
+
+    def fails(*arguments):
+        raise ZeroDivisionError("my kernel broke")
+
+    install(Broken("mine", refuses={"quantize": "no", "output": "no"}))
+    model = nn.Sequential(nn.Linear(6, 4))
+    apply_(model, assigned(_0=(INT8, "mine+aten", "")))
+    loss = model(torch.randn(4, 6)).sum()
+    with pytest.raises(ZeroDivisionError, match="my kernel broke") as caught:
+        loss.backward()
+    assert caught.value.__notes__ == ["raised by the kernel of linear.grad_weight of backend mine"]
+
+
 def test_a_disabled_backend_is_named_with_the_reason(install):
     old = NamedBackend("old")
     old.api_version = 0

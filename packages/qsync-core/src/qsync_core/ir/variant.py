@@ -227,7 +227,8 @@ class Variant:
             compute = Precision(head)
             labels = dict(part.split("=", 1) for part in rest)
             if list(labels) != list(_FIELD_BY_LABEL) or len(labels) != len(rest):
-                raise ValueError("fields missing, repeated or out of order")
+                missing = ", ".join(label for label in _FIELD_BY_LABEL if label not in labels)
+                raise ValueError(f"it lacks {missing}" if missing else "fields unknown, repeated or out of order")
             return cls(
                 compute=compute,
                 output=Precision(labels["out"]),

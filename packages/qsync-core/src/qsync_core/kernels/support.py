@@ -128,9 +128,9 @@ def saved_reasons(request: KernelRequest) -> Iterator[str]:
 
 
 def scale_reasons(request: KernelRequest) -> Iterator[str]:
-    """Scales of 8-bit operands do not factor out of the product."""
+    """Scales of 8-bit operands do not factor out of the product; those of a quantization may be of any kind."""
     variant, rows = request.variant, request.variant.x_granularity is Granularity.PER_ROW
-    if not variant.compute.needs_scale:
+    if not variant.compute.needs_scale or request.op == Op.QUANTIZE:
         return
     if variant.x_granularity is Granularity.PER_CHANNEL:
         yield "scales per input channel do not factor out of a product; quantize the activation per tensor or per row"

@@ -66,7 +66,8 @@ def _backend_problem(backend: Any) -> str:
     if type(backend.api_version) is not int:
         return f"its api_version must be the integer {BACKEND_API_VERSION}, got {backend.api_version!r}"
     if backend.api_version != BACKEND_API_VERSION:
-        return f"its backend API version is {backend.api_version}, this qsync-core has {BACKEND_API_VERSION}"
+        old = "qsync-core" if backend.api_version > BACKEND_API_VERSION else "release of the plugin"
+        return f"its backend API version is {backend.api_version}, this qsync-core has {BACKEND_API_VERSION}: install a newer {old}"
     try:
         checked(backend).kernel_specs()
     except BackendError as error:
@@ -87,6 +88,11 @@ class CheckedBackend:
         self.api_version = backend.api_version
         self.offset_tensors, self.reports_launches = takes_offset_tensors(backend), reports_launches(backend)
         self._backend: Any = backend
+
+    @property
+    def module(self) -> str:
+        """Where its class is defined."""
+        return type(self._backend).__module__
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend!r})"

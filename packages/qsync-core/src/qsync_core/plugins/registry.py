@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SLOW_IMPORT_S = 10.0
+_BUILT_IN = {"aten": "qsync-torch", "cutlass": "qsync-kernels-cutlass", "triton": "qsync-kernels-triton"}
+"""QSync's own backends, by the plugin that offers each: another plugin's backend of such a name is left out."""
 
 
 @attrs.define
@@ -256,7 +258,12 @@ class Registry:
             self.backends()  # asks every plugin, so that those that fail are listed too
         except PluginError as error:
             lines.append(DoctorLine("kernel backends", str(error), Status.ERROR))
-        lines += [DoctorLine(f"plugin {name}", "loaded") for name in self.plugins]
+        for name in self.plugins:
+            if self._manager.get_hookcallers(self._manager.get_plugin(name)):
+                lines.append(DoctorLine(f"plugin {name}", "loaded"))
+            else:
+                advice = "mark its hooks with @hookimpl (docs/hooks.md)"
+                lines.append(DoctorLine(f"plugin {name}", "loaded, offers nothing", Status.WARNING, advice))
         return lines + [DoctorLine(f"plugin {name}", f"disabled: {reason}", Status.ERROR) for name, reason in self.disabled.items()]
 
     def doctor_job(self, timeout_s: float) -> JobFindings | None:
@@ -300,7 +307,8 @@ class Registry:
         if self._backends is None:
             owners: dict[str, str] = {}
             found: list[KernelBackend] = []
-            for plugin, offered in self._call_each("qsync_register_backends"):
+            offers = self._call_each("qsync_register_backends")
+            for plugin, offered in sorted(offers, key=lambda offer: offer[0] not in _BUILT_IN.values()):
                 if not isinstance(offered, (list, tuple)):
                     got = offered.__name__ if isinstance(offered, type) else type(offered).__name__
                     self._disable(plugin, f"its qsync_register_backends must return a list of backends, got {got}")
@@ -311,6 +319,12 @@ class Registry:
                         self.disabled[f"{plugin} (backend {name})"] = problem
                         self._unusable[name] = problem
                         continue
+                    if name in owners and owners[name] == _BUILT_IN.get(name):
+                        taken = f"the name {name!r} is that of a backend of {owners[name]}; give it another name"
+                        self.disabled[f"{plugin} (backend {name})"] = taken
+                        continue
+                    if owners.get(name) == plugin:
+                        raise PluginError(f"plugin {plugin} offers two backends {name!r}; give one of them another name")
                     if name in owners:
                         raise PluginError(
                             f"plugins {owners[name]} and {plugin} both offer a backend {name!r}; give one of them another name, "
@@ -326,7 +340,9 @@ class Registry:
         """A sentence on a backend that a plugin offers and that cannot be used; empty where no plugin offers it."""
         self.backends()
         if backend not in self._unusable:
-            return ""
+            # What a plugin would have offered that cannot be imported only its name says: qsync-kernels-mine.
+            plugins = [name for name in self.disabled if name == backend or name.endswith(f"-{backend}")]
+            return f"kernel backend {backend!r}: plugin {plugins[0]} is disabled: {self.disabled[plugins[0]]}" if plugins else ""
         return f"kernel backend {backend!r} is installed here and disabled: {self._unusable[backend]}"
 
     def all_disabled(self) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -37,6 +37,14 @@ class Measure(Protocol):
 
 class DeviceLostError(BackendError):
     """A kernel left the device unusable for this process; its configuration is recorded as failed, and tuning must start again."""
+
+
+class NothingRunsError(BackendError):
+    """No configuration runs; ``failures`` says of each that was tried why."""
+
+    def __init__(self, message: str, failures: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.failures = failures
 
 
 @attrs.frozen
@@ -73,6 +81,7 @@ def tune(
     rival_ns: int = 0,
     valid: Collection[str] | None = None,
     in_time: Callable[[], bool] = lambda: True,
+    problem_of: Callable[[Kernel], str] = lambda kernel: "",
 ) -> TuningRecord:
     """Find the fastest configuration; the earlier candidate wins a tie.
 
@@ -89,9 +98,12 @@ def tune(
             with another one (of a file from elsewhere) counts as none.
         in_time: asked before each configuration that may have to be compiled, once one has run; when it says no, the best of those
             that were tried is taken, and the next search tries the others.
+        problem_of: says what is wrong with what a kernel computes, empty where nothing is; it is asked of the fastest, which fails
+            where it is wrong.
 
     Raises:
-        BackendError: when the backend does not support the request or no configuration runs; with the reason of each.
+        NothingRunsError: when no configuration runs; with the reason of each.
+        BackendError: when the backend does not support the request.
         DeviceLostError: when a kernel broke the device for this process.
     """
     what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)}"
@@ -123,10 +135,13 @@ def tune(
         alive = search.ranked([config for config in candidates if config in alive])
         if position + 1 < len(rounds):
             alive = alive[: max(2, math.ceil(len(alive) * effort.keep))]
+    while alive and not search.is_right(alive[0], problem_of):
+        alive = search.ranked(candidates)
     if not alive:
         said = "; ".join(f"{config or 'default'}: {why}" for config, why in search.failures().items())
         again = "; that may pass, and the next search tries again" if search.passing else ""
-        raise BackendError(f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}{again}")
+        sentence = f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}{again}"
+        raise NothingRunsError(sentence, search.failures())
     best = alive[0]
     # What there was no time for, or failed for a reason that may pass, was not tried: a search of fewer than all candidates is
     # taken up again.
@@ -159,10 +174,23 @@ class _Search:
         found = self._found.get(config.text)
         if found is not None and (found.failure or found.samples >= samples):
             return found
+        return self._tried(config, lambda kernel: Measurement(self.measure(kernel, self.request, samples), samples))
+
+    def is_right(self, config: KernelConfig, problem_of: Callable[[Kernel], str]) -> bool:
+        """Whether a kernel that was measured computes what it should; one that does not has failed."""
+        measured = self._found[config.text]
+
+        def look(kernel: Kernel) -> Measurement:
+            problem = problem_of(kernel)
+            return Measurement(failure=f"it is wrong: {problem}") if problem else measured
+
+        return not self._tried(config, look).failure
+
+    def _tried(self, config: KernelConfig, run: Callable[[Kernel], Measurement]) -> Measurement:
         try:
             if config.text not in self._kernels:
                 self._kernels[config.text] = self.backend.build(self.request, config)
-            found = Measurement(self.measure(self._kernels[config.text], self.request, samples), samples)
+            found = run(self._kernels[config.text])
         except (Exception, SystemExit) as error:  # a kernel of a plugin: whatever it raises must not stop the others
             said = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
             found = Measurement(failure=" ".join(said.split())[:1000] or type(error).__name__)

@@ -20,6 +20,7 @@ from qsync_torch.apply.plan_fit import STORED, Addressed, Assigned
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.canary import Canary, WrongKernel
+from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, stand_in, why_missing
 from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
@@ -30,6 +31,7 @@ _MANY_ROWS, _MANY_ELEMENTS = 50176, 1 << 26
 """Rows, and elements of an operand, with which kernels are checked."""
 _COMPILERS = 8
 _NAMED = 3
+_INSTALL = "install what is missing"
 
 
 def check_backends(addressed: Addressed, device: torch.device, caller: Caller = BY_HAND) -> None:
@@ -39,9 +41,11 @@ def check_backends(addressed: Addressed, device: torch.device, caller: Caller = 
         BackendError: with every reason, and the operators it holds for.
     """
     reasons: dict[str, list[OpId]] = {}
+    first: set[str] = set()
     for name in dict.fromkeys(name for entry in addressed.entries.values() for name in entry.choice.backends):
         if name != AUTO_BACKEND and (reason := why_missing(name)):
             reasons[reason] = [op_id for op_id, entry in addressed.entries.items() if name in entry.choice.backends]
+            first.add("repair what is disabled" if installed().why_disabled(name) else _INSTALL)
     if not reasons:
         reasons_of = functools.cache(lambda entry, call: tuple(_reasons(entry, call, device)))  # layers repeat
         for op_id, entry, calls in _planned_calls(addressed):
@@ -51,7 +55,7 @@ def check_backends(addressed: Addressed, device: torch.device, caller: Caller = 
         refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
         said = "; ".join(f"{first_named(op_ids)}: {reason}" for reason, op_ids in reasons.items())
         count = f"{len(refused)} of {len(addressed.entries)} operators"
-        raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_way_out(caller)}")
+        raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_way_out(caller, sorted(first))}")
 
 
 def check_numbers(addressed: Addressed, canary: Canary, caller: Caller = BY_HAND) -> None:
@@ -83,11 +87,12 @@ def _large(call: CallShapes) -> CallShapes:
     return attrs.evolve(call, x=(rows, *call.x[1:]), y=(rows, *call.y[1:]))
 
 
-def _way_out(caller: Caller) -> str:
+def _way_out(caller: Caller, first: Sequence[str] = ()) -> str:
     exception = caller.with_option("backend='auto'")
+    steps = "".join(f"{step}, " for step in first)
     return (
-        f"install what is missing, {caller.plan_again} on this machine, or say which kernels to take instead: {exception} takes "
-        "the fastest that are installed, backend='aten' PyTorch's own"
+        f"{steps}{caller.plan_again} on this machine, or say which kernels to take instead: {exception} takes the fastest that are "
+        "installed, backend='aten' PyTorch's own"
     )
 
 
@@ -210,4 +215,6 @@ def prebuild(addressed: Addressed, device: torch.device, caller: Caller = BY_HAN
         errors = [error for error in pool.map(build, now) if error is not None]
     if errors:
         more = f" (and {len(errors) - 1} more like it)" if len(errors) > 1 else ""
-        raise BackendError(f"a kernel that the plan names cannot be had here: {errors[0]}{more}; {_way_out(caller)}") from errors[0]
+        raise BackendError(
+            f"a kernel that the plan names cannot be had here: {errors[0]}{more}; {_way_out(caller, [_INSTALL])}"
+        ) from errors[0]

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
@@ -21,7 +22,7 @@ from qsync_torch.benchmarking.race import Thunk, race, why_failed
 from qsync_torch.benchmarking.shapes import ProductShape
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.installed import installed
-from qsync_torch.kernels.operands import Arguments
+from qsync_torch.kernels.operands import REPLACED, Arguments, memory_of
 from qsync_torch.kernels.selection import AUTO, find_backends
 from qsync_torch.kinds.products import product, product_gradients
 
@@ -73,7 +74,7 @@ class Backends:
         return found, left_out
 
     def contender(self, name: str, problem: Problem, operands: Sequence[Arguments], device: torch.device) -> Contender:
-        """A backend's fastest candidate.
+        """A backend's fastest candidate, on tensors of its own in the operands' memory: what it replaces is replaced for no other.
 
         Raises:
             RefusedError: with its reasons, when it does not run the problem.
@@ -82,8 +83,11 @@ class Backends:
         request = problem.request(device)
         if reasons := self.reasons(name, request):
             raise RefusedError("; ".join(reasons))
-        config, thunks = build_best(self.by_name[name], request, operands, device)
-        return Contender(name, config, thunks, problem, operands[0])
+        own = [tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in one) for one in operands]
+        config, thunks = build_best(self.by_name[name], request, own, device)
+        if [memory_of(one) for one in own] != [memory_of(one) for one in operands]:  # by the race of its configurations
+            raise BackendError(REPLACED)
+        return Contender(name, config, thunks, problem, own[0])
 
 
 class RefusedError(Exception):
@@ -127,8 +131,8 @@ def build_best(
     """The configuration and the calls of a backend's fastest candidate, by a short race.
 
     Raises:
-        BackendError: what building raised, when no configuration could be built.
-        RuntimeError: when none could run.
+        Exception: what building raised, when no configuration could be built.
+        BackendError: when none could run.
     """
     built: dict[str, tuple[Thunk, ...]] = {}
     problem_with: Exception | None = None
@@ -143,7 +147,7 @@ def build_best(
     if len(built) > 1:
         measured, failures = race(built, device, rounds=5, budget_s=0.3)
         if not measured:
-            raise RuntimeError("; ".join(f"{config or 'default'}: {why}" for config, why in failures.items()))
+            raise BackendError("; ".join(f"{config or 'default'}: {why}" for config, why in failures.items()))
         text = min(measured, key=lambda name: measured[name].median_ns)
     return text, built[text]
 

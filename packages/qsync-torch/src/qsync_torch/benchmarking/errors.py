@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity
 from qsync_torch.benchmarking.contenders import Contender
 from qsync_torch.benchmarking.problems import Problem
@@ -17,7 +18,7 @@ from qsync_torch.conformance.products import SIGNATURES, Product, Size
 from qsync_torch.conformance.quantization import Quantization, expected_scales, groups_of
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS
-from qsync_torch.kernels.operands import Arguments
+from qsync_torch.kernels.operands import REPLACED, Arguments, memory_of
 
 _PLACES = {name: signature.replace(">", "").split() for name, signature in SIGNATURES.items()}
 _SCALE_ERROR, _MOST_MOVED = 2.0**-20, 1.001
@@ -74,7 +75,7 @@ class Reference:
             return self._error_of_quantized(contender)
         out = contender.operands[_PLACES[self.problem.part].index("out")]
         out.fill_(float("nan"))
-        found = contender.thunks[0]()
+        found = _called(contender)
         found = out if found is None else found
         error, of_slices = _relative(found, self.expected), _largest_of_slices(found, self.expected)
         return error if of_slices <= self.allowed else max(error, of_slices)
@@ -85,7 +86,7 @@ class Reference:
         copies = [q, contender.operands[7]] if "transposed" in self.problem.flags else [q]
         for copy in copies:
             copy.fill_(0)
-        contender.thunks[0]()
+        _called(contender)
         error = self._error_of_copy(q, scale, self.expected)
         if _has_columns(self.problem):  # their scales lie behind those of rows
             return max(error, self._error_of_copy(copies[1], scale[len(q) :], self.expected.t()))
@@ -103,6 +104,19 @@ class Reference:
         if off <= _SCALE_ERROR and moved <= _MOST_MOVED:
             return error
         return max(error, min(self.allowed * max(1 + off, moved), NOT_FINITE) if off == off and moved == moved else NOT_FINITE)
+
+
+def _called(contender: Contender) -> Any:
+    """What the first call returns: PyTorch's own products return their result, kernels write into their operands' memory.
+
+    Raises:
+        BackendError: where the kernel replaced an operand.
+    """
+    before = memory_of(contender.operands)
+    found = contender.thunks[0]()
+    if memory_of(contender.operands) != before:
+        raise BackendError(REPLACED)
+    return found
 
 
 def _has_columns(problem: Problem) -> bool:

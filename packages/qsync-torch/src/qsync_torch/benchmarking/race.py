@@ -14,6 +14,8 @@ from typing import Any
 import attrs
 import torch
 
+from qsync_core.errors import QSyncError
+from qsync_core.plugins.guard import place_of
 from qsync_torch.timing import Stopwatch, make_stopwatch, relative_spread
 
 Thunk = Callable[[], Any]
@@ -51,8 +53,12 @@ class Measured:
 
 
 def why_failed(error: Exception) -> str:
-    """The class and the text of an error, in one line that is not too long."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """The class and the text of an error, in one line that is not too long, with the line of a plugin that raised it.
+
+    Of an error of QSync's the text, a sentence, is enough.
+    """
+    kind = "" if isinstance(error, QSyncError) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:300]}{place_of(error)}"
 
 
 def is_lost(why: str) -> bool:

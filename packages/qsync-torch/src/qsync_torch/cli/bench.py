@@ -57,7 +57,7 @@ def bench(
     bert-base:seq=384), file.py:function or a traced graph: each distinct product of it is measured once.  Without JOB and --shape
     it is a layer of a transformer and one of an image model; small ones on a CPU.
     """
-    from qsync_core.kernels.choice import split_chain
+    from qsync_core.kernels.choice import AUTO_BACKEND, split_chain
     from qsync_torch.benchmarking.bench import compare
     from qsync_torch.benchmarking.contenders import Backends
     from qsync_torch.benchmarking.page import render
@@ -75,6 +75,9 @@ def bench(
     emit(json_flag, as_data(found), lambda console: _render(found, html, console))
     if found.wrong:
         raise BackendError(_what_is_wrong(found.wrong))
+    named = () if backend == AUTO_BACKEND else tuple(f"{name}: failed: " for name in backends.by_name)
+    if failed := [why for why in found.left_out.values() if why.startswith(named)]:
+        raise BackendError(f"{failed[0]}; --backend names it (kernels without it: {len(failed)})")
 
 
 def _chosen_problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,6 +240,15 @@ def _render(found: JobTuning, store: TuningStore, console: Console) -> None:
         console.print("\nWhy none:")
         for name, why in dict.fromkeys(failed):
             console.print(f"{name}: {why}", soft_wrap=True)
+    left_out = Counter(
+        (f"{name}, {entry.asked.request.op}", "; ".join(said))
+        for entry in found.requests
+        if entry.best is not None
+        for name, said in entry.failures.items()
+    )
+    for (what, why), count in left_out.items():
+        console.print(f"left out: {what} ({_counted(count, 'kernel')}): {why}", soft_wrap=True)
+    if failed or left_out:
         console.print(
             "a failure is kept for the backend's version; when it is repaired, raise the version of its package or tune into "
             "another file (-o)\n",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
@@ -13,10 +13,13 @@ import torch
 from qsync_core.geometry import NEUTRAL
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.random_bits import Offset
-from qsync_torch.conformance.operands import Outputs, described
+from qsync_torch.conformance.operands import Outputs, described, is_untouched
+from qsync_torch.kernels.operands import REPLACED, memory_of
 
 if TYPE_CHECKING:
     from qsync_torch.conformance.subject import Kernel, Subject
+
+__tracebackhide__ = True  # a failure shows the test and the kernel
 
 
 class Written(dict[str, torch.Tensor]):
@@ -87,7 +90,12 @@ class Call(abc.ABC):
             AssertionError: where something is off by more than the operator's arithmetic explains.
         """
         with when(lambda: str(self)):
-            self.compare(written)
+            try:
+                self.compare(written)
+            except AssertionError:
+                if empty := [name for name, x in written.items() if is_untouched(x)]:
+                    raise AssertionError(f"nothing was written into {' and '.join(empty)}") from None
+                raise
 
     def __str__(self) -> str:
         """Operator, variant, further fields of the request and each operand's format, shape and strides: to make the call again."""
@@ -131,11 +139,14 @@ class Call(abc.ABC):
             else:
                 positional.append(value)
         before = {name: x.clone() for name, x in inputs.items()} if watched else {}
+        memory = memory_of((*positional, *named.values()))
         try:
             kernel(*positional, **named)
         except Exception as error:
             error.add_note(f"raised by the kernel of {self}")
             raise
+        if memory_of((*positional, *named.values())) != memory:
+            raise AssertionError(f"{self}: {REPLACED}")
         for name, kept in before.items():
             assert is_same(inputs[name], kept), f"{self}: the kernel changed its input {name}"
 
@@ -199,11 +210,17 @@ def is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x, y)
 
 
-@contextlib.contextmanager
-def when(circumstance: str | Callable[[], str]) -> Iterator[None]:
-    """Say in which circumstance a check failed; a function is asked only then."""
-    try:
-        yield
-    except AssertionError as error:
-        said = circumstance if isinstance(circumstance, str) else circumstance()
-        raise AssertionError(f"{said}: {error}") from None
+class when:
+    """Says in which circumstance a check in its body failed; a function is asked only then."""
+
+    def __init__(self, circumstance: str | Callable[[], str]) -> None:
+        self._circumstance = circumstance
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, AssertionError):
+            said = self._circumstance if isinstance(self._circumstance, str) else self._circumstance()
+            # Behind the sentence pytest has put how its values came about: tensors.
+            raise AssertionError(f"{said}: {str(error).partition(chr(10) + 'assert ')[0]}") from None

@@ -82,6 +82,11 @@ def between_others(x: torch.Tensor) -> torch.Tensor:
     return spread[:, 0]
 
 
+def is_untouched(x: torch.Tensor) -> bool:
+    """Whether an output holds what it was filled with."""
+    return bool(x.numel()) and bool((x.to(torch.float32) == _SENTINEL).all())
+
+
 class Outputs:
     """Allocates outputs, and checks afterwards that nothing around them changed."""
 

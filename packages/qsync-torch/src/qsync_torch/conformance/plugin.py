@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pytest
 
 SUITE = "qsync_torch.conformance"
+_SHOWN = 8
+"""How many reasons the last line of a run has, the most frequent first."""
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
@@ -43,6 +46,26 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=["cpu", "cuda"], help="where to run kernels (default: cuda where there is a device)")
     group.addoption(
         "--configs", type=int, default=3, metavar="N", help="how many configurations of each request to try (default: %(default)s)"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What was not tested because the backend refuses it: among thousands of skipped tests of operators that it does not offer."""
+    if not _is_asked_for(list(map(str, config.invocation_params.args))):
+        return
+    from qsync_torch.conformance.subject import REFUSES, SUBJECT
+
+    subject = config.stash[SUBJECT]
+    prefix = f"Skipped: {subject.backend.name} {REFUSES} "
+    said = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)]
+    refused = Counter(text.removeprefix(prefix) for text in said if text.startswith(prefix)).most_common()
+    shown = [f"{what} ({count} case{'s' if count > 1 else ''})" for what, count in refused[:_SHOWN]]
+    if len(refused) > _SHOWN:
+        shown.append(f"{len(refused) - _SHOWN} more (-rs shows them)")
+    found = subject.offered
+    terminalreporter.write_line(
+        f"{subject.backend.name} offers {len(found)} operator{'s' if len(found) != 1 else ''} here; refused by its own reasons: "
+        + ("; ".join(shown) or "nothing")
     )
 
 

@@ -13,6 +13,8 @@ from qsync_torch.dtypes import PRECISION
 FINE = 2.0**-19
 """What float32 arithmetic may be off by, as a part of the magnitudes of all terms, sums over thousands of elements included."""
 
+__tracebackhide__ = True  # a failure shows the test and the kernel
+
 
 def packed(is_open: torch.Tensor) -> torch.Tensor:
     """Truth values (rows, columns) as bytes, the first column in the lowest bit."""

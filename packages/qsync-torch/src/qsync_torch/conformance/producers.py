@@ -62,6 +62,8 @@ SIGNATURES = {
 }
 """Arguments by the names that they have here; a backward kernel's come behind its gradient."""
 
+__tracebackhide__ = True  # a failure shows the test and the kernel
+
 
 def variant_of(
     compute: Precision = Precision.INT8,

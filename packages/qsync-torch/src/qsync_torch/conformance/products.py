@@ -27,6 +27,8 @@ INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 SIGNATURES = {"output": "x x_scale w w_scale bias out>", "grad_input": "grad w w_scale out>", "grad_weight": "grad x x_scale out>"}
 """The third operand of an int8 gradient is that gradient's scale.  Some gradients have one more, ``column_scale``."""
 
+__tracebackhide__ = True  # a failure shows the test and the kernel
+
 
 @attrs.frozen
 class Size:

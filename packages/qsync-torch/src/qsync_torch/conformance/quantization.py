@@ -31,6 +31,8 @@ RANGES = {
 }
 """Smallest and largest value; 0 is in the range of every one."""
 
+__tracebackhide__ = True  # a failure shows the test and the kernel
+
 
 def variant_of(
     rounding: Rounding, granularity: Granularity = TENSOR, precision: Precision = Precision.INT8, *, symmetric: bool = True

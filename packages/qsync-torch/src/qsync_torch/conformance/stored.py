@@ -35,6 +35,8 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 )
 """Whole blocks, blocks that end within a row, a word or a byte, more constants than share a scale, filters, and nothing."""
 
+__tracebackhide__ = True  # a failure shows the test and the kernel
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class Dequantization(Call):

@@ -20,6 +20,9 @@ Kernel = Callable[..., Any]
 SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()
 """Where pytest's configuration keeps the backend under test."""
 
+REFUSES = "refuses"
+"""What the reason of a skipped test says, behind the backend's name, where the backend has reasons of its own."""
+
 
 def find_device(name: str | None) -> torch.device:
     """The device of that kind; without a name, the current CUDA device where there is one.
@@ -84,6 +87,11 @@ class Subject:
             for spec in self.backend.kernel_specs()
         )
 
+    @property
+    def offered(self) -> set[str]:
+        """The operators that its specifications list on this kind of device."""
+        return {spec.op for spec in self.backend.kernel_specs() if self.offers(spec.op)}
+
     def skip_unless_offered(self, op: str, compute: Precision | None = None) -> None:
         """Skip the test where the backend does not offer the operator, in a format if one is given."""
         if not self.offers(op, compute):
@@ -109,7 +117,7 @@ class Subject:
         request = self.request(op, variant, shapes, **more)
         if reasons := self.backend.unsupported_reasons(request):
             check_sentences(reasons)
-            pytest.skip(f"{self.backend.name} refuses: " + "; ".join(reasons))
+            pytest.skip(f"{self.backend.name} {REFUSES} {op}: {'; '.join(reasons)}")
         configs = self.backend.candidate_configs(request)
         assert configs, f"candidate_configs is empty for a request that has no reasons against it: {request}"
         return [self.backend.build(request, config) for config in list(configs)[: self.most_configs]]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import attrs
@@ -13,6 +16,7 @@ from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest, Op
+from qsync_core.plugins.backends import CheckedBackend
 from qsync_torch.conformance.stored import STORAGES
 from qsync_torch.conformance.subject import Subject, check_sentences
 from qsync_torch.conformance.table import TABLE
@@ -45,6 +49,16 @@ def test_it_has_a_name_and_this_api_version(subject: Subject) -> None:
     backend = subject.backend
     assert re.fullmatch(r"[A-Za-z0-9_.-]+", backend.name), f"a name has letters, digits, '_', '.' and '-', got {backend.name!r}"
     assert backend.api_version == BACKEND_API_VERSION
+
+
+def test_it_is_imported_without_torch(subject: Subject) -> None:
+    """QSync imports a plugin whenever it starts, for commands and on machines that have no use for torch, too."""
+    if not isinstance(subject.backend, CheckedBackend):
+        pytest.skip("it comes from no installed plugin")
+    module = subject.backend.module
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
+    assert found.returncode == 0, f"{module} imports torch; import it inside build"
 
 
 def test_its_specifications_are_data(subject: Subject) -> None:

@@ -190,10 +190,10 @@ def test_draws_follow_from_their_numbers(subject: Subject, outputs: Outputs, cas
         first = first or expected
         if call.asked.configurations_agree:
             assert all(torch.equal(first[name], q) for name, q in expected.items()), "configurations draw differently"
-        seen = {name: {bytes_of(q): "as it was"} for name, q in expected.items()}
+        seen = {name: {bytes_of(q): "no bit changed"} for name, q in expected.items()}
         for number, drawn in call.asked.draws.items():
             if not call.asked.configurations_agree:
-                seen = {name: {bytes_of(q): "as it was"} for name, q in expected.items()}
+                seen = {name: {bytes_of(q): "no bit changed"} for name, q in expected.items()}
             for bit in range(63) if call.asked.configurations_agree and not position else HIGH_BITS:
                 found = copies_of(call, kernel, outputs, **{number: getattr(call, number) ^ (1 << bit)})
                 for name, q in found.items():
@@ -202,7 +202,7 @@ def test_draws_follow_from_their_numbers(subject: Subject, outputs: Outputs, cas
                         assert torch.equal(q, expected[name]), f"{where} changed {name}, which is drawn by other numbers"
                         continue
                     same = seen[name].setdefault(bytes_of(q), where)
-                    assert same == where, f"{where} does not count: {name} has the same bits as with {same}"
+                    assert same == where, f"{where} does not count: {name} is the same with {same}"
 
 
 def bytes_of(q: torch.Tensor) -> bytes:

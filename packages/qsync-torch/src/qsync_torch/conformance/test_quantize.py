@@ -33,6 +33,20 @@ def test_stochastic_rounding_is_unbiased(subject: Subject, outputs: Outputs, fra
         assert abs(correlation) < 0.03, f"neighbouring draws have a correlation of {correlation:.3f}"
 
 
+@pytest.mark.parametrize("fraction", [2.0**-12, 1 - 2.0**-12], ids=["up", "down"])
+def test_rare_draws_are_as_frequent_as_they_should_be(subject: Subject, outputs: Outputs, fraction: float) -> None:
+    """256 of 2²⁰ draws round otherwise: random numbers of 8 bits make it none, or 4096."""
+    call = constant(3 + fraction, (1024, 1024), subject)
+    expected = (call.x.numel() - 1) * 2.0**-12
+    for kernel in call.kernels(subject):
+        q = call.run(kernel, outputs)["q"].view(-1)[1:]
+        found = int((q != round(3 + fraction)).sum())
+        assert abs(found - expected) <= 5 * expected**0.5, (
+            f"{found} of {q.numel()} numbers of the fraction {fraction} round to the integer that is farther away, and not "
+            f"{expected:.0f}: draws have too few bits"
+        )
+
+
 @pytest.mark.parametrize("values", RANGES)
 def test_stochastic_rounding_is_unbiased_to_the_ends(subject: Subject, outputs: Outputs, values: str) -> None:
     """Rounding has no bias at the ends of a range with a zero point either, where too small a scale would clip."""

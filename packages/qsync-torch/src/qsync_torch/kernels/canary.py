@@ -16,7 +16,7 @@ import torch
 
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.aten import float_products
@@ -25,7 +25,7 @@ from qsync_torch.aten.stored_weights import dequantize_weight, quantize_weight
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
-from qsync_torch.kernels.operands import OUT, Arguments, make_operands
+from qsync_torch.kernels.operands import OUT, REPLACED, Arguments, make_operands, memory_of
 from qsync_torch.kernels.selection import backend_of, build_kernel, dequantize_request
 
 _CPU_SIZE, _CPU_PIXELS, _CPU_GROUPS = 64, 12, 8
@@ -116,17 +116,9 @@ class Canary:
         own = KernelChoice(choice.chain, () if pinned is None else ((asked.request.op, pinned),))
 
         def find() -> Iterator[WrongKernel]:
-            arguments = canary_operands(asked, self.device)
             kernel = build_kernel(asked.request, own)
-            kernel(*arguments)
             self.checked += 1
-            problem = problem_of_call(asked, arguments)
-            if not problem and asked.request.op == Op.QUANTIZE:
-                renew(arguments)
-                kernel(*arguments)
-                found = problem_of_call(asked, arguments)
-                problem = f"of other numbers in the same memory, {found}" if found else ""
-            if problem:
+            if problem := problem_of_kernel(asked, kernel, self.device):
                 yield WrongKernel(asked.request, asked.role, backend_of(asked.request, own), problem)
 
         return self._once((asked, own), find)
@@ -139,8 +131,12 @@ class Canary:
             dtype = TORCH_DTYPE[variant.compute]
             stored = quantize_weight(torch.randn(call.w, device=self.device, dtype=dtype), variant.storage)
             out = torch.full(call.w, math.nan, device=self.device, dtype=dtype)
+            before = memory_of((*stored, out))
             build_kernel(request, choice)(*stored, out)
             self.checked += 1
+            if memory_of((*stored, out)) != before:
+                yield WrongKernel(request, request.op, backend_of(request, choice), REPLACED)
+                return
             differ = int((out != dequantize_weight(stored, variant.storage, call.w, dtype)).sum())
             if differ:
                 problem = f"{differ:,} of its {out.numel():,} elements are not what is stored"
@@ -214,6 +210,23 @@ def float_products_of(call: CallShapes, variant: Variant, device: torch.device, 
     yield Product("grad_weight", fg, fx, grads[0], step, geometry=geometry)
     if call.input_gradient:
         yield Product("grad_input", fg, fw, flat(grads[1]), step, geometry=geometry)
+
+
+def problem_of_kernel(asked: OperatorRequest, kernel: Kernel, device: torch.device) -> str:
+    """What is wrong with a kernel, found by calling it, one of ``quantize`` twice; empty where it is right."""
+    arguments = canary_operands(asked, device)
+    before = memory_of(arguments)
+
+    def problem() -> str:
+        kernel(*arguments)
+        return problem_of_call(asked, arguments) if memory_of(arguments) == before else REPLACED
+
+    found = problem()
+    if found or asked.request.op != Op.QUANTIZE:
+        return found
+    renew(arguments)
+    found = problem()
+    return f"of other numbers in the same memory, {found}" if found else ""
 
 
 def canary_operands(asked: OperatorRequest, device: torch.device) -> Arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from qsync_core.kernels.requests import OperatorRequest
 from qsync_torch.dtypes import TORCH_DTYPE
 
 Arguments = tuple[Any, ...]
+
+
+REPLACED = "the kernel replaced its output instead of writing into it"
+
+
+def memory_of(arguments: Iterable[Any]) -> list[tuple[object, ...]]:
+    """Where each tensor of a call lies and what it is: a kernel writes into that memory, and may put nothing in its place."""
+    return [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in arguments if isinstance(x, torch.Tensor)]
 
 
 def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:

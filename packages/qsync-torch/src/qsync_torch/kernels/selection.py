@@ -268,9 +268,20 @@ def _build(backend: KernelBackend, request: KernelRequest, config: KernelConfig)
     kernel = backend.build(request, config)
     if reports_launches(backend):
         _REPORTING[id(kernel)] = kernel
+    elif backend.name != DEFAULT_BACKEND:
+        kernel = functools.partial(_noted, kernel, f"raised by the kernel of {request.op} of backend {backend.name}")
     if request.device_kind == "cpu" or request.op not in _OFFSET or takes_offset_tensors(backend):
         return kernel
     return functools.partial(_with_number, kernel, backend.name, request)
+
+
+def _noted(kernel: Kernel, note: str, *arguments: Any, **named: Any) -> None:
+    """Call a kernel of other people, whose error says whose it is: in training nothing else does."""
+    try:
+        kernel(*arguments, **named)
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 def _with_number(kernel: Kernel, name: str, request: KernelRequest, *arguments: Any) -> None:

@@ -23,9 +23,10 @@ from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_re
 from qsync_core.kernels.roofline import lower_bound_ns, operations, read_bytes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.tuning.record import TuningRecord
-from qsync_core.tuning.search import DeviceLostError, Effort, tune
+from qsync_core.tuning.search import DeviceLostError, Effort, NothingRunsError, tune
 from qsync_core.tuning.store import TuningStore
 from qsync_torch.devices import device_facts
+from qsync_torch.kernels.canary import problem_of_kernel
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, find_backends
 from qsync_torch.tuning.compiling import BackgroundCompiler, Group, LimitedBackend, build_all, group_of, kernel_of
@@ -40,11 +41,12 @@ _OPERATIONS_PER_BYTE = 400
 
 @attrs.frozen
 class TunedRequest:
-    """One kernel of a job: who can run it how fast, and why others cannot."""
+    """One kernel of a job: who can run it how fast, and why others cannot; of those that take it and fail also each failure."""
 
     asked: OperatorRequest
     records: tuple[TuningRecord, ...]
     refusals: dict[str, tuple[str, ...]] = attrs.field(hash=False)
+    failures: dict[str, tuple[str, ...]] = attrs.field(hash=False)
 
     @property
     def best(self) -> TuningRecord | None:
@@ -188,13 +190,14 @@ class _RequestTuning:
     until: float = math.inf
     records: list[TuningRecord] = attrs.field(factory=list)
     refusals: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
+    failures: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
     asked_of: set[str] = attrs.field(factory=set)
     _timer: KernelTimer | None = None
 
     @property
     def tuned(self) -> TunedRequest:
         """What has been found."""
-        return TunedRequest(self.asked, tuple(self.records), self.refusals)
+        return TunedRequest(self.asked, tuple(self.records), self.refusals, self.failures)
 
     def release(self) -> None:
         """Free the operands: other requests have their own."""
@@ -229,12 +232,15 @@ class _RequestTuning:
                 effort=self.effort,
                 valid=valid,
                 in_time=lambda: time.monotonic() < self.until,
+                problem_of=lambda kernel: problem_of_kernel(self.asked, kernel, self.device),
                 **limits,
             )
         except DeviceLostError:
             raise
         except (BackendError, torch.OutOfMemoryError) as error:
             self.refusals[backend.name] = (" ".join(str(error).split()),)
+            if isinstance(error, NothingRunsError):
+                self.failures[backend.name] = tuple(dict.fromkeys(error.failures.values()))
             return False
         self.records.append(record)
         return False

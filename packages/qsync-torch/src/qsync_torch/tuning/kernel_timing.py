@@ -13,6 +13,7 @@ from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelRequest
 from qsync_core.kernels.requests import OperatorRequest
 from qsync_core.kernels.roofline import Peaks
+from qsync_core.plugins.guard import place_of
 from qsync_core.tuning.search import DeviceLostError
 from qsync_torch.devices import compute_capability
 from qsync_torch.kernels.operands import Arguments, make_operands
@@ -55,7 +56,7 @@ class KernelTimer:
             Exception,
             SystemExit,
         ) as error:  # a kernel may fail in whatever way; the next candidate decides whether the device lives
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{place_of(error)}"
             if not self._device_lives():
                 raise DeviceLostError(
                     f"a kernel of {request.op} on {list(request.shapes)} made the device unusable ({said}); "
