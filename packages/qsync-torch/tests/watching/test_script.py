@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 from pathlib import Path
 
@@ -29,6 +31,12 @@ print("trained with", sys.argv[1:], beside.NAME)
 """
 
 
+@pytest.fixture(autouse=True)
+def main(monkeypatch):
+    """``__main__`` is put back, which a script replaces."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """A script beside a module that it imports, in a process group of one."""
@@ -49,6 +57,18 @@ def test_the_wrappers_of_a_script_are_found_once_and_it_runs_as_by_itself(script
     assert capsys.readouterr().out == "trained with ['--lr', '0.1'] a neighbour\n"
     assert sys.argv == before
     assert not module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit"])
+def test_what_a_script_holds_outlives_its_end(tmp_path, end):
+    path = tmp_path / "train.py"
+    path.write_text(f"class Model:\n    pass\n\nmodel = Model()\n{end}")
+    with contextlib.suppress(SystemExit):
+        run_script(path, [], lambda *models: None)
+    gc.collect()
+    held = [one for one in gc.get_objects() if type(one).__name__ == "Model" and type(one).__module__ == "__main__"]
+    assert len(held) == 1
+    assert sys.modules["__main__"].model is held[0]
 
 
 def watch(*arguments: str | Path) -> tuple[int, str, str]:

@@ -55,9 +55,7 @@ def watch(script: Path, arguments: tuple[str, ...]) -> None:
 def _of_script(error: BaseException) -> TracebackType | None:
     """The part of the traceback that is the script's."""
     frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None and "runpy" not in frame.tb_frame.f_code.co_filename:
-        frame = frame.tb_next
-    while frame is not None and frame.tb_next is not None and "runpy" in frame.tb_frame.f_code.co_filename:
+    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals.get("__name__") != "__main__":
         frame = frame.tb_next
     return frame
 
