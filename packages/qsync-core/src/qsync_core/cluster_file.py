@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from qsync_core.artifacts.whole_file import read_whole
-from qsync_core.devices import find_chip, precision_problem, same_device
+from qsync_core.devices import find_chip, precision_problem, same_device, sized_chip
 from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.plan import Role
@@ -230,7 +230,9 @@ def _parse_memory(entry: dict[str, Any], device: str, where: str) -> int:
         raise ClusterError(f"{where}: memory is {error}") from None
     if type(nbytes) is not int or nbytes < 0 or nbytes > 2**62 or ("memory" in entry and nbytes == 0):
         raise ClusterError(f"{where}: memory is a positive size such as '15 GiB' (leave it out for no limit), got {value!r}")
-    chip = find_chip(device)
+    if 0 < nbytes < 1 << 20:
+        raise ClusterError(f"{where}: memory is {nbytes} bytes, less than 1 MiB; write its unit, such as '{nbytes} GiB'")
+    chip = sized_chip(device)
     if chip and chip.memory_gb and nbytes > chip.memory_gb << 30:
         raise ClusterError(
             f"{where}: memory is {value!r}, but {chip.name} has at most {chip.memory_gb} GB; correct it or the device"
