@@ -230,7 +230,7 @@ def _parse_memory(entry: dict[str, Any], device: str, where: str) -> int:
         raise ClusterError(f"{where}: memory is {error}") from None
     if type(nbytes) is not int or nbytes < 0 or nbytes > 2**62 or ("memory" in entry and nbytes == 0):
         raise ClusterError(f"{where}: memory is a positive size such as '15 GiB' (leave it out for no limit), got {value!r}")
-    if 0 < nbytes < 1 << 20:
+    if 0 < nbytes < 1 << 20 and str(value).strip().isdecimal():
         raise ClusterError(f"{where}: memory is {nbytes} bytes, less than 1 MiB; write its unit, such as '{nbytes} GiB'")
     chip = sized_chip(device)
     if chip and chip.memory_gb and nbytes > chip.memory_gb << 30:

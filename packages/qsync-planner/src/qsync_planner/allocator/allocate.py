@@ -44,6 +44,7 @@ from qsync_planner.allocator.notes import (
     baseline_notes,
     chain_notes,
     contention_notes,
+    groups_without_tf32,
     slow_base_notes,
     storage_notes,
     uniform_notes,
@@ -326,7 +327,7 @@ class _Allocation:
         training = [group.name for group in cluster.groups if group.role is Role.TRAIN]
         notes = (*self._notes(solution), *error_notes(sensitivity, groups))
         jobs = attrs.evolve(self._fastest.jobs, variants=variants, known={})
-        judged = judge(jobs, self._fastest, solution.way, period, local_batches)
+        judged = judge(jobs, self._fastest, solution.way, period, local_batches, groups_without_tf32(inputs))
         if any(group.needs_loss_scaling for group in groups):
             notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
         estimated = estimated_groups(inputs.profiles)
