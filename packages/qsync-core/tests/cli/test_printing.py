@@ -87,6 +87,26 @@ def test_a_reader_that_leaves_ends_the_command_without_a_word(plan_file: Path) -
     assert (told.returncode, told.stderr) == (1, b"")
 
 
+PLUGINS_COMMAND = """
+import click
+from qsync_core.cli.root import QSyncGroup
+
+cli = QSyncGroup("cli")
+cli._plugin_commands = {"far": click.Command("far", help="A plugin's.")}
+cli(["far", "--help"])
+"""
+
+
+def test_a_reader_that_leaves_a_plugins_command_is_no_fault_of_the_plugin() -> None:
+    mine, other = os.pipe()
+    os.close(mine)
+    try:
+        told = subprocess.run([sys.executable, "-c", PLUGINS_COMMAND], stdout=other, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(other)
+    assert (told.returncode, told.stderr) == (1, b"")
+
+
 def test_no_standard_output_at_all(plan_file: Path) -> None:
     command = f'"{sys.executable}" -m qsync_core.cli show "{plan_file}" >&-'
     told = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=False)

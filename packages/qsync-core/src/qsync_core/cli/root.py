@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import select
 import sys
 import traceback
 from functools import cached_property
@@ -63,6 +64,8 @@ class QSyncGroup(click.Group):
 
         def failed(sentence: str, error: BaseException) -> NoReturn:
             name = ctx.invoked_subcommand
+            if isinstance(error, BrokenPipeError) and _nobody_reads():
+                raise error  # click ends the program without a word
             if isinstance(error, OSError) and (remedy := _NOTHING_WRITTEN.get(error.errno or 0)):
                 where = f" ({error.filename})" if error.filename else ""
                 raise QSyncError(
@@ -94,6 +97,16 @@ class QSyncGroup(click.Group):
             say(f"error: {sentence}")
             tell_torchrun(sentence)
             sys.exit(1)
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has gone: ``qsync ... | head``."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)  # what is always told: errors
+    except (OSError, ValueError):  # a stream of a test, or closed
+        return False
+    return bool(poll.poll(0))
 
 
 _NOTHING_WRITTEN = {
