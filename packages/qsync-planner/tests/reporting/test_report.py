@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import leanest, random_case
+from planning_cases import Case, leanest, random_case, random_costs
 from report_cases import EVIL, job_of, measured_like, stored_run
 
 from qsync_core.artifacts.files import save
@@ -319,6 +320,19 @@ def test_a_folder_that_is_not_finished_is_refused(run: RunFolder, tmp_path: Path
     with pytest.raises(ArtifactError, match=re.escape(str(half.dag))):
         write_report(half)
     assert not half.report.exists()
+
+
+def test_collectives_of_other_numbers_of_ranks_than_planned_are_left_out(run: RunFolder, tmp_path: Path) -> None:
+    """The cluster file may say other counts than the processes that measured: the plan is made without what they measured."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
+    inputs = read_job(copy)[0].inputs
+    groups = tuple(attrs.evolve(group, count=group.count + 1) for group in inputs.cluster.groups)
+    case = Case(inputs.dag, attrs.evolve(inputs.cluster, groups=groups), inputs.profiles, inputs.sensitivity)
+    costs = copy.communication([group.name for group in groups])
+    costs.parent.mkdir(exist_ok=True)
+    save(random_costs(case, random.Random(0)), costs)
+    assert write_report(copy).is_file()
+    assert read_job(copy)[0].inputs.communication is None
 
 
 def test_a_plan_or_sensitivity_of_another_job_is_named(run: RunFolder, tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
         cluster,
         {name: load(run.profile(name), Profile) for name in names},
         load(run.sensitivity, Sensitivity),
-        communication=load(costs, CollectiveCosts) if costs.is_file() else None,
+        # Costs of other numbers of ranks than the cluster file's lie there too, and the plan is made without them.
+        communication=load(costs, CollectiveCosts) if "communication" in plan.input_digests and costs.is_file() else None,
     )
     return Job(inputs, plan), load(measured, Timeline) if measured.is_file() else None
 
