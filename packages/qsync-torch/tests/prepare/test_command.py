@@ -64,6 +64,14 @@ def test_what_is_asked_wrongly_is_one_sentence(refused, arguments, said):
     assert said in refused(*arguments)
 
 
+@pytest.mark.parametrize(
+    "job, said", [("cluster.toml", "cluster.toml is a cluster file, and no job: give it with --cluster"), ("resnet19", "no model is named")]
+)
+def test_what_no_job_is_called_leaves_no_folder(refused, job, said):
+    assert said in refused(job)
+    assert not Path("run").exists()
+
+
 def test_without_the_planner_it_says_how_to_get_it(refused, monkeypatch):
     monkeypatch.setattr(flow, "find_spec", lambda name: None)
     said = refused("job.py:make_job")

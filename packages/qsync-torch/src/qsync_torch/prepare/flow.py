@@ -44,7 +44,7 @@ from qsync_torch.distributed.ranks import (
 from qsync_torch.distributed.watch import watched
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import check_store
-from qsync_torch.load_job import is_script, job_code, load_job
+from qsync_torch.load_job import find_job, is_script, job_code, load_job
 from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
@@ -178,6 +178,7 @@ def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepare
 def _load(request: Request, said: Said | None) -> Load:
     """How the job is loaded: a script's is there already."""
     if said is None:
+        find_job(request.job)  # before there is a run folder
         return lambda: (load_job(request.job, request.batch_size), None)
     job = said.job if request.batch_size is None else attrs.evolve(said.job, batch_size=request.batch_size)
     return lambda: (job, said.caller)
