@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch.nn.modules import module
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.cli import root
 from qsync_torch.watching.script import run_script
+from qsync_torch.watching.watch import RankWatch
 
 SCRIPT = """
 import sys
@@ -69,6 +71,14 @@ def test_what_a_script_holds_outlives_its_end(tmp_path, end):
     held = [one for one in gc.get_objects() if type(one).__name__ == "Model" and type(one).__module__ == "__main__"]
     assert len(held) == 1
     assert sys.modules["__main__"].model is held[0]
+
+
+def test_who_is_slow_is_said_in_a_line(script, capsys, recwarn):
+    rank_watch = RankWatch(DistributedDataParallel(torch.nn.Linear(1, 1)))
+    rank_watch._say("rank 1 is slow")
+    rank_watch.close()
+    assert capsys.readouterr().err == "qsync: rank 1 is slow\n"
+    assert not [one for one in recwarn if "slow" in str(one.message)]
 
 
 def watch(*arguments: str | Path) -> tuple[int, str, str]:
