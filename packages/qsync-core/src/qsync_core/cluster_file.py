@@ -225,7 +225,7 @@ def _check_supported(device: str, precision: Precision, what: str, where: str) -
 def _parse_memory(entry: dict[str, Any], device: str, where: str) -> int:
     value = entry.get("memory", 0)
     try:
-        nbytes = parse_memory(str(value)) if isinstance(value, str) or type(value) is int and 0 < value < 2**62 else value
+        nbytes = parse_memory(str(value)) if isinstance(value, str) or (type(value) is int and 0 < value < 2**62) else value
     except ValueError as error:
         raise ClusterError(f"{where}: memory is {error}") from None
     if type(nbytes) is not int or nbytes < 0 or nbytes > 2**62 or ("memory" in entry and nbytes == 0):

@@ -192,7 +192,8 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*_DATA_CENTRE, *_WORKSTAT
 _SIZES: dict[str, dict[int, tuple[int, int]]] = {
     "P100": {12: (12, 549)},
     "V100": {16: (16, 900)},
-    **dict.fromkeys(("A100", "A800"), {40: (40, 1555)}),
+    "A100": {40: (40, 1555)},
+    "A800": {40: (40, 1555)},
     "H20": {96: (96, 4000)},
     "GH200": dict.fromkeys((96, 120, 480), (96, 4000)),  # 120 and 480 GB are the processor's memory
     "RTX A2000": {6: (6, 288)},

@@ -109,7 +109,9 @@ def test_a_reader_that_leaves_a_plugins_command_is_no_fault_of_the_plugin() -> N
     mine, other = os.pipe()
     os.close(mine)
     try:
-        told = subprocess.run([sys.executable, "-c", PLUGINS_COMMAND], stdout=other, stderr=subprocess.PIPE, timeout=60, check=False)
+        told = subprocess.run(
+            [sys.executable, "-c", PLUGINS_COMMAND], stdout=other, stderr=subprocess.PIPE, timeout=60, check=False
+        )
     finally:
         os.close(other)
     assert (told.returncode, told.stderr) == (1, b"")

@@ -387,7 +387,9 @@ def test_a_rung_that_an_estimate_lacks_is_not_to_be_profiled_there() -> None:
         allocate(attrs.evolve(case, profiles=profiles).inputs)
     said = str(caught.value)
     assert "offers int8, at which its profile of" in said
-    assert "estimated from H200, has no costs (it has float32, int8>float32); write int8>float32, or estimate from a profile" in said
+    assert (
+        "estimated from H200, has no costs (it has float32, int8>float32); write int8>float32, or estimate from a profile" in said
+    )
     assert "qsync profile" not in said
 
 

@@ -21,6 +21,7 @@ from report_cases import EVIL, job_of, measured_like, stored_run
 from qsync_core.artifacts.files import save
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError, PlanError
+from qsync_core.installing import pip_install
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost
@@ -350,7 +351,7 @@ def test_a_plan_or_sensitivity_of_another_job_is_named(run: RunFolder, tmp_path:
 
 def test_without_the_extra_there_is_a_sentence_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match=re.escape("pip install 'qsync-planner[report]'")):
+    with pytest.raises(PlanError, match=re.escape(pip_install("qsync-planner", "report"))):
         write_report(RunFolder(tmp_path))
 
 

@@ -96,7 +96,9 @@ def find_job(text: str) -> Callable[[], Job]:
             raise JobError(f"no function in {text!r}; write 'file.py:function' or 'package.module:function'")
         return partial(_from_function, location, function_name, options)
     if text.endswith(".toml"):
-        raise JobError(f"{text} is a cluster file, and no job: give it with --cluster, and here a script, a model or 'file.py:function'")
+        raise JobError(
+            f"{text} is a cluster file, and no job: give it with --cluster, and here a script, a model or 'file.py:function'"
+        )
     known = ", ".join(NAMED)
     raise JobError(f"no model is named {text!r}; known are {known}, or write 'file.py:function' for your own")
 

@@ -99,7 +99,10 @@ def test_who_is_interrupted_while_it_waits_says_so_to_the_one_that_it_waits_for(
 def test_a_rank_that_was_never_seen_is_told_to_be_started():
     store = dist.HashStore()
     said = r"^rank 1 did not come to preparing within 0\.2 s of rank 0: start it, or see what was printed there last"
-    with pytest.raises(RankError, match=said), together("preparing", group=Mailbox(0, range(2), store, 10.0), timeout_s=0.2, slow=True):
+    with (
+        pytest.raises(RankError, match=said),
+        together("preparing", group=Mailbox(0, range(2), store, 10.0), timeout_s=0.2, slow=True),
+    ):
         pass
 
 

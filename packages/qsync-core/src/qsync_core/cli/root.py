@@ -17,6 +17,7 @@ from qsync_core.cli.launch import launch
 from qsync_core.cli.output import say, spell_out_foreign_letters
 from qsync_core.cli.show import show
 from qsync_core.errors import PluginError, QSyncError, tell_torchrun
+from qsync_core.installing import pip_install
 from qsync_core.plugins.guard import described, guard
 from qsync_core.plugins.registry import Registry
 from qsync_core.printable import printable
@@ -55,7 +56,7 @@ class QSyncGroup(click.Group):
             elif package in self.registry.plugins:
                 problem = "does not offer it in the installed version; upgrade it"
             else:
-                problem = f"is not installed; run: pip install {package}"
+                problem = f"is not installed; run: {pip_install(package)}"
             raise click.UsageError(f"the command {args[0]!r} belongs to {package}, which {problem}", ctx)
         return super().resolve_command(ctx, args)
 

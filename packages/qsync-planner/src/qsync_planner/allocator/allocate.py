@@ -285,7 +285,7 @@ class _Allocation:
         if solver == "greedy":
             return bounded(state, solve_greedy(state, starts, limit_ns), limit_ns, programs)
         if solver == "auto" and not is_installed():
-            note = "without a proof: HiGHS is not installed; pip install 'qsync-planner[exact]' adds one, and better plans"
+            note = "without a proof: HiGHS is not installed; qsync-planner's extra 'exact' adds one, and better plans"
         else:
             try:
                 return solve_exactly(state, starts, limit_ns, self._effort, programs, seconds=seconds, progress=self._progress)

@@ -130,8 +130,8 @@ def datasheet(device: str) -> Datasheet:
     """The chip that a device name means, with the memory that it says.
 
     Raises:
-        PlanError: for a chip that is not in the table, a slice of one, or one with a memory that it is not sold with; names those of
-            a similar name, or all.
+        PlanError: for a chip that is not in the table, a slice of one, or one with a memory that it is not sold with; names those
+            of a similar name, or all.
     """
     chip = find_chip(device)
     found = DATASHEETS.get(chip.name) if chip is not None else None
@@ -148,8 +148,8 @@ def datasheet(device: str) -> Datasheet:
     assert sized is not None
     if not sized.bandwidth_gb_s:
         raise PlanError(
-            f"{device!r} names a memory of {sized.memory_gb} GB, with which no {found.name} is known; without a size, {found.name} has "
-            f"{found.chip.memory_gb} GB"
+            f"{device!r} names a memory of {sized.memory_gb} GB, with which no {found.name} is known; without a size, {found.name} "
+            f"has {found.chip.memory_gb} GB"
         )
     return attrs.evolve(found, chip=sized)
 

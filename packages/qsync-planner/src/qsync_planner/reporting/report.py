@@ -226,7 +226,7 @@ def _memory_section(plan: PrecisionPlan, measured: Timeline | None) -> Section:
 def _curve_section(job: Job) -> list[Section]:
     title = "Other plans"
     if not has_highs():
-        return [Section(title, ("The trade-off curve needs HiGHS: pip install 'qsync-planner[exact]'",))]
+        return [Section(title, ("The trade-off curve needs HiGHS: qsync-planner's extra 'exact'",))]
     if len(job.dag.adjustable) > _CURVE_OPERATORS or not job.keeps_batches:
         return [Section(title, ("‘qsync plan --pareto’ draws the trade-off between Ω, time and memory.",))]
     try:

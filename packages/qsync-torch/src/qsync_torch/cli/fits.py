@@ -9,6 +9,7 @@ import click
 
 from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.errors import PlanError
+from qsync_core.installing import pip_install
 from qsync_core.units import format_bytes, format_ns
 from qsync_torch.cli.options import batch_size_option
 
@@ -35,7 +36,9 @@ def fits(
     bert-base:seq=384), or file.py:function.
     """
     if find_spec("qsync_planner") is None:
-        raise PlanError("qsync fits estimates by qsync-planner's data sheets; install it with: pip install 'qsync-torch[plan]'")
+        raise PlanError(
+            f"qsync fits estimates by qsync-planner's data sheets; install it with: {pip_install('qsync-torch', 'plan')}"
+        )
     from qsync_planner.estimating.chips import datasheet
     from qsync_torch.fits.fits import Fits
     from qsync_torch.fits.load import job_without_memory, tf32_allowed

@@ -19,6 +19,7 @@ from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.cluster_file import MAX_FILE_BYTES, parse_cluster
 from qsync_core.errors import ClusterError, PlanError
+from qsync_core.installing import pip_install
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
@@ -220,7 +221,9 @@ class _Flow:
             )
         with folder.together({VERSIONS: versions_text(), "--group": wishes}, slow=True) as facts:
             if folder.rank == 0 and find_spec("qsync_planner") is None:
-                raise PlanError("qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'")
+                raise PlanError(
+                    f"qsync prepare plans, which needs qsync-planner; install it with: {pip_install('qsync-torch', 'plan')}"
+                )
             if folder.rank == 0:
                 self._check_asked()
             check_store(request.device)

@@ -19,8 +19,8 @@ def run_script(path: Path, arguments: Sequence[str], begin: Callable[..., object
 
     That is before the first forward of a model in DistributedDataParallel; further wrappers that are there by then are behind it.
 
-    The script stays ``__main__`` until the process ends, as in Python: a wrapper that is dropped earlier, after its process group is
-    destroyed, joins the group's threads while it holds the lock that they wait for.
+    The script stays ``__main__`` until the process ends, as in Python: a wrapper that is dropped earlier, after its process group
+    is destroyed, joins the group's threads while it holds the lock that they wait for.
 
     Raises:
         Exception: what the script raises.
