@@ -62,7 +62,7 @@ def test_the_net_is_found_above_the_script_or_beside_it(example, tmp_path):
     for name in ("ray/train_ray.py", "digits_net.py"):
         shutil.copy(EXAMPLES / name, tmp_path)
     copied = loaded(tmp_path / "train_ray.py")
-    assert copied.EXAMPLES == tmp_path
+    assert tmp_path == copied.EXAMPLES
 
 
 def test_workers_are_those_of_the_plan_and_rank_0_trains(run, example):

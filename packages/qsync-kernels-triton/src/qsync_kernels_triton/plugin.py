@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Sequence
 from importlib import metadata
 
-from qsync_core.installing import pip_install
 from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
 from qsync_core.kernels.support import CONVOLUTIONS, LINEAR, product_format
 from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_core.plugins.hooks import Candidate, hookimpl
+from qsync_core.plugins.installing import pip_install
 from qsync_kernels_triton.backend import TritonBackend
 
 

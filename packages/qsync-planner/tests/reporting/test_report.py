@@ -21,11 +21,11 @@ from report_cases import EVIL, job_of, measured_like, stored_run
 from qsync_core.artifacts.files import save
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError, PlanError
-from qsync_core.installing import pip_install
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost
 from qsync_core.ir.variant import Variant
+from qsync_core.plugins.installing import pip_install
 from qsync_core.run_folder import RunFolder
 from qsync_planner.reporting import page as pages
 from qsync_planner.reporting import write_report

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError
-from qsync_core.installing import pip_install
+from qsync_core.plugins.installing import pip_install
 from qsync_torch.prepare import flow
 
 CLUSTER = '[[group]]\nname = "cpu"\ndevice = "cpu"\ncount = 1\nrole = "train"\n'

@@ -17,8 +17,8 @@ from qsync_core.cli.launch import launch
 from qsync_core.cli.output import say, spell_out_foreign_letters
 from qsync_core.cli.show import show
 from qsync_core.errors import PluginError, QSyncError, tell_torchrun
-from qsync_core.installing import pip_install
 from qsync_core.plugins.guard import described, guard
+from qsync_core.plugins.installing import pip_install
 from qsync_core.plugins.registry import Registry
 from qsync_core.printable import printable
 

@@ -21,7 +21,7 @@ import attrs
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.errors import PlanError
-from qsync_core.installing import pip_install
+from qsync_core.plugins.installing import pip_install
 from qsync_core.printable import printable
 from qsync_core.tuning.store import default_store_path
 

@@ -10,7 +10,7 @@ import click
 
 from qsync_core.cli.output import emit, json_option, say
 from qsync_core.errors import QSyncError
-from qsync_core.installing import pip_install
+from qsync_core.plugins.installing import pip_install
 from qsync_core.run_folder import RunFolder
 from qsync_core.units import parse_bytes
 

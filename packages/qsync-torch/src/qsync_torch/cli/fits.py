@@ -9,7 +9,7 @@ import click
 
 from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.errors import PlanError
-from qsync_core.installing import pip_install
+from qsync_core.plugins.installing import pip_install
 from qsync_core.units import format_bytes, format_ns
 from qsync_torch.cli.options import batch_size_option
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import JobError
-from qsync_core.installing import pip_install
+from qsync_core.plugins.installing import pip_install
 from qsync_torch.job import Batch, Job
 
 _SIZES = {

@@ -19,7 +19,6 @@ from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.cluster_file import MAX_FILE_BYTES, parse_cluster
 from qsync_core.errors import ClusterError, PlanError
-from qsync_core.installing import pip_install
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
@@ -27,6 +26,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant, ladder_under
+from qsync_core.plugins.installing import pip_install
 from qsync_core.run_folder import RunFolder, key_of
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.script import Said, job_of_script, unsaid_autocast

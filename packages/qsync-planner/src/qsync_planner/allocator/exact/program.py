@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from qsync_core.errors import PlanError
-from qsync_core.installing import pip_install
+from qsync_core.plugins.installing import pip_install
 
 _FEASIBILITY = 1e-9
 _INTEGRALITY = 1e-7

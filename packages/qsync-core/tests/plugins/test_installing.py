@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qsync_core.installing import pip_install
+from qsync_core.plugins.installing import pip_install
 
 
 @pytest.fixture
