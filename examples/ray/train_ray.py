@@ -36,7 +36,10 @@ from qsync_core.run_folder import RunFolder
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
-EXAMPLES = Path(__file__).resolve().parents[1]
+_NET = "digits_net.py"
+_FOLDERS = Path(__file__).resolve().parents
+EXAMPLES = next((folder for folder in _FOLDERS if (folder / _NET).is_file()), _FOLDERS[0])
+"""Where the model's file is: beside this one, as in a pod's working directory, or above."""
 
 
 def planned_workers(run: Path) -> dict[str, int]:
@@ -89,7 +92,7 @@ def prepare_where_unplanned(run: RunFolder, group: str, batch_size: int, cluster
         return
     port = [free_port()]
     dist.broadcast_object_list(port)
-    command = [sys.executable, "-m", "qsync", "prepare", f"{EXAMPLES / 'digits_net.py'}:job", "-o", str(run.path)]
+    command = [sys.executable, "-m", "qsync", "prepare", f"{EXAMPLES / _NET}:job", "-o", str(run.path)]
     if cluster:
         command += ["--cluster", cluster]
     environment = {**os.environ, "MASTER_PORT": str(port[0])}  # all else is as Ray has set it, and torchrun would

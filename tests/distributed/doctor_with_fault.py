@@ -46,6 +46,7 @@ def stop_whole(rank):
 
 AT_ALL_REDUCE = {
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stops its rank": lambda: os.kill(os.getppid(), signal.SIGSTOP),
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": lambda: time.sleep(1000),
     "ends whole": lambda: os.kill(os.getppid(), signal.SIGKILL),

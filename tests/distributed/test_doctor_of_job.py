@@ -91,6 +91,11 @@ def test_a_rank_that_is_frozen_before_it_has_said_what_it_has_is_named():
     check_blamed(ended, "saying what it has", "failed because of rank 1", "has ended or is stopped, and gives no sign of life")
 
 
+def test_a_rank_that_is_frozen_while_its_probe_measures_on_is_named():
+    ended = run_ranks("stops its rank", 1, QSYNC_RANK_TIMEOUT_S="4", leave=(1,))
+    check_blamed(ended, "saying that all was measured failed because of rank 1", "is stopped, and gives no sign of life")
+
+
 @pytest.mark.nightly
 def test_an_all_reduce_that_hangs_between_ranks_that_live():
     ended = run_ranks("hangs", 1, "--timeout", "4")

@@ -26,12 +26,16 @@ def run(make_plan, tmp_path) -> RunFolder:
     return folder
 
 
-@pytest.fixture
-def example():
-    spec = importlib.util.spec_from_file_location("train_ray", EXAMPLES / "ray" / "train_ray.py")
+def loaded(path: Path):
+    spec = importlib.util.spec_from_file_location("train_ray", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def example():
+    return loaded(EXAMPLES / "ray" / "train_ray.py")
 
 
 @pytest.fixture
@@ -51,6 +55,14 @@ def nodes(monkeypatch):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def test_the_net_is_found_above_the_script_or_beside_it(example, tmp_path):
+    assert example.EXAMPLES == EXAMPLES
+    for name in ("ray/train_ray.py", "digits_net.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    copied = loaded(tmp_path / "train_ray.py")
+    assert tmp_path == copied.EXAMPLES
 
 
 def test_workers_are_those_of_the_plan_and_rank_0_trains(run, example):

@@ -65,7 +65,7 @@ device = "cpu"
 count = 1
 role = "infer"
 ladder = ["int8", "float32"]
-memory = {memory}
+memory = "{memory} B"
 
 [[link]]
 between = ["train", "infer"]

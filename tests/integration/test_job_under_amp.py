@@ -91,7 +91,7 @@ def quick_profile(job: Job, dag):
 
 
 def cluster(memory: int | None = None):
-    return parse_cluster(CLUSTER.replace("MEMORY", "" if memory is None else f"memory = {memory}"))
+    return parse_cluster(CLUSTER.replace("MEMORY", "" if memory is None else f'memory = "{memory} B"'))
 
 
 @pytest.fixture(scope="module")

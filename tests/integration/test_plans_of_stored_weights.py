@@ -93,7 +93,7 @@ def cluster(**memory: int) -> Cluster:
         link
         + "".join(
             f'[[group]]\nname = "{name}"\ndevice = "cpu"\ncount = 1\nrole = "infer"\nbase = "bfloat16"\nladder = [{ladder}]\n'
-            f"memory = {nbytes}\n"
+            f'memory = "{nbytes} B"\n'
             for name, nbytes in memory.items()
         )
     )

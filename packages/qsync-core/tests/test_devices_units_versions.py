@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.devices import CHIPS, find_chip, precision_problem, same_device
+from qsync_core.devices import CHIPS, find_chip, precision_problem, same_device, sized_chip
 from qsync_core.errors import CompatibilityError
 from qsync_core.ir.precision import Precision
 from qsync_core.plugins.compat import check_versions, installed_versions, series
@@ -53,6 +53,27 @@ from qsync_core.units import format_bytes, format_ns, parse_bytes
 def test_device_names(device: str, chip: str | None) -> None:
     found = find_chip(device)
     assert (found.name if found else None) == chip
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gb", "bandwidth_gb_s"),
+    [
+        ("A100", 80, 2039),
+        ("NVIDIA A100-SXM4-80GB", 80, 2039),
+        ("NVIDIA A100-SXM4-40GB", 40, 1555),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 80, 2039),
+        ("Tesla V100-SXM2-16GB", 16, 900),
+        ("RTX 3080 10 GB", 10, 760),
+        ("NVIDIA GH200 480GB", 96, 4000),
+        ("NVIDIA H100 80GB HBM3", 80, 3350),
+        ("A100 20GB", 20, 0),
+    ],
+)
+def test_the_memory_that_a_name_says(device: str, memory_gb: int, bandwidth_gb_s: int) -> None:
+    chip = sized_chip(device)
+    assert chip is not None
+    assert (chip.memory_gb, chip.bandwidth_gb_s) == (memory_gb, bandwidth_gb_s)
+    assert find_chip(chip.name) is find_chip(device)
 
 
 def test_same_device() -> None:

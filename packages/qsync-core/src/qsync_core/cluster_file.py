@@ -10,14 +10,14 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from qsync_core.artifacts.whole_file import read_whole
-from qsync_core.devices import find_chip, precision_problem, same_device
+from qsync_core.devices import find_chip, precision_problem, same_device, sized_chip
 from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Granularity, Precision, Rounding, Storage, join
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import AFFINE, ALL, STORED, Variant
-from qsync_core.units import parse_bytes
+from qsync_core.units import parse_memory
 
 MAX_FILE_BYTES = 1 << 20
 GROUP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
@@ -225,12 +225,12 @@ def _check_supported(device: str, precision: Precision, what: str, where: str) -
 def _parse_memory(entry: dict[str, Any], device: str, where: str) -> int:
     value = entry.get("memory", 0)
     try:
-        nbytes = parse_bytes(value) if isinstance(value, str) else value
+        nbytes = parse_memory(str(value)) if isinstance(value, str) or (type(value) is int and 0 < value < 2**62) else value
     except ValueError as error:
         raise ClusterError(f"{where}: memory is {error}") from None
     if type(nbytes) is not int or nbytes < 0 or nbytes > 2**62 or ("memory" in entry and nbytes == 0):
         raise ClusterError(f"{where}: memory is a positive size such as '15 GiB' (leave it out for no limit), got {value!r}")
-    chip = find_chip(device)
+    chip = sized_chip(device)
     if chip and chip.memory_gb and nbytes > chip.memory_gb << 30:
         raise ClusterError(
             f"{where}: memory is {value!r}, but {chip.name} has at most {chip.memory_gb} GB; correct it or the device"

@@ -189,6 +189,22 @@ _INSTINCT = (
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*_DATA_CENTRE, *_WORKSTATION, *_GEFORCE, *_INSTINCT)}
 """Known chips by name.  int8 means int8 tensor-core products: V100 has only the slower DP4A instruction and is left out."""
 
+_SIZES: dict[str, dict[int, tuple[int, int]]] = {
+    "P100": {12: (12, 549)},
+    "V100": {16: (16, 900)},
+    "A100": {40: (40, 1555)},
+    "A800": {40: (40, 1555)},
+    "H20": {96: (96, 4000)},
+    "GH200": dict.fromkeys((96, 120, 480), (96, 4000)),  # 120 and 480 GB are the processor's memory
+    "RTX A2000": {6: (6, 288)},
+    "RTX 3060": {8: (8, 240)},
+    "RTX 3080": {10: (10, 760)},
+    "RTX 4060 Ti": {8: (8, 288)},
+    "RTX 5060 Ti": {8: (8, 448)},
+}
+"""Smaller memories that chips are sold with, by the GB in a name: GB and GB/s, from the same sources."""
+_SIZE = re.compile(r"\b(\d+)\s*G(?:I?B)?\b")
+
 _BETWEEN_WORDS = r"(?:[\s_-]*\d+GB)?[\s_-]*"
 """What a maker may put between the words of a name: nothing, or the size of the memory: ``RTX3090``, ``A100 80GB PCIe``."""
 _PATTERNS = [
@@ -209,6 +225,19 @@ def find_chip(device: str) -> Chip | None:
         if found := pattern.search(device.upper()):
             return None if _ANOTHER_CHIP.search(found[1]) else chip
     return None
+
+
+def sized_chip(device: str) -> Chip | None:
+    """The known chip that a device name means, with the memory that the name says: ``NVIDIA A100-SXM4-40GB`` has 40 GB.
+
+    Its bandwidth is 0 where no chip of that name is known with such a memory.
+    """
+    chip = find_chip(device)
+    size = _SIZE.search(re.sub(r"MIG\b.*", "", device.upper()))
+    if chip is None or size is None or int(size[1]) == chip.memory_gb:
+        return chip
+    memory_gb, bandwidth_gb_s = _SIZES.get(chip.name, {}).get(int(size[1]), (int(size[1]), 0))
+    return attrs.evolve(chip, name=f"{chip.name} {memory_gb}GB", memory_gb=memory_gb, bandwidth_gb_s=bandwidth_gb_s)
 
 
 def chips_like(device: str, names: Iterable[str] = CHIPS) -> list[str]:

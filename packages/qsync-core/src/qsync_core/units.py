@@ -37,6 +37,18 @@ def parse_bytes(text: str) -> int:
     return nbytes
 
 
+def parse_memory(text: str) -> int:
+    """:func:`parse_bytes` of a device's memory, of which nobody means so few bytes as a number without its unit has.
+
+    Raises:
+        ValueError: also for a number below 1 MiB without a unit.
+    """
+    nbytes = parse_bytes(text)
+    if 0 < nbytes < 1 << 20 and text.strip().isdecimal():
+        raise ValueError(f"{nbytes} bytes, less than 1 MiB; write its unit, such as '{nbytes} GiB'")
+    return nbytes
+
+
 def format_bytes(nbytes: int) -> str:
     """A size for people, in binary units with three significant digits: ``1.21 GiB``."""
     value = float(nbytes)

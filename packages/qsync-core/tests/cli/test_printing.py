@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qsync_core.artifacts import files as artifact
-from qsync_core.cli.output import emit
+from qsync_core.cli.output import emit, open_console, print_table
 from qsync_core.cli.root import QSyncGroup
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
@@ -82,6 +83,35 @@ def test_a_reader_that_leaves_ends_the_command_without_a_word(plan_file: Path) -
     os.close(mine)
     try:
         told = show(plan_file, "--json", stdout=other)
+    finally:
+        os.close(other)
+    assert (told.returncode, told.stderr) == (1, b"")
+
+
+def test_tables_are_not_cut_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    log = io.StringIO()
+    print_table(open_console(file=log), ("rank", "communication", "forward"), [("r" * 20, "c" * 30, "f" * 30)])
+    assert log.getvalue().splitlines()[1].split() == ["r" * 20, "c" * 30, "f" * 30]
+
+
+PLUGINS_COMMAND = """
+import click
+from qsync_core.cli.root import QSyncGroup
+
+cli = QSyncGroup("cli")
+cli._plugin_commands = {"far": click.Command("far", help="A plugin's.")}
+cli(["far", "--help"])
+"""
+
+
+def test_a_reader_that_leaves_a_plugins_command_is_no_fault_of_the_plugin() -> None:
+    mine, other = os.pipe()
+    os.close(mine)
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", PLUGINS_COMMAND], stdout=other, stderr=subprocess.PIPE, timeout=60, check=False
+        )
     finally:
         os.close(other)
     assert (told.returncode, told.stderr) == (1, b"")

@@ -109,6 +109,7 @@ def test_json_has_what_the_lines_have(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--jobset", "--rayjob", "--", "train.py"], "--jobset and --rayjob are two manifests of one job: ask for one of them"),
         (["--image", "a/b", "--", "train.py"], "--image is for --jobset"),
         (["--per-machine", "train", "--", "train.py"], "write GROUP=NUMBER, for example infer=2; got 'train'"),
         (["--per-machine", "train=two", "--", "train.py"], "group 'train' are a number, got 'two'"),

@@ -10,6 +10,7 @@ from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
 from qsync_core.kernels.support import CONVOLUTIONS, LINEAR, product_format
 from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_core.plugins.hooks import Candidate, hookimpl
+from qsync_core.plugins.installing import pip_install
 from qsync_kernels_triton.backend import TritonBackend
 
 
@@ -36,6 +37,6 @@ def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]
 def qsync_doctor() -> list[DoctorLine]:
     """Which Triton is installed.  Whether a GPU suits it, ``unsupported_reasons`` says for each request."""
     if importlib.util.find_spec("triton") is None:
-        advice = "pip install 'qsync-kernels-triton[triton]' on machines with a GPU of compute capability 7.5 or higher"
+        advice = f"{pip_install('qsync-kernels-triton', 'triton')} on machines with a GPU of compute capability 7.5 or higher"
         return [DoctorLine("triton", "not installed; its backend refuses every request", Status.INFO, advice)]
     return [DoctorLine("triton", metadata.version("triton"))]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, leanest, random_case
-from synthetic import BFLOAT16, FLOAT16, FLOAT32
+from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8_RUNG, INT8_TO_FLOAT16_RUNG
 
 from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest, to_bytes
@@ -375,6 +375,22 @@ def test_a_rung_that_nothing_was_measured_at_is_refused(solver: str) -> None:
     assert "the ladder of group 'infer0' offers bfloat16, at which its profile of" in said
     assert "measured no operator (it has " in said
     assert "run 'qsync profile' there with --cluster and --group infer0, or take it off the ladder" in said
+
+
+def test_a_rung_that_an_estimate_lacks_is_not_to_be_profiled_there() -> None:
+    """Nobody has the device of an estimated profile."""
+    case = random_case(2, ladder=(INT8_TO_FLOAT16_RUNG, INT8_RUNG, FULL))
+    for variant in {v for by in case.profiles["infer0"].cost_index.values() for v in by} - {INT8_RUNG, FULL}:
+        case = without_rung(case, variant, [operator.op_id for operator in case.dag.operators])
+    profiles = {name: attrs.evolve(profile, estimated_from="H200") for name, profile in case.profiles.items()}
+    with pytest.raises(PlanError) as caught:
+        allocate(attrs.evolve(case, profiles=profiles).inputs)
+    said = str(caught.value)
+    assert "offers int8, at which its profile of" in said
+    assert (
+        "estimated from H200, has no costs (it has float32, int8>float32); write int8>float32, or estimate from a profile" in said
+    )
+    assert "qsync profile" not in said
 
 
 @pytest.mark.parametrize("solver", ["uniform", "greedy", "full"])

@@ -305,7 +305,11 @@ def test_a_baseline_that_is_slower_than_what_people_train_with_is_told(
     groups = tuple(attrs.evolve(group, base=base, ladder=(rung,), device=device) for group in case.cluster.groups)
     kind = DeviceType(device, DeviceKind.CUDA)
     profiles = {name: attrs.evolve(profile, software=software, device=kind) for name, profile in case.profiles.items()}
-    notes = allocate(Inputs(case.dag, attrs.evolve(case.cluster, groups=groups), profiles, case.sensitivity)).notes
+    plan = allocate(Inputs(case.dag, attrs.evolve(case.cluster, groups=groups), profiles, case.sensitivity))
+    notes = plan.notes
+    assert plan.verdict is not None
+    names = " and ".join(group.name for group in groups)
+    assert plan.verdict.sentence.startswith(f"with {names} in float32 without TF32: ") == (said == "without TF32")
     told = [note for note in notes if note.startswith("the baseline is slower than what people train with")]
     assert len(told) == bool(said)
     assert all(said in note for note in told)

@@ -276,7 +276,7 @@ def test_a_plan_says_which_of_its_groups_are_estimated(resnet: tuple[PrecisionDa
     assert "note: the costs of group train are estimated from NVIDIA H200, not measured" in shown
     assert "train (2 × A100, estimated)" in shown
     assert "infer (2 × H200)" in shown or "infer (2 × NVIDIA H200)" in shown
-    assert "verdict: estimated: " in shown
+    assert "verdict: estimated, with train and infer in float32 without TF32: " in shown
     data = json.loads(run("explain", paths["plan"], "--json"))
     assert [group["estimated_from"] for group in data["groups"]] == ["NVIDIA H200", None]
     assert "2 × A100, train, costs estimated from NVIDIA H200" in run("explain", paths["plan"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import leanest, random_case
+from planning_cases import Case, leanest, random_case, random_costs
 from report_cases import EVIL, job_of, measured_like, stored_run
 
 from qsync_core.artifacts.files import save
@@ -24,6 +25,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost
 from qsync_core.ir.variant import Variant
+from qsync_core.plugins.installing import pip_install
 from qsync_core.run_folder import RunFolder
 from qsync_planner.reporting import page as pages
 from qsync_planner.reporting import write_report
@@ -321,6 +323,19 @@ def test_a_folder_that_is_not_finished_is_refused(run: RunFolder, tmp_path: Path
     assert not half.report.exists()
 
 
+def test_collectives_of_other_numbers_of_ranks_than_planned_are_left_out(run: RunFolder, tmp_path: Path) -> None:
+    """The cluster file may say other counts than the processes that measured: the plan is made without what they measured."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
+    inputs = read_job(copy)[0].inputs
+    groups = tuple(attrs.evolve(group, count=group.count + 1) for group in inputs.cluster.groups)
+    case = Case(inputs.dag, attrs.evolve(inputs.cluster, groups=groups), inputs.profiles, inputs.sensitivity)
+    costs = copy.communication([group.name for group in groups])
+    costs.parent.mkdir(exist_ok=True)
+    save(random_costs(case, random.Random(0)), costs)
+    assert write_report(copy).is_file()
+    assert read_job(copy)[0].inputs.communication is None
+
+
 def test_a_plan_or_sensitivity_of_another_job_is_named(run: RunFolder, tmp_path: Path) -> None:
     mixed = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
     job, other = read_job(mixed)[0], job_of(random_case(0))
@@ -336,7 +351,7 @@ def test_a_plan_or_sensitivity_of_another_job_is_named(run: RunFolder, tmp_path:
 
 def test_without_the_extra_there_is_a_sentence_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match=re.escape("pip install 'qsync-planner[report]'")):
+    with pytest.raises(PlanError, match=re.escape(pip_install("qsync-planner", "report"))):
         write_report(RunFolder(tmp_path))
 
 

@@ -9,6 +9,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,12 +71,22 @@ def load_job(text: str, batch_size: int | None = None) -> Job:
         JobError: naming what is wrong: an unknown name or option, a file that is not there, a function that fails or
             returns something else.
     """
+    job = find_job(text)()
+    return job if batch_size is None else attrs.evolve(job, batch_size=batch_size)
+
+
+def find_job(text: str) -> Callable[[], Job]:
+    """What makes the job that a text names, before any of the user's code runs.
+
+    Raises:
+        JobError: naming what no job can be called.
+    """
     head, _, rest = text.partition(":")
     by_spelling = {name.replace("_", "-"): name for name in NAMED}  # vgg16_bn, as in torchvision, and vgg16-bn are the same
     name = by_spelling.get(head.replace("_", "-"))
     if name is not None:
-        job: Job = _call_with_options(NAMED[name], rest, f"the model {name!r}")
-    elif rest:
+        return partial(_call_with_options, NAMED[name], rest, f"the model {name!r}")
+    if rest:
         # A drive letter or a path may hold colons: the last part without '=' is the function.
         target, options = text, ""
         if "=" in text.rpartition(":")[2]:
@@ -83,11 +94,13 @@ def load_job(text: str, batch_size: int | None = None) -> Job:
         location, _, function_name = target.rpartition(":")
         if not location:
             raise JobError(f"no function in {text!r}; write 'file.py:function' or 'package.module:function'")
-        job = _from_function(location, function_name, options)
-    else:
-        known = ", ".join(NAMED)
-        raise JobError(f"no model is named {text!r}; known are {known}, or write 'file.py:function' for your own")
-    return job if batch_size is None else attrs.evolve(job, batch_size=batch_size)
+        return partial(_from_function, location, function_name, options)
+    if text.endswith(".toml"):
+        raise JobError(
+            f"{text} is a cluster file, and no job: give it with --cluster, and here a script, a model or 'file.py:function'"
+        )
+    known = ", ".join(NAMED)
+    raise JobError(f"no model is named {text!r}; known are {known}, or write 'file.py:function' for your own")
 
 
 def _from_function(location: str, function_name: str, options: str) -> Job:

@@ -96,6 +96,16 @@ def test_who_is_interrupted_while_it_waits_says_so_to_the_one_that_it_waits_for(
             first.result(timeout=30)
 
 
+def test_a_rank_that_was_never_seen_is_told_to_be_started():
+    store = dist.HashStore()
+    said = r"^rank 1 did not come to preparing within 0\.2 s of rank 0: start it, or see what was printed there last"
+    with (
+        pytest.raises(RankError, match=said),
+        together("preparing", group=Mailbox(0, range(2), store, 10.0), timeout_s=0.2, slow=True),
+    ):
+        pass
+
+
 def test_who_ends_after_its_report_is_named_by_those_that_wait_for_it_to_hear_theirs(monkeypatch):
     monkeypatch.setattr(exchange, "_GRACE_S", 0.0)
     store = dist.HashStore()

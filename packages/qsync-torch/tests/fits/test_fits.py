@@ -20,6 +20,7 @@ from qsync_core.cli.root import cli
 from qsync_core.errors import JobError
 from qsync_core.ir.precision import Precision
 from qsync_planner.estimating.chips import DATASHEETS
+from qsync_torch.fits import fits
 from qsync_torch.fits.as_on_cuda import AsOnCuda, on_meta
 from qsync_torch.fits.drawn_step import draw
 from qsync_torch.fits.fits import BUCKETS, CONTEXT, Fits
@@ -226,9 +227,50 @@ def test_gradients_are_accumulated_in_as_many_micro_batches() -> None:
     assert four.peak["gradients"] >= one.peak["gradients"]
 
 
-def test_autocast_needs_its_hardware() -> None:
-    with pytest.raises(JobError, match="layers trains under autocast in bfloat16, which V100 has no hardware for"):
-        Fits(job(amp="bfloat16")).on(DATASHEETS["V100"])
+def test_a_gpu_without_the_hardware_of_autocast_leaves_the_others_their_answers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("torch.nn.CrossEntropyLoss(), loader", "torch.nn.CrossEntropyLoss(), loader, amp='bfloat16'"))
+    result = run(script, "--device", "V100", "--device", "L4")
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.startswith(("V100 ", "L4 "))}
+    assert rows["V100"][-4:] == ["no", "–", "–", "–"]
+    assert "yes" in rows["L4"]
+    assert "Sequential trains under autocast in bfloat16, which V100 has no hardware for" in result.stdout
+    devices = json.loads(run(script, "--device", "V100", "--device", "L4", "--json").stdout)["devices"]
+    assert [len(device["ways"]) for device in devices] == [0, 1]
+    assert "has no hardware" in devices[0]["lacks"]
+    assert run(script, "--device", "V100").exit_code == 0
+
+
+def test_what_fits_by_less_than_the_estimates_error_fits_barely() -> None:
+    asked, sheet = Fits(job()), DATASHEETS["T4"]
+    takes = asked.on(sheet).ways[0].process_bytes
+    answers = {}
+    for share in (0.99, 1.0, 1.07, 1.09):
+        answers[share] = asked._way(sheet, round(takes * share), None).as_dict()["fits"]
+    assert answers == {0.99: "no", 1.0: "barely", 1.07: "barely", 1.09: "yes"}
+
+
+def test_barely_is_said_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "MEMORY_ERROR", 1e3)
+    result = run("resnet18:image=32,batch=4,classes=10", "--device", "T4")
+    assert " barely " in result.stdout
+    assert "barely: the GPU has less than 100000% more than the process is estimated to take" in result.stdout
+
+
+def test_the_memory_in_a_gpus_name_is_taken(tmp_path: Path) -> None:
+    names = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB")
+    asked = [part for name in names for part in ("--device", name)]
+    devices = json.loads(run("resnet18:image=32,batch=4,classes=10", *asked, "--json").stdout)["devices"]
+    assert [(device["device"], device["memory_bytes"]) for device in devices] == [
+        ("A100 40GB", 40 * 10**9),
+        ("A100", 80 * 10**9),
+        ("V100 16GB", 16 * 10**9),
+    ]
+    steps = [device["ways"][0]["device_ns"] for device in devices]
+    assert steps[0] > steps[1]  # its memory is slower
+    refused = run("resnet18", "--device", "A100 20GB")
+    assert "names a memory of 20 GB, with which no A100 is known; without a size, A100 has 80 GB" in refused.output
 
 
 SCRIPT = """
@@ -280,7 +322,7 @@ def test_a_script_that_makes_a_process_group_is_a_job_of_one_rank(tmp_path: Path
 def test_what_people_read_says_that_it_is_estimated() -> None:
     result = run("resnet18:image=32,batch=4,classes=10", "--device", "T4")
     assert result.exit_code == 0, result.output
-    for said in ("estimated for GPUs that are not at hand", "T4, 16 GB", "plan, all in float16", "estimated, not measured", "TF32"):
+    for said in ("estimated for GPUs that are not at hand", "14.9 GiB", "plan, all in float16", "estimated, not measured", "TF32"):
         assert said in result.stdout
 
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError
+from qsync_core.plugins.installing import pip_install
 from qsync_torch.prepare import flow
 
 CLUSTER = '[[group]]\nname = "cpu"\ndevice = "cpu"\ncount = 1\nrole = "train"\n'
@@ -64,10 +65,19 @@ def test_what_is_asked_wrongly_is_one_sentence(refused, arguments, said):
     assert said in refused(*arguments)
 
 
+@pytest.mark.parametrize(
+    "job, said",
+    [("cluster.toml", "cluster.toml is a cluster file, and no job: give it with --cluster"), ("resnet19", "no model is named")],
+)
+def test_what_no_job_is_called_leaves_no_folder(refused, job, said):
+    assert said in refused(job)
+    assert not Path("run").exists()
+
+
 def test_without_the_planner_it_says_how_to_get_it(refused, monkeypatch):
     monkeypatch.setattr(flow, "find_spec", lambda name: None)
     said = refused("job.py:make_job")
-    assert said == "error: qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'"
+    assert said == f"error: qsync prepare plans, which needs qsync-planner; install it with: {pip_install('qsync-torch', 'plan')}"
 
 
 def test_tuning_records_that_cannot_be_read_are_refused_before_the_job_is_looked_at(tmp_path, monkeypatch):

@@ -156,6 +156,7 @@ def test_a_wish_is_parsed():
         ("a=role:both", "'role:both' is not understood: 'both' is not a valid Role"),
         ("a=share:2", "'share:2' is not understood: a share is above 0 and at most 1"),
         ("a=share:nan", "a share is above 0 and at most 1"),
+        ("a=memory:12", "'memory:12' is not understood: 12 bytes, less than 1 MiB; write its unit, such as '12 GiB'"),
         ("a=memory:much", "'memory:much' is not understood: not a size"),
         ("a=speed:9", "'speed:9' is not understood: known are role, share and memory"),
     ],

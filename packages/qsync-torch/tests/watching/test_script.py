@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch.nn.modules import module
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.cli import root
 from qsync_torch.watching.script import run_script
+from qsync_torch.watching.watch import RankWatch
 
 SCRIPT = """
 import sys
@@ -27,6 +31,12 @@ for _ in range(2):
     critic(generator(torch.ones(1, 2))).sum().backward()
 print("trained with", sys.argv[1:], beside.NAME)
 """
+
+
+@pytest.fixture(autouse=True)
+def main(monkeypatch):
+    """``__main__`` is put back, which a script replaces."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 @pytest.fixture
@@ -49,6 +59,26 @@ def test_the_wrappers_of_a_script_are_found_once_and_it_runs_as_by_itself(script
     assert capsys.readouterr().out == "trained with ['--lr', '0.1'] a neighbour\n"
     assert sys.argv == before
     assert not module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit"])
+def test_what_a_script_holds_outlives_its_end(tmp_path, end):
+    path = tmp_path / "train.py"
+    path.write_text(f"class Model:\n    pass\n\nmodel = Model()\n{end}")
+    with contextlib.suppress(SystemExit):
+        run_script(path, [], lambda *models: None)
+    gc.collect()
+    held = [one for one in gc.get_objects() if type(one).__name__ == "Model" and type(one).__module__ == "__main__"]
+    assert len(held) == 1
+    assert sys.modules["__main__"].model is held[0]
+
+
+def test_who_is_slow_is_said_in_a_line(script, capsys, recwarn):
+    rank_watch = RankWatch(DistributedDataParallel(torch.nn.Linear(1, 1)))
+    rank_watch._say("rank 1 is slow")
+    rank_watch.close()
+    assert capsys.readouterr().err == "qsync: rank 1 is slow\n"
+    assert not [one for one in recwarn if "slow" in str(one.message)]
 
 
 def watch(*arguments: str | Path) -> tuple[int, str, str]:

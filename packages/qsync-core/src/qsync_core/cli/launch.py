@@ -66,8 +66,8 @@ _TOLERATION = _Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedul
 )
 @click.option("--master-addr", default="HOST", show_default=True, help="The first machine's name or address.")
 @click.option("--master-port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of it.")
-@click.option("--jobset", "manifest", flag_value="JobSet", help="Write a Kubernetes JobSet.")
-@click.option("--rayjob", "manifest", flag_value="RayJob", help="Write a RayJob of KubeRay, whose script makes a TorchTrainer.")
+@click.option("--jobset", "as_jobset", is_flag=True, help="Write a Kubernetes JobSet.")
+@click.option("--rayjob", "as_rayjob", is_flag=True, help="Write a RayJob of KubeRay, whose script makes a TorchTrainer.")
 @click.option("--image", default="", help="Container image, with torch, QSync and the script.")
 @click.option("--name", default="", help="Of the manifest; by default the run folder's, with -prepare behind it under --prepare.")
 @click.option("--namespace", default="", help="Of the manifest; by default kubectl's.")
@@ -93,7 +93,8 @@ def launch(
     max_restarts: int | None,
     master_addr: str,
     master_port: int,
-    manifest: str | None,
+    as_jobset: bool,
+    as_rayjob: bool,
     image: str,
     name: str,
     namespace: str,
@@ -130,6 +131,8 @@ def launch(
     from qsync_core.launching.torchrun import Meeting, machine_commands, preparing, training
     from qsync_core.run_folder import RunFolder
 
+    if as_jobset and as_rayjob:
+        raise click.UsageError("--jobset and --rayjob are two manifests of one job: ask for one of them")
     ranks_each = {group: _number(group, text) for group, text in ranks}
     if cluster_path is None:
         job = planned_job(RunFolder(run), groups, ranks_each)
@@ -147,11 +150,11 @@ def launch(
                     f"note: no known chip is called {machines.device.name!r}, the device of group {machines.name!r}"
                     f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
                 )
-        started = list(script) if manifest == "RayJob" else preparing(script, str(run), str(cluster_path))
+        started = list(script) if as_rayjob else preparing(script, str(run), str(cluster_path))
     meeting = Meeting(master_addr, master_port, elastic=elastic)
     if max_restarts is not None:
         meeting = attrs.evolve(meeting, max_restarts=max_restarts)
-    if manifest is None:
+    if not (as_jobset or as_rayjob):
         for_manifest = {
             "--image": image,
             "--workdir": directory,
@@ -178,7 +181,7 @@ def launch(
 
         emit(json_flag, {"machines": [_machine(machine) for machine in found]}, render)
         return
-    if elastic and manifest == "RayJob":
+    if elastic and as_rayjob:
         raise click.UsageError("--elastic is torchrun's: in a RayJob the script's ScalingConfig says how few workers do")
 
     def by_group(pairs: tuple[tuple[str, str], ...]) -> dict[str, dict[str, str]]:
@@ -203,7 +206,7 @@ def launch(
         labels=dict(labels),
         tolerations=taints,
     )
-    write = rayjob if manifest == "RayJob" else jobset
+    write = rayjob if as_rayjob else jobset
     text = write(job, name or _default_name(run, preparing=cluster_path is not None), settings, started, meeting)
     if output is not None:
         write_atomically(output, text.encode())

@@ -67,7 +67,7 @@ def emit(json_flag: bool, data: dict[str, Any], render: Callable[[Console], None
             text = json.dumps(data, ensure_ascii=not is_unicode, indent=2, allow_nan=False)
             stream.write((text if is_printable(text) else json.dumps(data, indent=2, allow_nan=False)) + "\n")
         else:
-            render(open_console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH_OF_FILES))
+            render(open_console(file=stream, highlight=False))
         stream.flush()
     except OSError as error:
         if error.errno == errno.EPIPE:
@@ -78,7 +78,10 @@ def emit(json_flag: bool, data: dict[str, Any], render: Callable[[Console], None
 
 
 def open_console(**options: Any) -> Console:
-    """Make a console that prints text as it stands: no markup unless asked for, and nothing that a terminal obeys."""
+    """Make a console that prints text as it stands: no markup unless asked for, and nothing that a terminal obeys.
+
+    Where it prints to no terminal it is wide enough for tables.
+    """
     from rich.console import Console
     from rich.segment import Segment
 
@@ -90,7 +93,9 @@ def open_console(**options: Any) -> Console:
                 else:
                     yield Segment(printable(segment.text), segment.style)
 
-    return SafeConsole(**{"markup": False, **options})
+    stream = options.get("file") or (sys.stderr if options.get("stderr") else sys.stdout)
+    wide = {} if stream is None or stream.isatty() else {"width": _WIDTH_OF_FILES}
+    return SafeConsole(**{"markup": False, **wide, **options})
 
 
 def print_table(console: Console, header: Collection[str], rows: Iterable[Iterable[Any]], title: str | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import select
 import sys
 import traceback
 from functools import cached_property
@@ -17,6 +18,7 @@ from qsync_core.cli.output import say, spell_out_foreign_letters
 from qsync_core.cli.show import show
 from qsync_core.errors import PluginError, QSyncError, tell_torchrun
 from qsync_core.plugins.guard import described, guard
+from qsync_core.plugins.installing import pip_install
 from qsync_core.plugins.registry import Registry
 from qsync_core.printable import printable
 
@@ -54,7 +56,7 @@ class QSyncGroup(click.Group):
             elif package in self.registry.plugins:
                 problem = "does not offer it in the installed version; upgrade it"
             else:
-                problem = f"is not installed; run: pip install {package}"
+                problem = f"is not installed; run: {pip_install(package)}"
             raise click.UsageError(f"the command {args[0]!r} belongs to {package}, which {problem}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -63,6 +65,8 @@ class QSyncGroup(click.Group):
 
         def failed(sentence: str, error: BaseException) -> NoReturn:
             name = ctx.invoked_subcommand
+            if isinstance(error, BrokenPipeError) and _nobody_reads():
+                raise error  # click ends the program without a word
             if isinstance(error, OSError) and (remedy := _NOTHING_WRITTEN.get(error.errno or 0)):
                 where = f" ({error.filename})" if error.filename else ""
                 raise QSyncError(
@@ -94,6 +98,16 @@ class QSyncGroup(click.Group):
             say(f"error: {sentence}")
             tell_torchrun(sentence)
             sys.exit(1)
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has gone: ``qsync ... | head``."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)  # what is always told: errors
+    except (OSError, ValueError):  # a stream of a test, or closed
+        return False
+    return bool(poll.poll(0))
 
 
 _NOTHING_WRITTEN = {

@@ -44,6 +44,7 @@ from qsync_planner.allocator.notes import (
     baseline_notes,
     chain_notes,
     contention_notes,
+    groups_without_tf32,
     slow_base_notes,
     storage_notes,
     uniform_notes,
@@ -284,7 +285,7 @@ class _Allocation:
         if solver == "greedy":
             return bounded(state, solve_greedy(state, starts, limit_ns), limit_ns, programs)
         if solver == "auto" and not is_installed():
-            note = "without a proof: HiGHS is not installed; pip install 'qsync-planner[exact]' adds one, and better plans"
+            note = "without a proof: HiGHS is not installed; qsync-planner's extra 'exact' adds one, and better plans"
         else:
             try:
                 return solve_exactly(state, starts, limit_ns, self._effort, programs, seconds=seconds, progress=self._progress)
@@ -326,7 +327,7 @@ class _Allocation:
         training = [group.name for group in cluster.groups if group.role is Role.TRAIN]
         notes = (*self._notes(solution), *error_notes(sensitivity, groups))
         jobs = attrs.evolve(self._fastest.jobs, variants=variants, known={})
-        judged = judge(jobs, self._fastest, solution.way, period, local_batches)
+        judged = judge(jobs, self._fastest, solution.way, period, local_batches, groups_without_tf32(inputs))
         if any(group.needs_loss_scaling for group in groups):
             notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
         estimated = estimated_groups(inputs.profiles)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qsync_core.chains.unchained import unchained_line
 from qsync_core.devices import find_chip
+from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
@@ -133,23 +134,28 @@ def slow_base_notes(inputs: Inputs) -> list[str]:
 
     Gains over such a baseline are not gains over what people train with.
     """
-    profiles = inputs.profiles
-    plain = [
-        group
-        for group in inputs.cluster.groups
-        if group.base is Precision.FLOAT32
-        and not profiles[group.name].device.is_synchronous
-        and inputs.dag.base is Precision.FLOAT32
-    ]
-    if not plain:
+    if not _in_float32(inputs):
         return []
-    without = [group.name for group in plain if _may_have_tf32(group.device) and _lacks_tf32(profiles[group.name])]
+    without = groups_without_tf32(inputs)
     tf32 = f", on {' and '.join(without)} even without TF32" if without else ""
     help_ = ' (with TF32 alone: torch.set_float32_matmul_precision("high"))' if without else ""
     return [
         f"the baseline is slower than what people train with: the job runs in float32 without autocast{tf32}, and gains are over "
         f"that; trace and profile it as you would train it, for example under autocast{help_}"
     ]
+
+
+def groups_without_tf32(inputs: Inputs) -> list[str]:
+    """Groups whose base is float32, measured without the TF32 that their device has; estimates take it from their source."""
+    return [g.name for g in _in_float32(inputs) if _may_have_tf32(g.device) and _lacks_tf32(inputs.profiles[g.name])]
+
+
+def _in_float32(inputs: Inputs) -> list[DeviceGroup]:
+    """Groups of GPUs that train in float32 without autocast."""
+    if inputs.dag.base is not Precision.FLOAT32:
+        return []
+    groups = [group for group in inputs.cluster.groups if group.base is Precision.FLOAT32]
+    return [group for group in groups if not inputs.profiles[group.name].device.is_synchronous]
 
 
 def _may_have_tf32(device: str) -> bool:

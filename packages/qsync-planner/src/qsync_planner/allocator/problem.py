@@ -254,10 +254,19 @@ def _check_rungs_measured(group: DeviceGroup, profile: Profile, units: Sequence[
         }
         alike = {rung.label for rung in missing} & {variant.label for variant in has}
         offered, measured = (", ".join(sorted(str(v) if v.label in alike else v.label for v in some)) for some in (missing, has))
+        has_none = f"the ladder of group {group.name!r} offers {offered}, at which its profile of {profile.device.name}"
+        if profile.estimated_from:
+            near = sorted(
+                {v.label for v in has if v.compute in {rung.compute for rung in missing}} - {rung.label for rung in missing}
+            )
+            write = f"write {' or '.join(near)}, " if near else "take it off the ladder, "
+            raise PlanError(
+                f"{has_none}, estimated from {profile.estimated_from}, has no costs (it has {measured}); {write}or estimate from a "
+                f"profile that has {offered}"
+            )
         raise PlanError(
-            f"the ladder of group {group.name!r} offers {offered}, at which its profile of {profile.device.name} measured no "
-            f"operator (it has {measured}); run 'qsync profile' there with --cluster and --group {group.name}, or take it off the "
-            "ladder"
+            f"{has_none} measured no operator (it has {measured}); run 'qsync profile' there with --cluster and --group "
+            f"{group.name}, or take it off the ladder"
         )
 
 

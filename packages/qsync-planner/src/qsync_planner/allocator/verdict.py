@@ -97,6 +97,7 @@ def judge(
     chosen: CommunicationSettings,
     hybrid_ns: int,
     local_batches: Mapping[str, int],
+    without_tf32: Sequence[str],
 ) -> Judged | None:
     """Compare the whole job under the plan with every other way to run it, each under its best way to communicate.
 
@@ -105,6 +106,7 @@ def judge(
         chosen: how the whole job communicates under the plan.
         hybrid_ns: the plan's predicted period.
         local_batches: by group, where they differ from the traced batch size.
+        without_tf32: groups that the verdict holds for as long as they do without the TF32 that they have.
 
     Returns:
         None where there is no training group, or no other one.
@@ -121,8 +123,11 @@ def judge(
     best = _best([Way(Means.PLAN, hybrid), *(Way(Means.PLAN_OF_SOME, job) for job in some), *_others(fastest, some)])
     told, groups = _as_planned(hybrid, alone, some, jobs.training, speedup)
     sentence = _sentence(best, told, groups, hybrid, alone, speedup)
-    estimated = "estimated: " if any(profile.estimated_from for profile in jobs.whole.profiles.values()) else ""
-    verdict = Verdict(hybrid.iteration_ns, jobs.of(jobs.training).iteration_ns, speedup, estimated + sentence)
+    under = ["estimated"] if any(profile.estimated_from for profile in jobs.whole.profiles.values()) else []
+    if without_tf32:
+        under.append(f"with {' and '.join(without_tf32)} in float32 without TF32")
+    said = f"{', '.join(under)}: {sentence}" if under else sentence
+    verdict = Verdict(hybrid.iteration_ns, jobs.of(jobs.training).iteration_ns, speedup, said)
     return Judged(verdict, groups, _recommended(best))
 
 

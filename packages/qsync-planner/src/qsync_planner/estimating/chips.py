@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import attrs
 
-from qsync_core.devices import CHIPS, Chip, chips_like, find_chip, same_device
+from qsync_core.devices import CHIPS, Chip, chips_like, find_chip, same_device, sized_chip
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 
@@ -127,10 +127,11 @@ the one at which its float32 peak is stated; its tensor cores' is 1.71 GHz.
 
 
 def datasheet(device: str) -> Datasheet:
-    """The chip that a device name means.
+    """The chip that a device name means, with the memory that it says.
 
     Raises:
-        PlanError: for a chip that is not in the table, or a slice of one; names those of a similar name, or all.
+        PlanError: for a chip that is not in the table, a slice of one, or one with a memory that it is not sold with; names those
+            of a similar name, or all.
     """
     chip = find_chip(device)
     found = DATASHEETS.get(chip.name) if chip is not None else None
@@ -143,7 +144,14 @@ def datasheet(device: str) -> Datasheet:
             f"{device!r} is a slice of a chip, whose share of memory and multiprocessors no datasheet gives; estimates know whole "
             f"chips, {found.name} among them"
         )
-    return found
+    sized = sized_chip(device)
+    assert sized is not None
+    if not sized.bandwidth_gb_s:
+        raise PlanError(
+            f"{device!r} names a memory of {sized.memory_gb} GB, with which no {found.name} is known; without a size, {found.name} "
+            f"has {found.chip.memory_gb} GB"
+        )
+    return attrs.evolve(found, chip=sized)
 
 
 @attrs.frozen

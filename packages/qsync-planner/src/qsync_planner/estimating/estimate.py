@@ -89,7 +89,7 @@ class _Scaling:
     def estimate(self) -> Estimate:
         """The whole profile."""
         profile, sheet = self.profile, self.target.sheet
-        same_chip = self.source.sheet is sheet
+        same_chip = self.source.sheet == sheet
         costs, cost_index = self._costs()
         compute_ns = self._optimizer_ns(profile.optimizer_compute_ns)
         share = f", share {profile.device.share:g}" if profile.device.share != 1 else ""
@@ -205,7 +205,7 @@ class _Scaling:
                 notes.append(f"{rung.label} is left out: {precision_problem(chip.name, lacking)}")
         if any(_BFLOAT16 in _formats(old) and _BFLOAT16 not in _formats(new) for old, new in self.variants.items()):
             notes.append(f"{chip.name} has no bfloat16 hardware: float16 stands in for it, at the costs measured in bfloat16")
-        return (*notes, *(self._notes_on_another_chip() if self.source.sheet is not self.target.sheet else ()))
+        return (*notes, *(self._notes_on_another_chip() if self.source.sheet != self.target.sheet else ()))
 
     def _notes_on_another_chip(self) -> Iterator[str]:
         """Settings of the source that its user may not have, and what the rule was never held against."""

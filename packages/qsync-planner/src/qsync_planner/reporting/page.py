@@ -21,11 +21,11 @@ import attrs
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.errors import PlanError
+from qsync_core.plugins.installing import pip_install
 from qsync_core.printable import printable
 from qsync_core.tuning.store import default_store_path
 
 _NEEDS = ("jinja2", "vl_convert")
-MISSING = "a page needs qsync-planner's extra 'report', which is not installed: pip install 'qsync-planner[report]'"
 
 
 def is_installed() -> bool:
@@ -40,7 +40,9 @@ def require_pages() -> None:
         PlanError: when the extra ``report`` is not installed.
     """
     if not is_installed():
-        raise PlanError(MISSING)
+        raise PlanError(
+            f"a page needs qsync-planner's extra 'report', which is not installed: {pip_install('qsync-planner', 'report')}"
+        )
 
 
 @attrs.frozen

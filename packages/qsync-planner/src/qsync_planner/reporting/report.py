@@ -103,7 +103,8 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
         cluster,
         {name: load(run.profile(name), Profile) for name in names},
         load(run.sensitivity, Sensitivity),
-        communication=load(costs, CollectiveCosts) if costs.is_file() else None,
+        # Costs of other numbers of ranks than the cluster file's lie there too, and the plan is made without them.
+        communication=load(costs, CollectiveCosts) if "communication" in plan.input_digests and costs.is_file() else None,
     )
     return Job(inputs, plan), load(measured, Timeline) if measured.is_file() else None
 
@@ -225,7 +226,7 @@ def _memory_section(plan: PrecisionPlan, measured: Timeline | None) -> Section:
 def _curve_section(job: Job) -> list[Section]:
     title = "Other plans"
     if not has_highs():
-        return [Section(title, ("The trade-off curve needs HiGHS: pip install 'qsync-planner[exact]'",))]
+        return [Section(title, ("The trade-off curve needs HiGHS: qsync-planner's extra 'exact'",))]
     if len(job.dag.adjustable) > _CURVE_OPERATORS or not job.keeps_batches:
         return [Section(title, ("‘qsync plan --pareto’ draws the trade-off between Ω, time and memory.",))]
     try:

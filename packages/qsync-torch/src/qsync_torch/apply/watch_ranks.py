@@ -21,7 +21,7 @@ def watch(*models: nn.Module, say: Callable[[str], object] | None = None) -> Ran
     Args:
         models: what the loop calls, all models that it trains: wrappers, or what ``torch.compile`` makes of them.  A step ends
             with a backward pass of the first that exchanges gradients.
-        say: is given the sentence, on rank 0; by default a warning says it.
+        say: is given the sentence, on rank 0; by default a line on standard error says it.
 
     Raises:
         JobError: where a model is in no DistributedDataParallel.

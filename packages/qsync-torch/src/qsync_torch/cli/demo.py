@@ -10,6 +10,7 @@ import click
 
 from qsync_core.cli.output import emit, json_option, say
 from qsync_core.errors import QSyncError
+from qsync_core.plugins.installing import pip_install
 from qsync_core.run_folder import RunFolder
 from qsync_core.units import parse_bytes
 
@@ -75,7 +76,7 @@ def demo(
         from qsync_torch.demo.flow import Options, run_demo
         from qsync_torch.demo.report import print_outcome, write_report
     except ModuleNotFoundError as error:
-        raise QSyncError(f"qsync demo needs {error.name}; install it with: pip install 'qsync-torch[demo]'") from None
+        raise QSyncError(f"qsync demo needs {error.name}; install it with: {pip_install('qsync-torch', 'demo')}") from None
 
     import_s = time.monotonic() - entered
     left_s = max(1.0, seconds - import_s) if seconds else None

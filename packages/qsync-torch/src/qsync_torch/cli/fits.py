@@ -9,6 +9,7 @@ import click
 
 from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.errors import PlanError
+from qsync_core.plugins.installing import pip_install
 from qsync_core.units import format_bytes, format_ns
 from qsync_torch.cli.options import batch_size_option
 
@@ -35,7 +36,9 @@ def fits(
     bert-base:seq=384), or file.py:function.
     """
     if find_spec("qsync_planner") is None:
-        raise PlanError("qsync fits estimates by qsync-planner's data sheets; install it with: pip install 'qsync-torch[plan]'")
+        raise PlanError(
+            f"qsync fits estimates by qsync-planner's data sheets; install it with: {pip_install('qsync-torch', 'plan')}"
+        )
     from qsync_planner.estimating.chips import datasheet
     from qsync_torch.fits.fits import Fits
     from qsync_torch.fits.load import job_without_memory, tf32_allowed
@@ -59,7 +62,7 @@ def _largest(batch: int | None, own: int) -> str:
 
 
 def _notes(job: Job, answers: list[Fit]) -> list[str]:
-    from qsync_torch.fits.fits import MEMORY_ERROR, TIME_ERROR
+    from qsync_torch.fits.fits import MEMORY_ERROR, TIME_ERROR, Answer
     from qsync_torch.fits.load import tf32_allowed
 
     convolutions, linears = tf32_allowed()
@@ -67,9 +70,12 @@ def _notes(job: Job, answers: list[Fit]) -> list[str]:
         f"convolutions {'in TF32' if convolutions else 'in float32'} and linear layers {'in TF32' if linears else 'in float32'}"
     )
     notes = [
-        f"estimated, not measured: peaks of 12 jobs were at most {MEMORY_ERROR} off on an H200, steps up to {TIME_ERROR}",
+        f"estimated, not measured: peaks of 12 jobs were at most {MEMORY_ERROR:.0%} off on an H200, steps up to {TIME_ERROR}",
         "times are of one GPU without communication, eager and at its full clocks; memory counts 10⁹ bytes for a GB",
     ]
+    if any(way.fits is Answer.BARELY for fit in answers for way in fit.ways):
+        notes.append(f"barely: the GPU has less than {MEMORY_ERROR:.0%} more than the process is estimated to take")
+    notes.extend(fit.lacks for fit in answers if fit.lacks)
     if job.amp is None:
         notes.append(f"float32 as this job has it: {products}, on chips that have TF32")
         notes.append(
@@ -100,6 +106,7 @@ def _facts(job: Job, alone: bool, answers: list[Fit], notes: list[str]) -> dict[
             {
                 "device": fit.sheet.name,
                 "memory_bytes": fit.memory_bytes,
+                "lacks": fit.lacks or None,
                 "source": fit.sheet.source,
                 "ways": [way.as_dict() for way in fit.ways],
             }
@@ -113,23 +120,29 @@ def _render(job: Job, answers: list[Fit], notes: list[str], console: Console) ->
     under = f" under autocast in {job.amp}" if job.amp else ""
     micro = f", {job.accumulate} micro-batches a step" if job.accumulate > 1 else ""
     console.print(f"{job.name}{under}, batch {job.batch_size}{micro}: estimated for GPUs that are not at hand")
-    rows = [
-        (
-            f"{fit.sheet.name}, {fit.sheet.chip.memory_gb} GB",
-            way.name,
-            format_bytes(way.process_bytes),
-            "yes" if way.fits else "no",
-            _largest(way.largest_batch, job.batch_size),
-            format_ns(way.pace.step_ns),
-            f"{way.samples_per_s:.3g}",
-        )
-        for fit in answers
-        for way in fit.ways
-    ]
-    print_table(console, ("GPU", "trained", "process", "fits", "largest batch", "step", "samples/s"), rows)
-    ways = {way.name: way.parts for way in answers[0].ways}
-    names = list(dict.fromkeys(name for parts in ways.values() for name in parts))
-    parts = [(name, *(format_bytes(of.get(name, 0)) for of in ways.values())) for name in names]
-    print_table(console, (f"at the peak, on {answers[0].sheet.name}", *ways), parts)
+    rows = []
+    for fit in answers:
+        gpu = (fit.sheet.name, format_bytes(fit.memory_bytes))
+        if fit.lacks:
+            rows.append((*gpu, "as it is", "–", "no", "–", "–", "–"))
+        for way in fit.ways:
+            rows.append(
+                (
+                    *gpu,
+                    way.name,
+                    format_bytes(way.process_bytes),
+                    str(way.fits),
+                    _largest(way.largest_batch, job.batch_size),
+                    format_ns(way.pace.step_ns),
+                    f"{way.samples_per_s:.3g}",
+                )
+            )
+    print_table(console, ("GPU", "memory", "trained", "process", "fits", "largest batch", "step", "samples/s"), rows)
+    shown = next((fit for fit in answers if fit.ways), None)
+    if shown is not None:
+        ways = {way.name: way.parts for way in shown.ways}
+        names = list(dict.fromkeys(name for parts in ways.values() for name in parts))
+        parts = [(name, *(format_bytes(of.get(name, 0)) for of in ways.values())) for name in names]
+        print_table(console, (f"at the peak, on {shown.sheet.name}", *ways), parts)
     for note in notes:
         console.print(f"note: {note}")

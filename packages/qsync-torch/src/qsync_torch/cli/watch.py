@@ -55,18 +55,14 @@ def watch(script: Path, arguments: tuple[str, ...]) -> None:
 def _of_script(error: BaseException) -> TracebackType | None:
     """The part of the traceback that is the script's."""
     frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None and "runpy" not in frame.tb_frame.f_code.co_filename:
-        frame = frame.tb_next
-    while frame is not None and frame.tb_next is not None and "runpy" in frame.tb_frame.f_code.co_filename:
+    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals.get("__name__") != "__main__":
         frame = frame.tb_next
     return frame
 
 
 def _print(found: RankWatch) -> None:
     """A row for each rank, of the last steps that were summed up."""
-    from rich.console import Console
-
-    from qsync_core.cli.output import print_table
+    from qsync_core.cli.output import open_console, print_table
     from qsync_core.units import format_ns
     from qsync_torch.watching.phases import Phase
     from qsync_torch.watching.watch import WINDOW
@@ -79,4 +75,4 @@ def _print(found: RankWatch) -> None:
         (f"rank {rank}", format_ns(one.step_ns), *(format_ns(one.phases_ns[phase]) for phase in Phase))
         for rank, one in sorted(told.items())
     ]
-    print_table(Console(stderr=True), (f"the last {WINDOW} steps", "step", *map(str, Phase)), rows)
+    print_table(open_console(stderr=True), (f"the last {WINDOW} steps", "step", *map(str, Phase)), rows)

@@ -63,6 +63,7 @@ class Exchange:
         self._what, self._timeout_s, self._slow = what, timeout_s, slow
         self._limit_s = max(timeout_s, members.patience_s) if slow else timeout_s
         number = members.count("qsync/rounds")
+        self._first = number == 1
         self._box, self._previous = (members.part(f"qsync/{n}") for n in (number, number - 1))
 
     def alive(self) -> AbstractContextManager[None]:
@@ -141,7 +142,9 @@ class Exchange:
                 if beat != watched:
                     watched, since = beat, now
                 elif now - since >= self._timeout_s:
-                    self._box.post("over", self._dead(silent[0]))
+                    came_ever = beat[1] or not self._first
+                    dead = self._dead(silent[0]) if came_ever else absent(silent[:1], self._what, self._timeout_s, self.rank)
+                    self._box.post("over", dead)
                     return
 
     def _missing(self) -> str:
@@ -177,6 +180,14 @@ def late(silent: Sequence[int], what: str, limit_s: float, rank: int) -> str:
         f"{rank_list(silent)} did not reach {what} within {limit_s:g} s of rank {rank}: see what was printed "
         "there last, and call it on every rank, in the same order; where a rank takes longer to come there, set "
         f"{TIMEOUT_VARIABLE} to more seconds"
+    )
+
+
+def absent(silent: Sequence[int], what: str, limit_s: float, rank: int) -> str:
+    """Who has never been seen, as a sentence."""
+    return (
+        f"{rank_list(silent)} did not come to {what} within {limit_s:g} s of rank {rank}: start it, or see what was printed there "
+        f"last; where it only takes long, set {TIMEOUT_VARIABLE} to more seconds"
     )
 
 

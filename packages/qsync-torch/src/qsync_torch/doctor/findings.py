@@ -283,6 +283,7 @@ _STEPS = {
     ),
     "all-reduce": ("", "start again with each of the settings below, one by one, before you start the job"),
     "rounds": ("all-reduces after equal work", "start again with each of the settings below, one by one"),
+    "ended": ("saying that all was measured", "see what was printed there last, and that machine's log"),
 }
 
 

@@ -38,7 +38,7 @@ START_S = 180.0
 _BEATS_S = 3.0
 """How long a process is watched for signs of life, of which it gives two a second."""
 _LEAVE_S = 5.0
-_STEPS = ("here", "facts", "speed", "connected", *(f"all-reduce {position}" for position in range(len(SIZES))), "rounds")
+_STEPS = ("here", "facts", "speed", "connected", *(f"all-reduce {position}" for position in range(len(SIZES))), "rounds", "ended")
 _TAIL_BYTES = 4096
 
 
@@ -159,9 +159,12 @@ def _let_go(box: Mailbox, failed: bool, seen: Seen) -> None:
 def _follow(box: Mailbox, probe: _Probe, end_beats: Callable[[], None]) -> JobFindings:
     rank, silence_s = box.rank, rank_timeout_s()
     try:
-        beats, since = -1, time.monotonic()
+        beats, since, ended = -1, time.monotonic(), False
         while not box.posted("over"):
             probe.report()
+            if not ended and box.posted("measured"):
+                ended = True
+                box.say("ended")
             now = time.monotonic()
             if (found := box.beats("alive", [0])[0]) != beats:
                 beats, since = found, now
@@ -217,6 +220,9 @@ class _Gathering:
         for position in range(len(SIZES)):
             self._await(f"all-reduce {position}", self._timeout_s)
         self._await("rounds", self._timeout_s)
+        self._box.post("measured")
+        self._box.say("ended")
+        self._await("ended", rank_timeout_s())  # probes measure, whatever their ranks do
 
     def _await(self, step: str, limit_s: float) -> None:
         self._step = step
@@ -241,7 +247,7 @@ class _Gathering:
 
     def _trouble(self, after_s: float = 0.0, *, told: bool = False) -> Trouble:
         """Who is behind, who lives, and what they say; while they are watched others may fail for the same reason."""
-        while not self._box.missing(self._step) and self._step != _STEPS[-1]:  # others may have gone on meanwhile
+        while not self._box.missing(self._step) and self._step not in _STEPS[-2:]:  # others may have gone on meanwhile
             self._step = _STEPS[_STEPS.index(self._step) + 1]
         missing = self._box.missing(self._step)
         came = list(self._box.heard("here"))

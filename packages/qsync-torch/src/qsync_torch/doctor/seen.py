@@ -14,8 +14,8 @@ class Trouble:
     """Why not all steps were taken.
 
     Attributes:
-        step: the one that not all ranks have taken: ``here``, ``facts``, ``speed``, ``connected``, ``all-reduce N`` (the N-th size)
-            or ``rounds``.
+        step: the one that not all ranks have taken: ``here``, ``facts``, ``speed``, ``connected``, ``all-reduce N`` (the N-th
+            size), ``rounds`` or ``ended``.
         after_s: how long they had; 0 where a rank failed before that.
         told: this process was told to end, as torchrun does where another rank has failed.
         missing: ranks that have not taken it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any
 
 import attrs
@@ -21,11 +22,26 @@ CONTEXT_BYTES = 808_321_024
 """What a process takes outside PyTorch's allocator: measured on an H100; 506 MB on half of one."""
 RESERVED = 0.03
 """What the allocator reserves over the peak: 2.7% on average of 28 plans on an H100."""
-MEMORY_ERROR, TIME_ERROR = "8%", "a third"
+MEMORY_ERROR, TIME_ERROR = 0.08, "a third"
 """How far estimates were off: peaks of 12 jobs at the worst, and whole steps (docs/fits.md#how-well-it-holds)."""
 _LARGEST_TRIES = 3
 MOST_TIMES = 64
 """The largest batch is looked for up to so many times the job's."""
+
+
+class Answer(StrEnum):
+    """Whether a process fits; barely where it takes less than the GPU has by no more than :data:`MEMORY_ERROR`."""
+
+    YES = "yes"
+    BARELY = "barely"
+    NO = "no"
+
+    @classmethod
+    def of(cls, process_bytes: int, memory_bytes: int) -> Answer:
+        """Compare what a process takes with what there is."""
+        if process_bytes > memory_bytes:
+            return cls.NO
+        return cls.BARELY if process_bytes * (1 + MEMORY_ERROR) > memory_bytes else cls.YES
 
 
 @attrs.frozen
@@ -43,7 +59,7 @@ class Way:
     parts: dict[str, int]
     pace: Pace
     samples: int
-    fits: bool
+    fits: Answer
     largest_batch: int | None
 
     @property
@@ -73,11 +89,12 @@ class Way:
 
 @attrs.frozen
 class Fit:
-    """A GPU with the ways to train on it."""
+    """A GPU with the ways to train on it: none where it has no hardware for the job's autocast, as ``lacks`` says."""
 
     sheet: Datasheet
     memory_bytes: int
     ways: tuple[Way, ...]
+    lacks: str = ""
 
 
 class Fits:
@@ -96,12 +113,13 @@ class Fits:
         """The figures of one GPU.
 
         Raises:
-            JobError: where the job's step cannot be drawn, or the GPU cannot run its autocast.
+            JobError: where the job's step cannot be drawn.
         """
         chip = sheet.chip
-        if self.job.base not in chip.precisions:
-            raise JobError(f"{self.job.name} trains under autocast in {self.job.base}, which {sheet.name} has no hardware for")
         memory = chip.memory_gb * 10**9
+        if self.job.base not in chip.precisions:
+            lacks = f"{self.job.name} trains under autocast in {self.job.base}, which {sheet.name} has no hardware for"
+            return Fit(sheet, memory, (), lacks)
         plans: Sequence[Precision | None] = (None,) if self.job.amp else (None, chip.sixteen_bit)
         return Fit(sheet, memory, tuple(self._way(sheet, memory, plan) for plan in plans))
 
@@ -113,7 +131,7 @@ class Fits:
         name = "as it is" if plan is None else f"plan, all in {plan}"
         found = pace(step, sheet, tf32=(convolutions, linears))
         samples = self.job.batch_size * self.job.accumulate
-        return Way(name, parts, found, samples, sum(parts.values()) <= memory, largest)
+        return Way(name, parts, found, samples, Answer.of(sum(parts.values()), memory), largest)
 
     def _draw(self, batch_size: int, plan: Precision | None, tf32: bool) -> DrawnStep:
         key = (batch_size, plan, tf32)

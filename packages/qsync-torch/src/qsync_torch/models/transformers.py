@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import JobError
+from qsync_core.plugins.installing import pip_install
 from qsync_torch.job import Batch, Job
 
 _SIZES = {
@@ -130,7 +131,7 @@ def _language_job(
         import transformers
     except ImportError as error:
         raise JobError(
-            f"the named language models need transformers ({error}); install it with: pip install 'qsync-torch[models]'"
+            f"the named language models need transformers ({error}); install it with: {pip_install('qsync-torch', 'models')}"
         ) from None
     ending, loss = _HEADS[head]
     config = getattr(transformers, f"{family}Config")(

@@ -31,7 +31,7 @@ def cluster_text(name: str, groups: Sequence[DeviceGroup], links: Iterable[Link]
         if group.share < 1:
             parts.append(f"share = {group.share:g}\n")
         if group.memory_bytes:
-            parts.append(f"memory = {group.memory_bytes}\n")
+            parts.append(f'memory = "{group.memory_bytes} B"\n')
     for link in links:
         parts.append(
             f"\n[[link]]  # from measured all-reduces; counts where those of just these groups were not measured\n"

@@ -26,6 +26,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant, ladder_under
+from qsync_core.plugins.installing import pip_install
 from qsync_core.run_folder import RunFolder, key_of
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.script import Said, job_of_script, unsaid_autocast
@@ -44,7 +45,7 @@ from qsync_torch.distributed.ranks import (
 from qsync_torch.distributed.watch import watched
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import check_store
-from qsync_torch.load_job import is_script, job_code, load_job
+from qsync_torch.load_job import find_job, is_script, job_code, load_job
 from qsync_torch.prepare.asked import Asked
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
@@ -179,6 +180,7 @@ def _prepare(request: Request, load: Load, rank: int, started: float) -> Prepare
 def _load(request: Request, said: Said | None) -> Load:
     """How the job is loaded: a script's is there already."""
     if said is None:
+        find_job(request.job)  # before there is a run folder
         return lambda: (load_job(request.job, request.batch_size), None)
     job = said.job if request.batch_size is None else attrs.evolve(said.job, batch_size=request.batch_size)
     return lambda: (job, said.caller)
@@ -220,7 +222,9 @@ class _Flow:
             )
         with folder.together({VERSIONS: versions_text(), "--group": wishes}, slow=True) as facts:
             if folder.rank == 0 and find_spec("qsync_planner") is None:
-                raise PlanError("qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'")
+                raise PlanError(
+                    f"qsync prepare plans, which needs qsync-planner; install it with: {pip_install('qsync-torch', 'plan')}"
+                )
             if folder.rank == 0:
                 self._check_asked()
             check_store(request.device)

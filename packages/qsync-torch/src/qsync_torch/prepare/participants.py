@@ -19,7 +19,7 @@ from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import DeviceKind, DeviceType
-from qsync_core.units import format_bytes, parse_bytes
+from qsync_core.units import format_bytes, parse_memory
 from qsync_torch.devices import device_type
 from qsync_torch.distributed.exchange import rank_list
 from qsync_torch.distributed.ranks import GROUP_VARIABLE, SHARE_VARIABLE, same_share, which_group_of_cluster
@@ -105,7 +105,7 @@ class Wish:
                     if not 0 < float(value) <= 1:
                         raise ValueError("a share is above 0 and at most 1")
                 elif key == "memory":
-                    found["memory_bytes"] = parse_bytes(value)
+                    found["memory_bytes"] = parse_memory(value)
                 else:
                     raise ValueError("known are role, share and memory")
             except ValueError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,9 @@ def run_script(path: Path, arguments: Sequence[str], begin: Callable[..., object
     """Run a script as ``python path arguments`` does, and call ``begin`` once with what its loop calls.
 
     That is before the first forward of a model in DistributedDataParallel; further wrappers that are there by then are behind it.
+
+    The script stays ``__main__`` until the process ends, as in Python: a wrapper that is dropped earlier, after its process group
+    is destroyed, joins the group's threads while it holds the lock that they wait for.
 
     Raises:
         Exception: what the script raises.
@@ -37,8 +40,10 @@ def run_script(path: Path, arguments: Sequence[str], begin: Callable[..., object
     folder, command_line = str(path.resolve().parent), sys.argv
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, folder)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = str(path)
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(main))
     finally:
         handle.remove()
         sys.argv = command_line

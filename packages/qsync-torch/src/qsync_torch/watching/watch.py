@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-import warnings
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +16,7 @@ import attrs
 import torch.distributed as dist
 from torch import nn
 
+from qsync_core.printable import printable
 from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.watching.compare import Slowest, Told, as_message, slowest
@@ -41,7 +42,7 @@ class RankWatch:
         models: what the loop calls: wrappers in DistributedDataParallel, or what ``torch.compile`` makes of them.
         group: this rank's device group under a plan.
         weight: what the plan expects this rank's compute to take; 1 where ranks are to be alike.
-        say: is given a sentence on rank 0, once for a rank and a phase; by default a warning says it.
+        say: is given a sentence on rank 0, once for a rank and a phase; by default a line on standard error says it.
 
     Attributes:
         judges: whether this is the rank that compares all of them: the first.
@@ -53,7 +54,7 @@ class RankWatch:
     def __init__(
         self, *models: nn.Module, group: str = "", weight: float = 1.0, say: Callable[[str], object] | None = None
     ) -> None:
-        self._group, self._weight, self._say = group, weight, say or _warn
+        self._group, self._weight, self._say = group, weight, say or _print
         self._steps: list[StepPhases] = []
         self._skip, self._window, self._to_judge = WARM_UP, 0, -1
         self._told: Told | None = None
@@ -165,8 +166,8 @@ def _read(said: dict[str, object]) -> Slowest:
     return Slowest(**said, phase=phase, more={Phase(name): ns for name, ns in more.items()})  # type: ignore[arg-type]
 
 
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=2)
+def _print(sentence: str) -> None:
+    print(printable(f"qsync: {sentence}"), file=sys.stderr, flush=True)
 
 
 def _machine() -> str:

@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 
 from qsync_core.errors import PlanError
+from qsync_core.plugins.installing import pip_install
 
 _FEASIBILITY = 1e-9
 _INTEGRALITY = 1e-7
@@ -68,7 +69,7 @@ def is_installed() -> bool:
 def require_solver(who: str, instead: str = "") -> None:
     """Raise PlanError, naming who needs it and what does without, where HiGHS is not installed."""
     if not is_installed():
-        raise PlanError(f"{who} needs HiGHS; install it with: pip install 'qsync-planner[exact]'{instead}")
+        raise PlanError(f"{who} needs HiGHS; install it with: {pip_install('qsync-planner', 'exact')}{instead}")
 
 
 class SolverFailed(PlanError):
