@@ -136,7 +136,7 @@ def launch(
     ranks_each = {group: _number(group, text) for group, text in ranks}
     if cluster_path is None:
         job = planned_job(RunFolder(run), groups, ranks_each)
-        started = list(script) if manifest == "RayJob" else training(script)
+        started = list(script) if as_rayjob else training(script)
     else:
         if elastic or groups:
             raise click.UsageError(
