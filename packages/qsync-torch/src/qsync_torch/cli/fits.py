@@ -134,7 +134,7 @@ def _render(job: Job, answers: list[Fit], notes: list[str], console: Console) ->
                     str(way.fits),
                     _largest(way.largest_batch, job.batch_size),
                     format_ns(way.pace.step_ns),
-                    f"{way.samples_per_s:.3g}",
+                    f"{way.samples_per_s:,.0f}" if way.samples_per_s >= 100 else f"{way.samples_per_s:.3g}",
                 )
             )
     print_table(console, ("GPU", "memory", "trained", "process", "fits", "largest batch", "step", "samples/s"), rows)
