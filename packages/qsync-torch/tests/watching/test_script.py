@@ -15,6 +15,7 @@ from torch.nn.modules import module
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.cli import root
+from qsync_torch.distributed import process_group
 from qsync_torch.watching.script import run_script
 from qsync_torch.watching.watch import RankWatch
 
@@ -59,6 +60,12 @@ def test_the_wrappers_of_a_script_are_found_once_and_it_runs_as_by_itself(script
     assert capsys.readouterr().out == "trained with ['--lr', '0.1'] a neighbour\n"
     assert sys.argv == before
     assert not module._global_forward_pre_hooks
+
+
+def test_the_process_group_outlives_the_wrappers_of_a_script(script, monkeypatch):
+    monkeypatch.setattr(process_group, "_KEPT", kept := [])
+    run_script(script, [], lambda *models: None)
+    assert kept == [dist.group.WORLD]
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit"])

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_torch.distributed.process_group import keep_until_exit
+
 
 def run_script(path: Path, arguments: Sequence[str], begin: Callable[..., object]) -> None:
     """Run a script as ``python path arguments`` does, and call ``begin`` once with what its loop calls.
@@ -34,6 +36,7 @@ def run_script(path: Path, arguments: Sequence[str], begin: Callable[..., object
         others = [
             one for one in gc.get_objects() if type(one) is DistributedDataParallel and one is not module and one is not inner
         ]
+        keep_until_exit()  # a wrapper that a function of the script drops would wait for the group's threads
         begin(module, *others)
 
     handle = register_module_forward_pre_hook(look)
