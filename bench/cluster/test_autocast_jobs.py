@@ -23,7 +23,7 @@ def test_a_refused_share_gives_way_to_the_nearest_that_is_right(monkeypatch, tmp
 
     monkeypatch.setattr("cluster.autocast_jobs.measured_at", measured_at)
     rows = []
-    monkeypatch.setattr("cluster.autocast_jobs.write_rows", lambda name, found, command, directory: rows.extend(found))
+    monkeypatch.setattr("cluster.autocast_jobs.write_rows", lambda name, found, command, **where: rows.extend(found))
     found = measure("gpt2", 0.75, lambda share: f"place at {share}", tmp_path)
     assert tried == [(0.75, "place at 0.75"), (0.9, "place at 0.9")]
     assert (found["share"], found["measured_at"], found["borne_out"], found["prepare_s"]) == (0.75, 0.9, True, 90.0)

@@ -105,5 +105,10 @@ _BEFORE: list[Callable[[type[BaseException], BaseException, TracebackType | None
 def _refused(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if isinstance(error, QSyncError):
         tell_torchrun(" ".join(str(error).split()))
-    for before in _BEFORE:
-        before(kind, error, traceback)
+    # A library's hook that was set since the first plan calls this one, and is called by it since the second.
+    hooks, _BEFORE[:] = [*_BEFORE] or [sys.__excepthook__], []
+    try:
+        for before in hooks:
+            before(kind, error, traceback)
+    finally:
+        _BEFORE[:] = hooks

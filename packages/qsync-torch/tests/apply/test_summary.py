@@ -37,7 +37,7 @@ def test_the_line_of_a_script_says_on_rank_0_what_is_in_force(tmp_path, monkeypa
     trained = model()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setattr("qsync_torch.capturing.hybrid.own_rank", lambda rank=rank: int(rank))
+        monkeypatch.setattr("qsync_torch.apply.applied_plan.own_rank", lambda rank=rank: int(rank))
         applied = qsync_torch.hybrid(trained, optimizer, torch.nn.functional.mse_loss, [], run=run.path, group="infer")
         assert len(capsys.readouterr().err.splitlines()) == lines
         assert applied.summary().endswith(f"report {run.report}")
@@ -64,4 +64,10 @@ def test_a_refusal_that_ends_a_rank_is_what_torchrun_says_last(tmp_path, monkeyp
     assert not (tmp_path / "error.json").exists()
     sys.excepthook(PlanError, PlanError("the plan is\nfor another model"), None)
     assert json.loads((tmp_path / "error.json").read_text())["message"] == "the plan is for another model"
+    assert capsys.readouterr().err.count("PlanError") == 1
+    told, ours = [], sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda *error: (told.append("a library"), ours(*error)))
+    qsync_torch.apply_(torch.nn.Linear(2, 2), {})
+    sys.excepthook(PlanError, PlanError("the plan is for another model"), None)
+    assert told == ["a library"], "its hook runs, and ours behind it, once"
     assert capsys.readouterr().err.count("PlanError") == 1

@@ -103,8 +103,9 @@ def test_shifts_are_the_derivative_along_the_error_seen_from_each_direction(name
             u = flat(random_signs(trained, SEED + _DIRECTION_SEED + number * _NEXT_DIRECTION))
             u = u - sum(float(one @ u) * one for one in known)
             along[number] = math.sqrt(count / (count - len(known))) * float(u @ derivative)
+        noise = 1e-4 * max(map(abs, along.values()))  # of float32, by the CPU
         for number, term in enumerate(terms.SHIFTS):
-            assert found[OpId(name), variant, term] == pytest.approx(along[number], rel=1e-3, abs=2e-6)
+            assert found[OpId(name), variant, term] == pytest.approx(along[number], rel=1e-3, abs=noise)
             if name == "twice":
                 assert found[OpId("twice", 1), variant, term] == 0.0
 

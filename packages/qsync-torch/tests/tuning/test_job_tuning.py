@@ -159,7 +159,8 @@ def test_a_search_tries_nothing_more_when_the_time_is_over(dag, install, monkeyp
     assert len(one.built) == 5
     assert [store.find("one", asked.request) is not None for asked in requests[:2]] == [True, False]
     tune_requests(requests, [one], open_store(CPU), CPU, effort=effort)
-    assert len(one.built) == 24 * len(requests)
+    assert {text for _, text in one.built} == {f"tile={n}" for n in range(24)}
+    assert len(one.built) - 24 * len(requests) in (0, 1), "the fastest of the search before is built again, to be looked at"
 
 
 def test_a_job_is_tuned_on_a_gpu_only(dag, install, monkeypatch):
