@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from products_of_cpus import products_take_copies
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -47,8 +48,7 @@ PLANS = {
 
 EXACT = PLANS.keys() - {"every other one"}
 AS_ON_GPUS = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="without oneDNN's bfloat16, products take copies on this CPU that they take on no GPU, and no model says",
+    products_take_copies(), reason="products in bfloat16 take copies on this CPU that they take on no GPU, and no model says"
 )
 
 

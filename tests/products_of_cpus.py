@@ -1,0 +1,18 @@
+"""What PyTorch's own bfloat16 products take on this CPU, which tests of exact memory ask before they hold the model to it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from qsync_torch.profiling.memory import memory_rise
+
+
+@cache
+def products_take_copies() -> bool:
+    """Whether a small product in bfloat16 takes more memory than its result: copies or a workspace that it takes on no GPU."""
+    x, weight = torch.randn(24, 130, dtype=torch.bfloat16), torch.randn(260, 130, dtype=torch.bfloat16)
+    F.linear(x, weight)  # what is made once
+    return memory_rise(lambda: F.linear(x, weight))[0] > 2 * 24 * 260
