@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
 
+MAIN = sys.modules["__main__"]
 SELDOM = (50_000, 10, 10)
 """Instead of 700 objects that are new: collections took a ninth of the time of tests that compile, which make many."""
 
@@ -30,3 +32,8 @@ def pytest_collection_finish() -> None:
     """Take modules and collected tests, which stay to the end, out of collections: profiling asks for many, half a second each."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """Put ``__main__`` back, which a script that came to its line stays: processes that a later test starts would run it again."""
+    sys.modules["__main__"] = MAIN

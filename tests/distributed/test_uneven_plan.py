@@ -96,6 +96,11 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
     scripts = [[uneven_script.__file__, str(folder.run.path), str(tmp_path / "saved")]] * 2
     ended = run_ranks(scripts, [{"QSYNC_GROUP": "slow"}, {"QSYNC_GROUP": "fast"}])
     assert [one.status for one in ended] == [0, 0], ended
+    places = [{"QSYNC_GROUP": "slow"}, {"QSYNC_GROUP": "fast"}]
+    for one in run_ranks([[uneven_script.__file__, str(folder.run.path)]] * 2, places):
+        assert one.status == 1
+        assert "PlanError: the plan has local batches of different sizes" in one.output, "in these words, compiled too"
+        assert "InternalTorchDynamoError" not in one.output
     saved = {group: torch.load(tmp_path / f"saved.{group}") for group in ("fast", "slow")}
 
     assert saved["fast"]["sizes"][:3] == [fast] * 3

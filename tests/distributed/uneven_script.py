@@ -23,6 +23,16 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05), nn.CrossEntropyLoss(), TensorDataset(x, x[:, :3].argmax(1))
 
 
+def unweighted(run: str) -> None:
+    """A compiled model whose script forgets to weight its gradients."""
+    dist.init_process_group("gloo")
+    model, optimizer, criterion, data = make()
+    applied = qsync.hybrid(model, optimizer, criterion, DataLoader(data, batch_size=BATCH), run=run, compiles=True)
+    ddp = DistributedDataParallel(torch.compile(model, backend="aot_eager"), **applied.ddp_options())
+    x, y = next(iter(DataLoader(data, batch_sampler=applied.batch_sampler(data))))
+    criterion(ddp(x), y).backward()
+
+
 def main(run: str, saved: str) -> None:
     dist.init_process_group("gloo")
     model, optimizer, criterion, data = make()
@@ -43,4 +53,4 @@ def main(run: str, saved: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (main if len(sys.argv) > 2 else unweighted)(*sys.argv[1:])

@@ -168,8 +168,12 @@ class LagWatch:
         self._close()
         self._next = -1
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Any) -> None:
-        """Called in every forward that is not compiled, with what the model is given."""
+        """Called in every forward that is not compiled, with what the model is given.
+
+        Where a check refuses what a compiler reads, the forward runs without it, and is to refuse the same in its own words.
+        """
         self._forwards += 1
         if self.ranks is None and self._is_on:
             wrapper = running_wrapper()
@@ -180,6 +184,7 @@ class LagWatch:
         if self._forwards == self._next:
             self._take()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def started(self) -> None:
         """Called in the same forward, once buffers have come from another rank: DistributedDataParallel waits for them before."""
         if self.ranks is not None:

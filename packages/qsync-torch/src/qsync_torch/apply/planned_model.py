@@ -376,6 +376,7 @@ class PlannedModel:
             check_job(what, plan, group, self.model, self.planned.allow_flags, self.planned.caller, warn=False)
         self._as_planned = check_communication(plan, self.model, device, self.planned.caller)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_settings(self, device: torch.device) -> None:
         """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.
 
@@ -388,6 +389,7 @@ class PlannedModel:
         check_settings(plan, group, self.model, self.planned.allow_flags, self.planned.caller, warn=False)
         self._settings = found
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _meet(self, device: torch.device) -> None:
         """What every forward meets must be what the plan was made for.
 
