@@ -67,6 +67,11 @@ def test_device_names(device: str, chip: str | None) -> None:
         ("NVIDIA GH200 480GB", 96, 4000),
         ("NVIDIA H100 80GB HBM3", 80, 3350),
         ("A100 20GB", 20, 0),
+        ("A100 40", 40, 1555),
+        ("A100_40GB", 40, 1555),
+        ("a100-40", 40, 1555),
+        ("RTX 3060", 12, 360),
+        ("NVIDIA RTX 6000 Ada Generation", 48, 960),
     ],
 )
 def test_the_memory_that_a_name_says(device: str, memory_gb: int, bandwidth_gb_s: int) -> None:

@@ -203,7 +203,7 @@ _SIZES: dict[str, dict[int, tuple[int, int]]] = {
     "RTX 5060 Ti": {8: (8, 448)},
 }
 """Smaller memories that chips are sold with, by the GB in a name: GB and GB/s, from the same sources."""
-_SIZE = re.compile(r"\b(\d+)\s*G(?:I?B)?\b")
+_SIZE, _BARE_SIZE = re.compile(r"\b(\d+)\s*G(?:I?B)?\b"), re.compile(r"[\s-]+(\d+)")
 
 _BETWEEN_WORDS = r"(?:[\s_-]*\d+GB)?[\s_-]*"
 """What a maker may put between the words of a name: nothing, or the size of the memory: ``RTX3090``, ``A100 80GB PCIe``."""
@@ -233,8 +233,12 @@ def sized_chip(device: str) -> Chip | None:
     Its bandwidth is 0 where no chip of that name is known with such a memory.
     """
     chip = find_chip(device)
-    size = _SIZE.search(re.sub(r"MIG\b.*", "", device.upper()))
-    if chip is None or size is None or int(size[1]) == chip.memory_gb:
+    if chip is None:
+        return None
+    text = re.sub(r"MIG\b.*", "", device.upper()).replace("_", "-")
+    behind = next((found[1] for pattern, one in _PATTERNS if one is chip and (found := pattern.search(text))), "")
+    size = _SIZE.search(text) or _BARE_SIZE.fullmatch(behind)
+    if size is None or int(size[1]) == chip.memory_gb:
         return chip
     memory_gb, bandwidth_gb_s = _SIZES.get(chip.name, {}).get(int(size[1]), (int(size[1]), 0))
     return attrs.evolve(chip, name=f"{chip.name} {memory_gb}GB", memory_gb=memory_gb, bandwidth_gb_s=bandwidth_gb_s)
