@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls but tab and line feed: escape sequences, a carriage return that hides a line
@@ -20,3 +21,8 @@ def is_printable(text: str) -> bool:
 def printable(text: str) -> str:
     """Spell out what a terminal would obey, or show in another place than it stands, as Python escapes it: ``\\x1b``."""
     return text if text.isprintable() else _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def tell(sentence: str) -> None:
+    """Print a line on a script's standard error that says whose it is: ``qsync: …``."""
+    print(printable(f"qsync: {sentence}"), file=sys.stderr, flush=True)

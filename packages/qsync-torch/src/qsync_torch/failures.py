@@ -47,9 +47,19 @@ def deepest_line(error: BaseException) -> str:
 
 def numbered_line(error: BaseException) -> str:
     """The deepest line of a user's that an error comes through, or of another library's, as ``line 5 of train.py``; else empty."""
-    frames = _frames_of(error)
-    found = next(itertools.chain(_deepest_frames(frames, _USER), _deepest_frames(frames, _LIBRARY)), None)
+    found = _deepest_of_others(error)
     return "" if found is None else f"line {found[1]} of {Path(found[0]).name}"
+
+
+def bracketed_line(error: BaseException) -> str:
+    """The same for a plugin's kernel, behind what it raised: `` (kernels.py:19)``; else empty."""
+    found = _deepest_of_others(error)
+    return "" if found is None else f" ({Path(found[0]).name}:{found[1]})"
+
+
+def _deepest_of_others(error: BaseException) -> Frame | None:
+    frames = _frames_of(error)
+    return next(itertools.chain(_deepest_frames(frames, _USER), _deepest_frames(frames, _LIBRARY)), None)
 
 
 def first_line(error: BaseException) -> str:

@@ -14,9 +14,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
@@ -115,18 +113,6 @@ def described(error: BaseException) -> str:
     if isinstance(error, CompatibilityError):
         return text
     return f"{kind}: {text}" if text else kind
-
-
-def place_of(error: BaseException) -> str:
-    """Where a plugin's code raised an error, `` (kernels.py:19)``: the last line that is neither QSync's nor PyTorch's; empty where
-    there is none."""
-    own = ("qsync_core", "qsync_torch", "torch")
-    steps = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _package_of(frame) not in own]
-    return f" ({Path(steps[-1][0].f_code.co_filename).name}:{steps[-1][1]})" if steps else ""
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def origin(offered: object) -> str:

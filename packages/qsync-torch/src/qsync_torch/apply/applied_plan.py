@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -16,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.variant import Variant
-from qsync_core.printable import printable
+from qsync_core.printable import tell
 from qsync_core.units import format_ns
 from qsync_torch.apply.planned_model import PlannedModel
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
@@ -278,7 +277,7 @@ class AppliedPlan:
     def announce(self) -> None:
         """Rank 0 prints what is in force, to standard error."""
         if own_rank() == 0:
-            print(printable(f"qsync: {self.summary()}"), file=sys.stderr, flush=True)
+            tell(self.summary())
 
     def __repr__(self) -> str:
         """Which group's plan it is, and how many operators run as what."""

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from qsync_core.errors import QSyncError
-from qsync_core.plugins.guard import place_of
+from qsync_torch.failures import bracketed_line
 from qsync_torch.timing import Stopwatch, make_stopwatch, relative_spread
 
 Thunk = Callable[[], Any]
@@ -58,7 +58,7 @@ def why_failed(error: Exception) -> str:
     Of an error of QSync's the text, a sentence, is enough.
     """
     kind = "" if isinstance(error, QSyncError) else f"{type(error).__name__}: "
-    return f"{kind}{' '.join(str(error).split())[:300]}{place_of(error)}"
+    return f"{kind}{' '.join(str(error).split())[:300]}{bracketed_line(error)}"
 
 
 def is_lost(why: str) -> bool:

@@ -13,9 +13,9 @@ from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelRequest
 from qsync_core.kernels.requests import OperatorRequest
 from qsync_core.kernels.roofline import Peaks
-from qsync_core.plugins.guard import place_of
 from qsync_core.tuning.search import DeviceLostError
 from qsync_torch.devices import compute_capability
+from qsync_torch.failures import bracketed_line
 from qsync_torch.kernels.operands import Arguments, make_operands
 from qsync_torch.timing import Thunk, make_stopwatch, rotation_count
 
@@ -56,7 +56,7 @@ class KernelTimer:
             Exception,
             SystemExit,
         ) as error:  # a kernel may fail in whatever way; the next candidate decides whether the device lives
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{place_of(error)}"
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{bracketed_line(error)}"
             if not self._device_lives():
                 raise DeviceLostError(
                     f"a kernel of {request.op} on {list(request.shapes)} made the device unusable ({said}); "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ import attrs
 import torch.distributed as dist
 from torch import nn
 
-from qsync_core.printable import printable
+from qsync_core.printable import tell
 from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.watching.compare import Slowest, Told, as_message, slowest
@@ -54,7 +53,7 @@ class RankWatch:
     def __init__(
         self, *models: nn.Module, group: str = "", weight: float = 1.0, say: Callable[[str], object] | None = None
     ) -> None:
-        self._group, self._weight, self._say = group, weight, say or _print
+        self._group, self._weight, self._say = group, weight, say or tell
         self._steps: list[StepPhases] = []
         self._skip, self._window, self._to_judge = WARM_UP, 0, -1
         self._told: Told | None = None
@@ -164,10 +163,6 @@ def _read(said: dict[str, object]) -> Slowest:
     assert isinstance(more, dict)
     phase = Phase(str(said.pop("phase")))
     return Slowest(**said, phase=phase, more={Phase(name): ns for name, ns in more.items()})  # type: ignore[arg-type]
-
-
-def _print(sentence: str) -> None:
-    print(printable(f"qsync: {sentence}"), file=sys.stderr, flush=True)
 
 
 def _machine() -> str:
