@@ -55,8 +55,13 @@ JOB_S = 120
 """What a job takes on GPUs, for ``--seconds``, until one has taken longer."""
 
 
-def measure(model: str, share: float, place_at: Callable[[float], Place], work: Path) -> dict[str, Any]:
-    """The same as :func:`measured_at`, at the nearest share that is right where ``prepare`` refuses this one."""
+def measure(
+    model: str, share: float, place_at: Callable[[float], Place], work: Path, instead: Mapping[float, float] = {}
+) -> dict[str, Any]:
+    """The same as :func:`measured_at`, at the nearest share that is right where ``prepare`` refuses this one, or is known to."""
+    if other := instead.get(share):
+        told = f"{share:g}, which other jobs were refused there, was not tried"
+        return measured_at(model, other, place_at(other), work) | {"refused": told, "share": share, "measured_at": other}
     found = measured_at(model, share, place_at(share), work)
     if not (right := found.get("right_shares")):
         return found
@@ -108,7 +113,9 @@ def write(jobs: Sequence[Mapping[str, Any]], of_all: int, on_gpus: bool, command
     good = sum(job["borne_out"] for job in jobs)
     told = "; ".join(f"{job['model']} at {job['share']:g}: {job['why']}" for job in jobs if not job["borne_out"])
     refused = "; ".join(
-        f"{job['model']}: {job['refused']} after {job['refused_after_s']:.0f} s" for job in jobs if "refused" in job
+        f"{job['model']}: {job['refused']}" + (f" after {job['refused_after_s']:.0f} s" if "refused_after_s" in job else "")
+        for job in jobs
+        if "refused" in job
     )
     offs = [
         abs(way["predicted_ms"] / way["measured"]["ms"] - 1)
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="small stand-ins on two CPU cores")
     parser.add_argument("--models", default=",".join(MODELS), help="which, comma-separated")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of group b, comma-separated")
+    parser.add_argument("--instead", nargs="+", default=[], metavar="SHARE=OTHER", help="where a share is known to be refused")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no job that would not end in these")
     parser.add_argument("--again", action="store_true", help="measure finished jobs again")
     parser.add_argument("--work", type=Path, help="where run folders stay (else they are temporary)")
@@ -155,6 +163,7 @@ def main() -> None:
     waiting: queue.Queue[str] = queue.Queue()
     for model in dict.fromkeys(model for model, _ in left):
         waiting.put(model)
+    instead = {float(share): float(other) for share, other in (pair.split("=") for pair in options.instead)}
     command = f"python bench/cluster/autocast_jobs.py {'--cpu' if options.cpu else '--pairs ' + ' '.join(options.pairs)}"
     work, writing = options.work or Path(tempfile.mkdtemp(prefix="autocast-jobs-")), threading.Lock()
 
@@ -165,7 +174,7 @@ def main() -> None:
 
     def finish(model: str, share: float, place_at: Callable[[float], Place]) -> None:
         try:
-            found = measure(model, share, place_at, work)
+            found = measure(model, share, place_at, work, instead)
         except Exception as error:  # one job that fails does not keep the others from running
             found = {"model": model, "share": share, "borne_out": False, "why": f"{type(error).__name__}: {error}"[:300]}
         found["measured_by"] = provenance()

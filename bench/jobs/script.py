@@ -6,7 +6,8 @@ where the model is compiled; ``RUN``: the run folder; ``BACKEND``: of the proces
 (without it), ``alone`` (the same, by the first ``FIRST`` ranks), or the path of a plan.
 
 Rank 0 ends each with a line ``STEP {…}``: the mode, the median step and its quartiles, every rank's median step without
-communication, what the CPU alone takes to issue one, and the peak of memory.
+communication, what the CPU alone takes to issue one, and the peak of memory.  Steps follow each other as in training: on a GPU
+events say when each ends, and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -94,25 +96,22 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
         applied.weight_gradients(ddp)
     batches = [_moved(b, device) for _, b in zip(range(4), loader, strict=False)]
 
-    def step(number: int, *, waits: bool = True) -> float:
-        began = time.perf_counter()
+    def step(number: int) -> None:
         with torch.autocast(device.type, torch.bfloat16) if AMP else contextlib.nullcontext():
             loss = task.call(called, batches[number % len(batches)])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if cuda and waits:
-            torch.cuda.synchronize()
         losses.append(loss.detach())
-        return 1e3 * (time.perf_counter() - began)
 
     called: torch.nn.Module = ddp
     losses: list[torch.Tensor] = []
-    late = sorted([step(number) for number in range(int(os.environ.get("STEPS", "28")))][WARMUP:])
+    late = sorted(_timed(step, int(os.environ.get("STEPS", "28")), cuda)[WARMUP:])
     loss = losses[-1].item()
     called = inside if uneven else ddp  # whose weighting meets in every step
     with contextlib.nullcontext() if uneven else ddp.no_sync():
-        here = {"batch": batch, "local_ms": _local_ms(step), "host_ms": _host_ms(step) if cuda else None}
+        local_ms = statistics.median(_timed(step, LOCAL_WARMUP + LOCAL_STEPS, cuda)[LOCAL_WARMUP:])
+        here = {"batch": batch, "local_ms": local_ms, "host_ms": _host_ms(step) if cuda else None}
     here["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, here, group=group)
@@ -124,17 +123,31 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
         print("STEP " + json.dumps({"mode": name or mode, **found}), flush=True)
 
 
-def _local_ms(step: Callable[[int], float]) -> float:
-    """The median step of this rank that communicates with none."""
-    return statistics.median([step(number) for number in range(LOCAL_WARMUP + LOCAL_STEPS)][LOCAL_WARMUP:])
+def _timed(step: Callable[[int], None], count: int, cuda: bool) -> list[float]:
+    """Milliseconds from the end of each step to that of the next, back to back."""
+    ends: list[Any] = []
+    for number in range(-1, count):
+        if number >= 0:
+            step(number)
+        if cuda:
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+        else:
+            ends.append(time.perf_counter())
+    if not cuda:
+        return [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(ends)]
 
 
-def _host_ms(step: Callable[..., float]) -> float:
-    """The same for the CPU that issues it, while the device is still at the one before."""
+def _host_ms(step: Callable[[int], None]) -> float:
+    """What the CPU takes to issue a step: the median, each begun when the device has nothing to do."""
     found = []
     for number in range(LOCAL_STEPS):
         torch.cuda.synchronize()
-        found.append(step(number, waits=False))
+        began = time.perf_counter()
+        step(number)
+        found.append(1e3 * (time.perf_counter() - began))
     return statistics.median(found)
 
 

@@ -66,3 +66,22 @@ def test_groups_whose_collectives_were_not_measured_are_planned_with_those_of_al
     flow.plan()
     several = dict.fromkeys(("a10+t4+v100", "t4+v100", "a10+v100", "a10+t4"), "of all")
     assert given == {**several, "v100": None, "t4": "of two T4s", "a10": None}
+
+
+def test_steps_of_a_few_more_samples_than_measured_ones_are_not_measured_again(monkeypatch):
+    profiles = {
+        "v100": SimpleNamespace(batches=[SimpleNamespace(batch_size=57)]),
+        "t4": SimpleNamespace(batches=[SimpleNamespace(batch_size=39)]),
+        "a10": SimpleNamespace(batches=[]),
+    }
+    plan = SimpleNamespace(recommended_way=None, local_batches={})
+    folder = SimpleNamespace(run=SimpleNamespace(load_plan=lambda _: plan))
+    flow = planning.Planning(folder, SimpleNamespace(batch_size=48), CLUSTER, SimpleNamespace(stage=None))
+    monkeypatch.setattr(planning.Planning, "profiles", lambda _: profiles)
+    for wanted, measured in (
+        ({"v100": 58, "t4": 38, "a10": 48}, {}),
+        ({"v100": 59, "t4": 37, "a10": 47}, {"v100": 59, "t4": 37}),
+        ({"v100": 57, "t4": 39, "a10": 46}, {"a10": 46}),
+    ):
+        plan.local_batches = wanted
+        assert flow.batches_to_measure() == measured

@@ -110,9 +110,10 @@ class BatchScaling:
             _Line(int(self._compute_ns[chosen, phase].sum()), sum(self._slopes[chosen, phase].tolist())) for phase in (0, 1)
         )
 
-    def is_measured(self, batch: int) -> bool:
-        """Whether a whole step was measured at this local batch."""
-        return (batch, self._base) in self.measured
+    def nearest_measured(self, batch: int) -> int | None:
+        """The other local batch nearest to this one at which whole steps were measured; None where they were at none."""
+        others = [size for size, variant in self.measured if variant == self._base]
+        return min(others, key=lambda size: (abs(size - batch), size), default=None)
 
     def busy_ns(self, traced_ns: int, batch: int) -> int:
         """Busy time of a rank at a local batch, never falling with it; ``traced_ns`` is that at the traced batch size."""

@@ -120,10 +120,11 @@ def batch_notes(problem: Problem, local: Mapping[str, int]) -> Iterator[str]:
     before = max(1, problem.dag.batch_size)
     for group, batch in local.items():
         change = "unchanged" if batch == before else f"{100 * (batch - before) / before:+.0f}%"
-        measured = problem.scalings[group].is_measured(batch)
         source = "one profile, compute taken as proportional to the batch"
-        if measured or group in problem.inputs.further:
-            source = "steps measured at this batch" if measured else "two profiles"
+        if group in problem.inputs.further:
+            source = "two profiles"
+        elif (nearest := problem.scalings[group].nearest_measured(batch)) is not None:
+            source = f"steps measured at {'this batch' if nearest == batch else nearest}"
         yield f"{group}: local batch {before} → {batch} ({change}; from {source})"
 
 

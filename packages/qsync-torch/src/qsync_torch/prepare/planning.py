@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -32,6 +32,8 @@ from qsync_torch.prepare.folder import Folder, Made
 Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
 """Makes parts, and names those that are no more."""
 _PLANNER = "qsync-planner"
+_NEAR = 1 / 32
+"""From steps whose samples differ by no more than this, others are known well enough: by half of it where half a step is fixed."""
 _AS_SCRIPT = "as the script's DistributedDataParallel has them"
 
 
@@ -87,13 +89,13 @@ class Planning:
         return [lambda: (self.tell_start(), ()), lambda: (self.report(), ())]
 
     def batches_to_measure(self) -> dict[str, int]:
-        """Name by group the local batch of the best way to run the whole job, where no steps of as many samples were measured."""
+        """Name by group the local batch of the best way to run the whole job, where no steps of about that size were measured."""
         plan, profiles = self.folder.run.load_plan([group.name for group in self.cluster.groups]), self.profiles()
         wanted = dict(plan.recommended_way.local_batches if plan.recommended_way else plan.local_batches)
         return {
             name: batch
             for name, batch in wanted.items()
-            if batch not in {self.dag.batch_size, *(one.batch_size for one in profiles[name].batches)}
+            if not _is_measured(batch, {self.dag.batch_size, *(one.batch_size for one in profiles[name].batches)})
         }
 
     def profiles(self) -> dict[str, Profile]:
@@ -280,3 +282,8 @@ class Planning:
 def _timeline(plan: PrecisionPlan, inputs: Inputs) -> bytes:
     settings = plan.communication.settings if plan.communication else PYTORCH_DEFAULTS
     return to_bytes(Replayer(inputs, settings=settings).timeline(plan_variants(plan, inputs.cluster)))
+
+
+def _is_measured(batch: int, measured: Collection[int]) -> bool:
+    """Whether steps of a local batch are known from measured ones: the nearest differs by so little that a straight line serves."""
+    return any(abs(batch - other) <= _NEAR * other for other in measured)
