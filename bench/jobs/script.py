@@ -5,9 +5,9 @@ where the model is compiled; ``RUN``: the run folder; ``BACKEND``: of the proces
 ``MODES``: ways to train, one after the other, each from the same weights: ``plan`` (the one line of QSync's README), ``full``
 (without it), ``alone`` (the same, by the first ``FIRST`` ranks), or the path of a plan.
 
-Rank 0 ends each with a line ``STEP {…}``: the mode, the median step and its quartiles, every rank's median step without
-communication, what the CPU alone takes to issue one, and the peak of memory.  Steps follow each other as in training: on a GPU
-events say when each ends, and no step waits for the device.
+Rank 0 ends each with a line ``STEP {…}``: the mode, the seconds it took, the median step and its quartiles, every rank's median
+step without communication, what the CPU alone takes to issue one, and the peak of memory.  Steps follow each other as in training:
+on a GPU events say when each ends, and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def main() -> None:
 
 def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup | None, name: str = "") -> None:
     """Some steps in one way, by the ranks of a group."""
+    began = time.monotonic()
     batch, cuda = task.batch, device.type == "cuda"
     torch.compiler.reset()
     gc.collect()  # the model of the way before, with what its hooks hold
@@ -118,7 +119,7 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
     if dist.get_rank() == 0:
         quartiles = [late[len(late) // 4], late[3 * len(late) // 4]]
         found = {"ms": statistics.median(late), "quartiles": quartiles, "loss": loss}
-        found |= {"samples": sum(rank["batch"] for rank in ranks)}
+        found |= {"samples": sum(rank["batch"] for rank in ranks), "seconds": round(time.monotonic() - began, 1)}
         found |= {key: [rank[key] for rank in ranks] for key in ("batch", "local_ms", "host_ms", "peak_gib")}
         print("STEP " + json.dumps({"mode": name or mode, **found}), flush=True)
 

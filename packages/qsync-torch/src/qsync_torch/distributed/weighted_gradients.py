@@ -107,6 +107,7 @@ class _Weighting:
         self._unit = 0.0
         self._own = 0.0
         self._factor: Mean | None = None
+        self._ahead: _WeightedSums | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, ddp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -144,10 +145,12 @@ class _Weighting:
             self._start(gradients)
         if not self._is_mean:
             return self._reduced(bucket, lambda mean: mean.mul_(self._ranks) if self._hook else mean)
+        if not self._own:  # also where they are not finite: a mean over no samples
+            gradients.zero_()
+        if self._ahead is not None and gradients.dtype in _WIDE:
+            return self._ahead.reduce(gradients)
         if self._own:
             gradients.mul_(self._own)
-        else:  # also where they are not finite: a mean over no samples
-            gradients.zero_()
         factor = self._factor
         assert factor is not None
         return self._reduced(bucket, lambda found: found.mul_(factor.wait()))
@@ -180,6 +183,9 @@ class _Weighting:
             total = torch.full((), self._weight, dtype=torch.float64, device=gradients.device)
             work, unit = dist.all_reduce(total, group=self._group, async_op=True), self._unit * self._divides_by
             self._factor = work.get_future().then(lambda done: unit / done.value()[0])
+            if gradients.is_cuda and self._hook is None and dist.get_backend(self._group) == "nccl":
+                self._ahead = self._ahead or _WeightedSums(self._group, gradients.device)
+                self._ahead.start(self._factor, self._own)
         self._samples, self._passes, self._weight, self._newest = 0, 0, 0.0, 0.0
 
     def _meet(self, device: torch.device) -> None:
@@ -190,6 +196,36 @@ class _Weighting:
         check_batches([int(size) for size in samples], [int(size) for size in planned])
         summed = sum(weights) / self._divides_by
         self._unit = 2.0 ** round(math.log2(summed)) if summed else 1.0
+
+
+_WIDE = (torch.float32, torch.float64)
+"""Formats of gradients that have bits enough for a weight of their own format."""
+
+
+class _WeightedSums:
+    """NCCL's sums of gradients that each rank weights as it sends them, which takes no pass over memory.
+
+    Weights are known on the device once the ranks have met, which a stream of its own waits for and computation does not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._stream = group, torch.cuda.Stream(device)
+        self._weight = torch.empty((), dtype=torch.float64, device=device)
+
+    def start(self, factor: Mean, own: float) -> None:
+        """Take the weight of the step whose first bucket is there: a factor on the device, and this rank's own part."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._weight.device))  # and so for the sums of the step before
+        with torch.cuda.stream(self._stream):
+            self._weight.copy_(factor.wait() * own)
+
+    def reduce(self, gradients: torch.Tensor) -> Mean:
+        """Add up a bucket's weighted gradients in place."""
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(self._stream):
+            weighted = dist._make_nccl_premul_sum(self._weight.to(gradients.dtype))
+            work = dist.all_reduce(gradients, op=weighted, group=self._group, async_op=True)
+        found: Mean = work.get_future().then(lambda done: done.value()[0])
+        return found
 
 
 def check_batches(samples: Sequence[int], planned: Sequence[int]) -> None:
