@@ -107,7 +107,7 @@ class _Weighting:
         self._unit = 0.0
         self._own = 0.0
         self._factor: Mean | None = None
-        self._ahead: _WeightedSums | None = None
+        self._weighted_sums: _WeightedSums | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, ddp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -147,8 +147,8 @@ class _Weighting:
             return self._reduced(bucket, lambda mean: mean.mul_(self._ranks) if self._hook else mean)
         if not self._own:  # also where they are not finite: a mean over no samples
             gradients.zero_()
-        if self._ahead is not None and gradients.dtype in _WIDE:
-            return self._ahead.reduce(gradients)
+        if self._weighted_sums is not None and gradients.dtype in _WIDE:
+            return self._weighted_sums.reduce(gradients)
         if self._own:
             gradients.mul_(self._own)
         factor = self._factor
@@ -184,8 +184,8 @@ class _Weighting:
             work, unit = dist.all_reduce(total, group=self._group, async_op=True), self._unit * self._divides_by
             self._factor = work.get_future().then(lambda done: unit / done.value()[0])
             if gradients.is_cuda and self._hook is None and dist.get_backend(self._group) == "nccl":
-                self._ahead = self._ahead or _WeightedSums(self._group, gradients.device)
-                self._ahead.start(self._factor, self._own)
+                self._weighted_sums = self._weighted_sums or _WeightedSums(self._group, gradients.device)
+                self._weighted_sums.start(self._factor, self._own)
         self._samples, self._passes, self._weight, self._newest = 0, 0, 0.0, 0.0
 
     def _meet(self, device: torch.device) -> None:
@@ -199,28 +199,29 @@ class _Weighting:
 
 
 _WIDE = (torch.float32, torch.float64)
-"""Formats of gradients that have bits enough for a weight of their own format."""
+"""Formats of gradients in which a weight is precise enough: NCCL takes it in the gradients' own."""
 
 
 class _WeightedSums:
-    """NCCL's sums of gradients that each rank weights as it sends them, which takes no pass over memory.
+    """Sums by NCCL of gradients that each rank weights as it sends them, without a pass over memory of its own.
 
-    Weights are known on the device once the ranks have met, which a stream of its own waits for and computation does not.
+    The weight is known on the device once all ranks have told their samples.  A stream of its own waits for that, so that
+    computation need not.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._stream = group, torch.cuda.Stream(device)
+        self._group, self._device, self._stream = group, device, torch.cuda.Stream(device)
         self._weight = torch.empty((), dtype=torch.float64, device=device)
 
     def start(self, factor: Mean, own: float) -> None:
-        """Take the weight of the step whose first bucket is there: a factor on the device, and this rank's own part."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._weight.device))  # and so for the sums of the step before
+        """Take the weight of the step whose first bucket is there: a factor on the device times this rank's own part."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # and with it for the sums of the step before
         with torch.cuda.stream(self._stream):
             self._weight.copy_(factor.wait() * own)
 
     def reduce(self, gradients: torch.Tensor) -> Mean:
         """Add up a bucket's weighted gradients in place."""
-        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             weighted = dist._make_nccl_premul_sum(self._weight.to(gradients.dtype))
             work = dist.all_reduce(gradients, op=weighted, group=self._group, async_op=True)
