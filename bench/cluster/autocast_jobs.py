@@ -74,8 +74,12 @@ def measured_at(model: str, share: float, place: Place, work: Path) -> dict[str,
     """Prepare a job, train it in every way, and judge the verdict."""
     # MPS's share is among what measurements depend on; how busy a core is, is not.
     run = RunFolder(work / (model if place.on_gpus else f"{model}-{share:g}") / "run")
-    for of_other_share in (run.cluster, run.profile("b")):
-        of_other_share.unlink(missing_ok=True)
+    of_share = run.path.with_name("share.txt")
+    if of_share.exists() and of_share.read_text(encoding="utf-8") != f"{share:g}":
+        for of_other_share in (run.cluster, run.profile("b")):
+            of_other_share.unlink(missing_ok=True)
+    of_share.parent.mkdir(parents=True, exist_ok=True)
+    of_share.write_text(f"{share:g}", encoding="utf-8")
     common = {"MODEL": model, "RUN": str(run.path), "AMP": "bfloat16", **({"SIZE": "halved"} if place.on_gpus else {})}
     prepared = prepare(place, run, common, limit_s("prepare", place))
     found: dict[str, Any] = {"model": model, "share": share, "prepare_s": round(prepared.seconds, 1), "stages": prepared.stages}
