@@ -150,7 +150,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--pairs", nargs="+", metavar="A,B", help="pairs of GPUs, each with a job at a time")
     parser.add_argument("--cpu", action="store_true", help="small stand-ins on two CPU cores")
-    parser.add_argument("--models", default=",".join(MODELS), help="which, comma-separated")
+    parser.add_argument("--models", default=",".join(MODELS), help="which are measured now, comma-separated")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of group b, comma-separated")
     parser.add_argument("--instead", nargs="+", default=[], metavar="SHARE=OTHER", help="where a share is known to be refused")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no job that would not end in these")
@@ -172,9 +172,9 @@ def main() -> None:
     work, writing = options.work or Path(tempfile.mkdtemp(prefix="autocast-jobs-")), threading.Lock()
 
     def write_finished() -> None:
-        files = [_file(kept, *one, options.cpu) for one in wanted]
+        files = [_file(kept, model, share, options.cpu) for model in MODELS for share in SHARES]
         if done := [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]:
-            write(done, len(wanted), not options.cpu, command, options.out)
+            write(done, len(files), not options.cpu, command, options.out)
 
     def finish(model: str, share: float, place_at: Callable[[float], Place]) -> None:
         try:
