@@ -32,7 +32,7 @@ WITHOUT = {
     "torch._C._current_autograd_node": "Ask _current_graph_task_id, and count steps when any backward pass ends, an inner one too.",
     "torch._C._len_torch_dispatch_stack": "is_plain is False, so that all kernels go through the dispatcher (8 µs a call).",
     "torch._dynamo.backends.common.aot_autograd": "Take functorch.compile.aot_module_simplified with the same compilers.",
-    "torch._dynamo.utils.counters": "Cuts warns without naming the first graph break, which fullgraph=True shows.",
+    "torch._dynamo.backends.debugging.boxed_nop": "Take functorch.compile.make_boxed_func, which frees activations later.",
     "torch._guards.CompileContext": "Take a graph's meta['dynamo_compile_id'], which DistributedDataParallel's buckets have not.",
     "torch._inductor.compile_fx.compile_fx": "Take torch._dynamo.lookup_backend('inductor') under torch._inductor.config.patch.",
     "torch._inductor.custom_graph_pass.CustomGraphPass": "Give inductor plain functions, with which it stores no compiled graphs.",

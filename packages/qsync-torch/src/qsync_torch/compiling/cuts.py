@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 from qsync_core.ir.chain import Activation, Producer
@@ -21,7 +19,6 @@ from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.compiling.finding import last_parts, readers_of
 from qsync_torch.compiling.planned import chain_names, place_of, scopes_of
 
-_BREAKS = "graph_break"
 _EAGER = {
     "NativeBatchNormBackward0": Producer.BATCH_NORM,
     "CudnnBatchNormBackward0": Producer.BATCH_NORM,
@@ -65,7 +62,6 @@ class Cuts:
         self._results: list[list[tuple[weakref.ref[torch.Tensor], _End]]] = []
         self._cut: dict[str, bool] = {}  # whether a bucket cuts it
         self._said: set[str] = set()
-        self._breaks = Counter(counters[_BREAKS])
 
     def read(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Look at a graph before chains are fused in it.
@@ -97,18 +93,13 @@ class Cuts:
             return
         self._said.update(new)
         shown = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
+        by = "buckets of DistributedDataParallel" if all(self._cut[cut] for cut in new) else "graph breaks"
         warnings.warn(
-            f"the compiled model runs in parts what one kernel would run ({shown}), because its graph is cut between them "
-            f"({self._why(new)}): results are right, but it takes more time and memory than fused; let one graph have both parts "
-            "(fullgraph=True says what breaks graphs, and DistributedDataParallel may go around the compiled model)",
+            f"the compiled model runs in parts what one kernel would run ({shown}), because its graph is cut between them by {by}: "
+            "results are right, but it takes more time and memory than fused; let one graph have both parts "
+            "(TORCH_LOGS=graph_breaks says what breaks graphs, and DistributedDataParallel may go around the compiled model)",
             stacklevel=2,
         )
-
-    def _why(self, new: Sequence[str]) -> str:
-        """The first graph break since the model was compiled, in its first line; buckets are none."""
-        texts = (text.strip().partition("\n")[0] for text, count in counters[_BREAKS].items() if count > self._breaks[text])
-        first = None if all(self._cut[cut] for cut in new) else next(texts, None)
-        return "by buckets of DistributedDataParallel" if first is None else f"first break: {first}"
 
     def _watched(self, ends: Sequence[_End | None], run: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, which notes the tensors that are its graph's results."""
