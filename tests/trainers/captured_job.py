@@ -19,6 +19,7 @@ found = {
     "line": caller.line("run"),
     "batch_size": job.batch_size,
     "accumulate": job.accumulate,
+    "reads_loss": job.reads_loss,
     "operators": [str(operator.op_id) for operator in trace(job).adjustable],
     "optimizer": describe_optimizer(job),
     "loss": job.compute_loss(batch, job.copy_model()).item(),

@@ -49,6 +49,7 @@ def test_accelerate(captured):
     assert found["line"] == "hybrid(accelerator, ..., run='run')"
     images, labels = load_data()[0].tensors
     assert (found["name"], found["batch_size"], found["accumulate"], found["operators"]) == ("DigitsNet", 16, 3, DIGITS)
+    assert not found["reads_loss"]
     assert found["optimizer"].startswith(SGD)
     assert found["loss"] == cross_entropy(make_model()(images[:16]), labels[:16]).item()
 
@@ -58,6 +59,7 @@ def test_hugging_faces_trainer(captured):
     assert found["line"].replace("'", '"') in scripts_of_the_page()["train_transformers.py"]
     pixels, labels = load_digits(return_X_y=True)
     assert (found["name"], found["batch_size"], found["accumulate"]) == ("BertForSequenceClassification", 8, 2)
+    assert found["reads_loss"]  # in its filter of losses that are not finite
     assert found["operators"] == [f"{name}#0" for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     assert found["optimizer"].startswith("torch.optim.adamw.AdamW(")
     assert found["loss"] == model(torch.tensor(pixels[:8]).long(), labels=torch.tensor(labels[:8])).loss.item()

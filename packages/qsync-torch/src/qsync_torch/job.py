@@ -155,6 +155,8 @@ class Job:
         accumulate: micro-batches whose gradients the script adds up before its optimizer steps.  Measured steps have one.
         compiles: how the script compiles its model before it trains it, True for ``torch.compile(model)``; None where it does not.
             Whole steps are measured so.
+        reads_loss: whether the loop reads a number of every step behind its backward pass (``loss.item()``, a filter of losses that
+            are not finite), for which the CPU waits.  Measured steps do the same.
         communication: attributes of :class:`~qsync_core.ir.communication.CommunicationSettings` that the script decides by itself,
             because its DistributedDataParallel takes nothing of the plan's; plans are for these.
     """
@@ -168,6 +170,7 @@ class Job:
     amp: str | None = attrs.field(default=None, validator=_check_amp)
     accumulate: int = 1
     compiles: Compiled | None = attrs.field(default=None, converter=_compiled)
+    reads_loss: bool = False
     communication: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:

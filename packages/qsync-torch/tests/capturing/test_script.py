@@ -228,6 +228,35 @@ def test_a_script_that_compiles_its_model_is_known(tmp_path, loop, said):
     assert job_of_script(path).job.compiles == said
 
 
+LOOP = """
+for epoch in range(2):
+    for x, y in loader:
+        loss = model(x).sum()
+        loss.backward()
+        {0}
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "loop, reads",
+    [
+        (LOOP.format("total += loss.item()"), True),
+        (LOOP.format("with torch.no_grad(): bar.set_postfix(loss=f'{loss.item():.3f}')"), True),
+        (LOOP.format("if loss.item() > 10: break"), True),
+        (LOOP.format("if step % 10 == 0: print(loss.item())"), False),
+        (LOOP.format("total += loss.detach()"), False),
+        (LOOP.format("show = lambda: loss.item()"), False),
+        ("def step(batch):\n    loss = model(batch).sum()\n    loss.backward()\n    return loss.item()", True),
+        ("def step(batch):\n    model(batch).sum().backward()\nfor batch in loader:\n    print(score(batch).item())", False),
+    ],
+)
+def test_a_loop_that_reads_a_number_of_every_step_is_known(tmp_path, loop, reads):
+    path = Path(write(tmp_path, PLAIN))
+    path.write_text(f"{path.read_text()}\n{loop}\n")
+    assert job_of_script(path).job.reads_loss is reads
+
+
 OWN = {"gradient_as_bucket_view": False}
 DEFAULTS = OWN | {"bucket_cap_mb": None, "broadcast_buffers": True, "static_graph": False}
 WITHOUT_BROADCAST = {name: value for name, value in DEFAULTS.items() if name != "broadcast_buffers"}

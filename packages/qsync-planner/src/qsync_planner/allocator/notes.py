@@ -29,7 +29,10 @@ def waiting_notes(inputs: Inputs) -> Iterator[str]:
     """Groups whose own step was measured to wait for its device."""
     for group in inputs.described.groups:
         if inputs.profiles[group.name].synchronises and not group.sync_per_step:
-            yield f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level"
+            yield (
+                f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level: a loop "
+                "and a model that read no number of a step let the CPU run ahead (docs/your-script.md)"
+            )
 
 
 def chain_notes(problem: Problem) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import os
@@ -151,7 +152,8 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Said:
     if how is not None or not handover.says_compiled:
         by_text = _compiles(path)
         how = by_text or how if handover.says_compiled else how or by_text
-    job = attrs.evolve(job, compiles=how, communication=job.communication or said_of_wrapper(path))
+    reads = job.reads_loss or _reads_loss(path)
+    job = attrs.evolve(job, compiles=how, reads_loss=reads, communication=job.communication or said_of_wrapper(path))
     return Said(job, handover.caller, handover.backend)
 
 
@@ -178,6 +180,25 @@ def _compiles(path: Path) -> Compiled | None:
     between = "" if wrap is None else text[wrap.end() : call.start(1)]
     by = Compiler.QSYNC if call[1] in _OURS else Compiler.TORCH
     return Compiled(by, around_ddp=between.count(")") > between.count("("))  # else it is an argument, or stands before
+
+
+def _reads_loss(path: Path) -> bool:
+    """Whether the loop or function that calls ``backward`` reads a number each time (``loss.item()``), and not behind an ``if``."""
+    nodes = ast.walk(ast.parse(path.read_bytes()))
+    places = [node for node in nodes if isinstance(node, (ast.For, ast.While, ast.FunctionDef))]
+    return any({"backward", "item"} <= set(_methods_of(place)) for place in places)
+
+
+def _methods_of(place: ast.For | ast.While | ast.FunctionDef) -> Iterator[str]:
+    """The methods that a pass through a loop or a function calls in any case, but in loops and functions inside."""
+    left: list[ast.AST] = list(place.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield node.func.attr
+        left += [node.test] if isinstance(node, (ast.If, ast.IfExp)) else ast.iter_child_nodes(node)
 
 
 def _run(path: Path, handover: _Handover) -> None:

@@ -79,7 +79,8 @@ def _settings(trainer: Trainer) -> TrainerSettings:
 def _job(trainer: Trainer, name: str | None, amp: str | None) -> Job:
     optimizer, loader = trainer.create_optimizer(), trainer.get_train_dataloader()
     steps = trainer.args.gradient_accumulation_steps
-    return job_of(trainer.model, optimizer, _loss(trainer), loader, name=name, amp=amp, accumulate=steps)
+    job = job_of(trainer.model, optimizer, _loss(trainer), loader, name=name, amp=amp, accumulate=steps)
+    return attrs.evolve(job, reads_loss=trainer.args.logging_nan_inf_filter)
 
 
 def _loss(trainer: Trainer) -> Loss | None:

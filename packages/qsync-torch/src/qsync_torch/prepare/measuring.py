@@ -261,8 +261,10 @@ class Bench:
             self._checked.append(True)
 
     def _inputs(self, **more: str) -> dict[str, str]:
-        """The job's graph, how its script compiles it, and what this process is."""
+        """The job's graph, how its script compiles it, whether its loop waits for every step, and what this process is."""
         device, how = self.me.device, {"compiled": str(self.job.compiles)} if self.job.compiles else {}
+        if self.job.reads_loss and self.device.type != "cpu":
+            how["loop"] = "reads the loss of every step"
         return {"graph": digest(self.dag), **how, "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
 
     def _probe(self, inputs: Mapping[str, str]) -> Made:

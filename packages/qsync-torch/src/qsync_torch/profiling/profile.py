@@ -165,6 +165,7 @@ def profile(
             "optimizer": describe_optimizer(job),
             "ladder": " ".join(map(str, variants)),
             **({} if compiled is None else {"compiled": str(compiled)}),
+            **({"loop": "reads the loss of every step"} if job.reads_loss else {}),
             "backend": "+".join(chooser.chain),
             "kernels": _kernels(choices),
             "number of ranks": str(rank_count()),

@@ -150,7 +150,11 @@ class StepRunner:
 
     def train_step(self, step: int) -> None:
         """One whole step."""
-        self.forward(step).backward()
+        loss = self.forward(step)
+        loss.backward()
+        if self.job.reads_loss:
+            loss.item()
+        del loss
         self.update()
 
     def watch_synchronising(self, device: torch.device) -> bool:
