@@ -8,7 +8,12 @@ import torch.distributed.tensor  # registers operators of its own
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.distributed.alone import Alone
+from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.trace import trace
 
 X = torch.arange(1.0, 9.0).view(4, 2)
 OPS = torch.ops._c10d_functional
@@ -159,3 +164,59 @@ def test_a_backward_inside_is_answered_each_time():
         for _ in range(2):
             y.backward(retain_graph=True)
     assert torch.equal(x.grad, torch.full_like(X, 6.0))
+
+
+class Told(torch.nn.Module):
+    """A linear's output goes to other ranks, or what they have comes into it, before the next linear reads it."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self.a, self.b, self.tell = torch.nn.Linear(16, 8), torch.nn.Linear(8, 4), tell
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.tell is not None:
+            self.tell(h.detach())
+        return self.b(h)
+
+
+@pytest.mark.parametrize(
+    ("tell", "delivers"),
+    [
+        (None, Precision.BFLOAT16),
+        (lambda h: dist.broadcast(h, 0), Precision.FLOAT32),
+        (lambda h: dist.gather(h, None, 0), Precision.FLOAT32),
+        (lambda h: dist.gather(h, [torch.zeros_like(h) for _ in range(3)], 1), Precision.FLOAT32),
+        (lambda h: dist.send(h, 0), Precision.FLOAT32),
+        (lambda h: dist.recv(h, 0), Precision.FLOAT32),
+        (lambda h: dist.all_reduce(h), Precision.FLOAT32),
+        (lambda h: dist.reduce(h, 0), Precision.FLOAT32),
+        (lambda h: dist.all_gather([torch.zeros_like(h) for _ in range(3)], h), Precision.FLOAT32),
+        (lambda h: dist.scatter(torch.zeros_like(h), [h, h, h], 1), Precision.FLOAT32),
+        (lambda h: dist.all_to_all_single(torch.zeros_like(h), h), Precision.FLOAT32),
+    ],
+    ids=[
+        "nothing",
+        "broadcast",
+        "gather",
+        "gathers",
+        "send",
+        "recv",
+        "all_reduce",
+        "reduce",
+        "all_gather",
+        "scatter",
+        "all_to_all",
+    ],
+)
+def test_what_leaves_a_rank_is_delivered_in_the_format_that_it_has_without_a_plan(tell, delivers):
+    def batch(step, size):
+        return Batch((torch.ones(size, 16),), target=torch.zeros(size, dtype=torch.long))
+
+    def loss(output, batch):
+        return torch.nn.functional.cross_entropy(output, batch.target)
+
+    dag = trace(Job("told", Told(tell), batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), 3))
+    lowered = {operator.op_id: Variant.of(Precision.BFLOAT16) for operator in dag.adjustable}
+    found = OutputFormats.of(dag).decided(lowered)
+    assert found[dag.adjustable[0].op_id].output is delivers

@@ -37,6 +37,8 @@ class Done:
         return future
 
 
+_WITHOUT_ANSWER = ("broadcast", "recv", "irecv")
+"""What leaves a tensor as it is, as far as this rank knows."""
 _DIFFERENTIATE = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 """What asks the modes of functions first, and then runs without them."""
 
@@ -147,6 +149,9 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             _exchange(
                 _parts(received[0], given["output_split_sizes"], count), _parts(sent[0], given["input_split_sizes"], count), rank
             )
+        if torch.compiler.is_compiling() and (name in _WITHOUT_ANSWER or not received):
+            for tensor in received or sent:  # a graph has no transfer: what it delivers or takes is read by something all the same
+                tensor.copy_(tensor.clone())
     if name in ("isend", "irecv") or given.get("async_op"):
         return Done()
     return rank if name == "recv" else None
