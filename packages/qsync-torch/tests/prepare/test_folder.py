@@ -261,3 +261,14 @@ def test_a_rank_that_ends_between_two_rounds_has_ended_and_has_not_failed_to_com
     error, _ = on_ranks([tmp_path, tmp_path], tell)
     said = "rank 1 gave no sign of life for 0.5 s while rank 0 waited for it in qsync prepare: its process has ended or hangs"
     assert str(error).startswith(said)
+
+
+def test_what_a_fresh_start_has_no_more_goes_from_every_disk(tmp_path):
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for disk in disks:
+        (disk / "timelines" / "predicted").mkdir(parents=True)
+        for name in ("report.perfetto.json", "timelines/predicted/a+b.qsync", "timelines/predicted/a.qsync"):
+            (disk / name).write_text("of an earlier plan")
+    on_ranks(disks, lambda folder: folder.publish({}, [] if folder.rank else ["trace", "timeline a+b"]))
+    for disk in disks:
+        assert set(files(disk)) == {"timelines/predicted/a.qsync", ".prepare/ledger.json"}
