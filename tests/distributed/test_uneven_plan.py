@@ -33,7 +33,7 @@ from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=45)
 
 FLOAT32, BFLOAT16 = Variant.plain(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
 ONCE = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
