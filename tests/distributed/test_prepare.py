@@ -20,7 +20,6 @@ import pytest
 from forked import Forked
 from processes import free_port
 from qsync_core.artifacts.files import load
-from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.timeline import Timeline
 from qsync_core.run_folder import RunFolder
@@ -147,19 +146,6 @@ def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(dis
     assert [one.status for one in refused] == [1, 1], refused
     assert "1 KiB" in refused[0].sentence
     assert [RunFolder(disk).cluster.read_text() for disk in disks] == [named.read_text()] * 2
-
-
-def test_two_ranks_in_each_group_measure_among_all_and_among_themselves(tmp_path):
-    groups = ("strong", "strong", "weak", "weak")
-    first = made(prepare([tmp_path / "run"] * 4, [{"QSYNC_GROUP": group} for group in groups]))
-    run = RunFolder(tmp_path / "run")
-    assert {(group.name, group.count) for group in run.read_cluster().groups} == {("strong", 2), ("weak", 2)}
-    for names, ranks in ((GROUPS, 4), (["strong"], 2), (["weak"], 2)):
-        assert f"communication {'+'.join(names)}" in first
-        costs = load(run.communication(names), CollectiveCosts)
-        assert costs.ranks == dict.fromkeys(names, 2)
-        assert [entry.all_reduce.world_size for entry in costs.measured] == [ranks]
-        assert run.load_plan(names).communication is not None
 
 
 def test_what_interrupts_one_rank_ends_both_with_a_sentence_and_the_folder_continues(disks):

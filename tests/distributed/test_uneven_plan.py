@@ -1,8 +1,9 @@
-"""A plan that may choose local batches, of profiles in which one worker is slow, trained by two workers over gloo."""
+"""Plans that may choose local batches, of profiles in which one worker is slow and of ``qsync prepare``, trained over gloo."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -12,8 +13,9 @@ from launching import run_ranks
 from torch.utils.data import DataLoader
 
 from clusters import cluster_text
-from qsync_core.artifacts.files import digest, from_bytes, to_bytes
+from qsync_core.artifacts.files import digest, from_bytes, load, to_bytes
 from qsync_core.cluster_file import parse_cluster
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
@@ -31,7 +33,7 @@ from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.distributed(seconds=45)
 
 FLOAT32, BFLOAT16 = Variant.plain(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
 ONCE = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
@@ -54,6 +56,23 @@ def slowed(measured: Profile, factor: float) -> Profile:
         optimizer_compute_ns=measured.optimizer_compute_ns,
     )
     return attrs.evolve(measured, costs=tuple(costs), steps=(step,))
+
+
+def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in state.values()]).clone()
+
+
+def trained_on_whole_batches(size: int) -> torch.Tensor:
+    """The parameters that one process comes to."""
+    model, optimizer, criterion, data = uneven_script.make()
+    sampler = UnevenBatchSampler(data, [size])
+    for epoch in range(uneven_script.EPOCHS):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_sampler=sampler):
+            criterion(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model.state_dict())
 
 
 def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(tmp_path: Path) -> None:
@@ -84,7 +103,7 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
     assert planning.batches_to_measure() == wanted
     seen: list[int] = []
     watching = attrs.evolve(job, loss=lambda output, batch: (seen.append(len(output)), job.loss(output, batch))[1])
-    bench = Bench(watching, dag, torch.device("cpu"), None, folder, Board(None))  # type: ignore[arg-type]
+    bench = Bench(watching, dag, torch.device("cpu"), SimpleNamespace(rank=0), folder, Board(None))  # type: ignore[arg-type]
     folder.publish(bench.profile_at(cluster.group("slow"), wanted["slow"]))
     assert set(seen) == {wanted["slow"]}
     assert [one.batch_size for one in planning.profiles()["slow"].batches] == [wanted["slow"]]
@@ -101,22 +120,47 @@ def test_a_free_plan_moves_samples_and_trains_as_one_process_with_whole_batches(
         assert one.status == 1
         assert "PlanError: the plan has local batches of different sizes" in one.output, "in these words, compiled too"
         assert "InternalTorchDynamoError" not in one.output
-    saved = {group: torch.load(tmp_path / f"saved.{group}") for group in ("fast", "slow")}
+    saved = {group: torch.load(tmp_path / f"saved.{rank}") for rank, group in enumerate(("slow", "fast"))}
 
     assert saved["fast"]["sizes"][:3] == [fast] * 3
     assert saved["slow"]["sizes"][:3] == [slow] * 3
     assert sum(saved["fast"]["sizes"] + saved["slow"]["sizes"]) == uneven_script.EPOCHS * uneven_script.SAMPLES
-    sampler = UnevenBatchSampler(data, [fast + slow])
-    before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
-    for epoch in range(uneven_script.EPOCHS):
-        sampler.set_epoch(epoch)
-        for x, y in DataLoader(data, batch_sampler=sampler):
-            criterion(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    whole, *ours = (
-        torch.cat([value.flatten() for value in state.values()])
-        for state in (model.state_dict(), saved["fast"]["model"], saved["slow"]["model"])
-    )
+    before, whole = flat(model.state_dict()), trained_on_whole_batches(fast + slow)
+    ours = [flat(one["model"]) for one in saved.values()]
     assert torch.equal(*ours)
     assert (ours[0] - whole).norm() < 0.02 * (whole - before).norm(), "what bfloat16 on the slow worker leaves"
+
+
+def test_two_ranks_a_group_are_prepared_for_uneven_batches_and_train_as_one_process(tmp_path: Path) -> None:
+    run, groups = RunFolder(tmp_path / "run"), ("fast", "fast", "slow", "slow")
+    script = [uneven_script.__file__, str(run.path), str(tmp_path / "saved")]
+    command = ["-m", "qsync", "prepare", script[0], "-o", str(run.path), "--batch", "free", "--keep", "re:.*", "--", *script[1:]]
+    seconds = {"fast": "0.002", "slow": "0.003"}
+    ended = run_ranks([command] * 4, [{"QSYNC_GROUP": group, "SAMPLE_S": seconds[group]} for group in groups])
+    assert [one.status for one in ended] == [0] * 4, ended
+
+    assert {(group.name, group.count) for group in run.read_cluster().groups} == {("fast", 2), ("slow", 2)}
+    for names, ranks in ((("fast", "slow"), 4), (("fast",), 2), (("slow",), 2)):
+        costs = load(run.communication(names), CollectiveCosts)
+        assert costs.ranks == dict.fromkeys(names, 2)
+        assert [entry.all_reduce.world_size for entry in costs.measured] == [ranks]
+        assert run.load_plan(names).communication is not None
+    plan = run.load_plan(("fast", "slow"))
+    fast, slow = plan.local_batches["fast"], plan.local_batches["slow"]
+    assert 2 * fast + 2 * slow == 4 * uneven_script.BATCH
+    assert slow < uneven_script.BATCH < fast
+    for group, batch in plan.local_batches.items():
+        measured = [one.batch_size for one in load(run.profile(group), Profile).batches]
+        assert min(abs(one - batch) for one in measured) <= batch / 32, "in rounds of uneven batches"
+    assert f"({fast} a rank of fast, {slow} a rank of slow)" in run.start.read_text()
+    assert run.report.is_file()
+    assert not run.trace.exists(), "no operator's time is known in uneven batches"
+
+    ended = run_ranks([script] * 4, [{"QSYNC_GROUP": group} for group in groups])
+    assert [one.status for one in ended] == [0] * 4, ended
+    saved = [torch.load(tmp_path / f"saved.{rank}") for rank in range(4)]
+    assert [one["sizes"][0] for one in saved] == [fast, fast, slow, slow]
+    assert sum(sum(one["sizes"]) for one in saved) == uneven_script.EPOCHS * uneven_script.SAMPLES
+    first, *others = (flat(one["model"]) for one in saved)
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.allclose(first, trained_on_whole_batches(2 * fast + 2 * slow), rtol=1e-4, atol=1e-6)

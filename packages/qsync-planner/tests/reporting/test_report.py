@@ -241,6 +241,21 @@ def test_the_command_writes_a_report_with_its_trace_and_says_where(run: RunFolde
     assert names == {f"rank {r} ({g}, {s})" for r, g in ((0, "train"), (1, "infer")) for s in ("predicted", "measured")}
 
 
+def test_of_batches_that_differ_there_is_a_page_without_a_trace(run: RunFolder, tmp_path: Path) -> None:
+    run = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
+    plan, names = run.load_plan(["train", "infer"]), ["train", "infer"]
+    save(attrs.evolve(plan, local_batches={"train": 200, "infer": 56}), run.plan(names))
+    run.timeline("measured", names).unlink()
+    run.trace.write_text("of another plan")
+    result = CliRunner().invoke(cli, ["report", str(run.path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"output": str(run.report), "perfetto": None}
+    assert not run.trace.exists()
+    result = CliRunner().invoke(cli, ["report", str(run.path)])
+    assert " ".join(result.output.split()).startswith("wrote ")
+    assert "perfetto" not in result.output
+
+
 @pytest.mark.slow
 def test_the_page_says_what_to_type(run: RunFolder, tmp_path: Path) -> None:
     run = RunFolder(shutil.copytree(run.path, tmp_path / "run"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.plan import PrecisionPlan, RecommendedWay
 from qsync_torch import apply_
 from qsync_torch.caller import Caller
 from qsync_torch.elastic.job_ranks import JobRanks
@@ -78,6 +78,16 @@ def test_a_job_of_the_groups_that_the_plan_recommends_needs_no_choice(monkeypatc
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # the ranks may have been others a moment ago
     with pytest.raises(PlanError, match="a step would have 12 samples instead of 19"):
         batches_of({0: "infer", 1: "train"}, None, whole)
+
+
+def test_a_job_of_the_groups_of_the_best_way_needs_no_choice_either():
+    best = RecommendedWay(("train", "infer"), {"train": 7, "infer": 5}, 1, 1.0, "--solver dynamic-batch")
+    whole = attrs.evolve(WHOLE, recommended_groups=("train",), recommended_way=best)
+    for groups, samples in (({0: "train", 1: "infer"}, 12), ({0: "train"}, 6)):
+        with pytest.warns(UserWarning, match=f"as the plan recommends: a step has {samples} samples"):
+            batches_of(groups, None, whole)
+    with pytest.raises(PlanError, match="other ranks than planned"):
+        batches_of({0: "infer"}, None, whole)
 
 
 def test_samples_of_a_step_are_those_of_all_its_micro_batches():

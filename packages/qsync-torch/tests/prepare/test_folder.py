@@ -250,3 +250,25 @@ def test_a_run_folder_that_is_a_link_itself_is_followed(tmp_path):
     assert on_ranks([tmp_path / "run"], publish) == [True]
     assert files(tmp_path / "disk")["profiles/0.qsync"] == LARGE + b"\0"
     assert RunFolder(tmp_path / "run").profile("0").is_file()
+
+
+def test_a_rank_that_ends_between_two_rounds_has_ended_and_has_not_failed_to_come(tmp_path, monkeypatch):
+    def tell(folder: Folder) -> None:
+        if folder.rank == 0:
+            monkeypatch.setenv("QSYNC_RANK_TIMEOUT_S", "0.5")
+            folder.told({"batches": "{}"})
+
+    error, _ = on_ranks([tmp_path, tmp_path], tell)
+    said = "rank 1 gave no sign of life for 0.5 s while rank 0 waited for it in qsync prepare: its process has ended or hangs"
+    assert str(error).startswith(said)
+
+
+def test_what_a_fresh_start_has_no_more_goes_from_every_disk(tmp_path):
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for disk in disks:
+        (disk / "timelines" / "predicted").mkdir(parents=True)
+        for name in ("report.perfetto.json", "timelines/predicted/a+b.qsync", "timelines/predicted/a.qsync"):
+            (disk / name).write_text("of an earlier plan")
+    on_ranks(disks, lambda folder: folder.publish({}, [] if folder.rank else ["trace", "timeline a+b"]))
+    for disk in disks:
+        assert set(files(disk)) == {"timelines/predicted/a.qsync", ".prepare/ledger.json"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_core.errors import JobError
+from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.job import Batch, Job
 from qsync_torch.prepare.measuring import Bench
@@ -52,6 +52,14 @@ def plain_job():
 class Board:
     def stage(self, name):
         return lambda done, total, what: None
+
+
+def test_a_rank_with_another_job_than_rank_0_measures_no_other_batches_beside_a_profile_that_is_kept():
+    job, other = plain_job(), attrs.evolve(plain_job(), model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.ReLU()))
+    folder = SimpleNamespace(parts={"profile slow": None}, load=lambda *_: object())
+    bench = Bench(other, trace(job), torch.device("cpu"), SimpleNamespace(rank=1), folder, Board())
+    with pytest.raises(QSyncError, match="give this rank the job of rank 0"):
+        bench.profile_at(SimpleNamespace(name="slow"), 3)
 
 
 def test_groups_are_compared_by_compiled_steps_where_the_script_compiles_its_model(monkeypatch):

@@ -137,6 +137,11 @@ def test_more_threads_than_cores_are_told_with_what_to_set():
         "the 2 processes on host-one have 4 threads for 2 cores: they wait for each other, and what is measured of them may be far "
         "off; set OMP_NUM_THREADS=1 for each, here and in training"
     )
+    assert crowded([on(0, 1), on(1, 2), on(2, 1)]).endswith("far off; set OMP_NUM_THREADS=1 for each, here and in training")
+    assert crowded([on(rank, 1) for rank in range(3)]) == (
+        "the 3 processes on host-one have 3 threads for 2 cores: they wait for each other, and what is measured of them may be far "
+        "off; start one for each core at most, here and in training"
+    )
     assert crowded([on(0, 1), on(1, 1)]) == "", "a core for each"
     assert crowded([on(0, 2), on(1, 2, cores=(2, 3))]) == "", "cores of their own"
     assert crowded([on(0, 2), on(1, 2, kernel="two")]) == "", "another machine"

@@ -145,6 +145,22 @@ def test_a_way_that_another_plan_takes_is_told_from_this_plan_as_it_is(tmp_path)
     assert line == "the line of the script is qsync.hybrid(..., run='run')"
 
 
+@pytest.mark.parametrize(("step_ns", "recommended"), [(1000, True), (1100, False)])
+def test_uneven_batches_of_fewer_groups_that_are_planned_already_are_what_is_started(tmp_path, step_ns, recommended):
+    groups = [group(name, CPU, ("here", "")) for name in "abc"]
+    way = RecommendedWay(("a", "b"), {"a": 20, "b": 12}, 1000, 1.0, "--solver dynamic-batch")
+    (tmp_path / "plans").mkdir()
+    uneven = attrs.evolve(plan_of(groups[:2]), local_batches=way.local_batches, predicted_iteration_ns=step_ns)
+    save(uneven, RunFolder(tmp_path).plan(["a", "b"]))
+    save(plan_of(groups[:1]), RunFolder(tmp_path).plan(["a"]))
+    whole = attrs.evolve(plan_of(groups, ("a",)), recommended_way=way)
+    start = how_to_start(RunFolder(tmp_path), whole, groups, ("train.py",))
+    assert start.groups == (("a", "b") if recommended else ("a",))
+    assert start.better == ("" if recommended else way.options)
+    assert start.local_batches == (way.local_batches if recommended else {})
+    assert not start.lowers_nothing, "the script needs its batches"
+
+
 @pytest.mark.parametrize(("precision", "lowers"), [(Precision.FLOAT32, False), (Precision.BFLOAT16, True)])
 def test_where_nothing_is_to_gain_the_line_may_be_left_out_unless_the_plan_lowers_something(tmp_path, precision, lowers):
     plain = RecommendedWay(("a", "b"), {"a": 16, "b": 16}, 1, 1.0, "--solver full")

@@ -46,6 +46,8 @@ _CURVE_OPERATORS = 250
 def write_report(run: RunFolder, *, first: Sequence[Section] = (), title: str = "") -> Path:
     """Write ``report.html`` and, beside it, the predicted and the measured step as one trace for Perfetto.
 
+    There is no trace where neither is known: no operator's time is in batches that no profile has.
+
     Args:
         run: a finished run folder: its plan for all groups is reported.  A measured timeline is shown where there is one.
         first: sections of the caller's own, after the facts.
@@ -83,6 +85,8 @@ def write_job_report(
     if timeline := predicted or measured:
         trace = comparison_to_perfetto(predicted, measured) if predicted and measured else to_perfetto(timeline)
         _write(run.trace, json.dumps(trace).encode())
+    else:  # one that lies there is of another plan
+        run.trace.unlink(missing_ok=True)
     return run.report
 
 

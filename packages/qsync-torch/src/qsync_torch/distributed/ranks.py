@@ -270,11 +270,12 @@ def _ended_where_it_hangs(exchange: Exchange, members: Mailbox, what: str) -> It
 
 
 def told_by_all(
-    what: str, mine: Mapping[str, str], group: dist.ProcessGroup | Mailbox | None = None
+    what: str, mine: Mapping[str, str], group: dist.ProcessGroup | Mailbox | None = None, *, slow: bool = False
 ) -> dict[int, Mapping[str, str]]:
     """What every rank of the job says of itself, by rank; through the store, as :func:`together`.
 
-    Outside a process group, and alone in one, this is rank 0.  ``group`` is as in :func:`together`.
+    Outside a process group, and alone in one, this is rank 0.  ``group`` and ``slow`` are as in :func:`together`: a rank that was
+    in an earlier round of a slow call, and does not come to this one, has ended or hangs.
 
     Raises:
         RankError: a rank has not come in time, is in another call, or its process has ended; on every rank that came.
@@ -282,7 +283,7 @@ def told_by_all(
     if (members := _members(group)) is None:
         return {0: mine}
     try:
-        exchange = Exchange(members, what, rank_timeout_s())
+        exchange = Exchange(members, what, rank_timeout_s(), slow=slow)
         exchange.say(Report(what, mine))
         reports = _heard(exchange, what)
     except dist.DistError as error:

@@ -105,8 +105,10 @@ def step_batches(
 
 
 def _is_recommended(whole: PrecisionPlan, groups: Mapping[int, str]) -> bool:
-    """Whether a job has all ranks of the groups that the plan of all groups says to train with, and no others."""
-    return Counter(groups.values()) == {name: whole.group(name).count for name in whole.recommended_groups}
+    """Whether a job has all ranks of the groups that the plan of all groups says to train with, as it is or best, and no others."""
+    best = whole.recommended_way.groups if whole.recommended_way else ()
+    said = ({name: whole.group(name).count for name in names} for names in (whole.recommended_groups, best))
+    return Counter(groups.values()) in said
 
 
 def _may_lose_ranks() -> bool:

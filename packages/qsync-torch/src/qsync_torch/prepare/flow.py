@@ -500,11 +500,12 @@ class _Flow:
         """
         planning = self._planning(bench.dag, cluster) if self.folder.rank == 0 else None
         tried: set[tuple[str, int]] = set()
-        for _ in range(1 + BATCH_ROUNDS):
+        for rounds_left in reversed(range(1 + BATCH_ROUNDS)):
             self._make(planning.steps(_observed_rungs(cluster)) if planning else [nothing] * STEPS)
             self._write_cluster(by)
             with self.folder.together(slow=True):
-                wanted = json.dumps(planning.batches_to_measure()) if planning else ""
+                # None after the last plans: what is measured goes into plans.
+                wanted = json.dumps(planning.batches_to_measure() if rounds_left else {}) if planning else ""
             batches = json.loads(self.folder.told({"batches": wanted})[0]["batches"])
             if tried.issuperset(batches.items()):
                 break

@@ -115,7 +115,7 @@ class Folder:
 
         Args:
             made: by name; empty on ranks that have made nothing.
-            removed: parts that are no more, with their files; of rank 0.
+            removed: parts that are no more, or never were, with any files of theirs; of rank 0.
 
         Raises:
             QSyncError: on every rank, when one cannot write.
@@ -133,7 +133,9 @@ class Folder:
         with self.together(slow=True), _writing(self.run.path):
             for rank, news in heard.items():
                 for name in news.removed:
-                    if (gone := self.parts.pop(name, None)) and gone.file and self.writes and (path := file_of(name, self.run)):
+                    self.parts.pop(name, None)
+                    # A fresh start knows no parts, and what an earlier one has left there is of another plan.
+                    if self.writes and (path := file_of(name, self.run)):
                         path.unlink(missing_ok=True)
                 for name, part in news.parts.items():
                     if self.writes and part.file and (path := file_of(name, self.run)):
@@ -152,7 +154,7 @@ class Folder:
 
     def told(self, facts: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
         """What every rank says, by rank."""
-        return told_by_all(WHAT, facts, self.members) if self.members else {0: facts}
+        return told_by_all(WHAT, facts, self.members, slow=True) if self.members else {0: facts}
 
     @contextmanager
     def together(self, facts: Mapping[str, str] = {}, *, slow: bool = False) -> Iterator[dict[str, str]]:

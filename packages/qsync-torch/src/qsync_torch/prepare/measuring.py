@@ -181,6 +181,7 @@ class Bench:
         """The part ``profile GROUP`` with steps at another local batch; nothing where they fail, or memory is short for them."""
         part, profile = self.folder.parts[f"profile {group.name}"], self.folder.load(f"profile {group.name}", Profile, self.dag)
         assert profile is not None  # it is measured first
+        self._check_job()  # a kept profile may be all that was needed of this rank
         stage = self.board.stage("profiling")
         stage(0, 1, f"whole steps of {batch_size} samples")
         try:

@@ -235,10 +235,11 @@ def crowded(participants: Iterable[Participant]) -> str:
         cores = set().union(*(one.cores for one in members))
         threads = sum(int(one.software.get("threads", "1")) for one in members)
         if threads > len(cores):
+            most = max(1, len(cores) // len(members))
+            each = f"set OMP_NUM_THREADS={most} for each" if threads > most * len(members) else "start one for each core at most"
             return (
                 f"the {len(members)} processes on {members[0].host} have {threads} threads for {len(cores)} cores: they wait for "
-                "each other, and what is measured of them may be far off; set OMP_NUM_THREADS="
-                f"{max(1, len(cores) // len(members))} for each, here and in training"
+                f"each other, and what is measured of them may be far off; {each}, here and in training"
             )
     return ""
 

@@ -86,7 +86,7 @@ class Planning:
 
     def last_steps(self) -> list[Step]:
         """What is made of the plans."""
-        return [lambda: (self.tell_start(), ()), lambda: (self.report(), ())]
+        return [lambda: (self.tell_start(), ()), self.report]
 
     def batches_to_measure(self) -> dict[str, int]:
         """Name by group the local batch of the best way to run the whole job, where no steps of about that size were measured."""
@@ -240,28 +240,28 @@ class Planning:
             return {}
         return {"start": Made(inputs, text.encode())}
 
-    def report(self) -> dict[str, Made]:
-        """The parts ``report`` and ``trace``; none where no page can be made here."""
+    def report(self) -> tuple[dict[str, Made], list[str]]:
+        """The parts ``report`` and ``trace``; none where no page can be made here, and no trace of a step of uneven batches."""
         used = ("graph", "cluster", "sensitivity", "start")
         inputs = {
             name: part.sha256 for name, part in self.folder.parts.items() if name in used or name.startswith(("profile ", "plan "))
         }
         inputs[_PLANNER] = __version__
         if self.folder.is_kept("report", inputs):
-            return {}
+            return {}, []
         try:
             require_pages()
         except PlanError as error:
             self.board.note(f"no report: {error}", of_job=True)
-            return {}
+            return {}, []
         self.board.stage("writing the report")(0, 1, "")
         run = self.folder.run
         page = write_report(run)
         self.board.stage("writing the report")(1, 1, "")
-        return {
-            "report": Made(inputs, page.read_bytes()),
-            "trace": Made(inputs, run.trace.read_bytes()),
-        }
+        made = {"report": Made(inputs, page.read_bytes())}
+        if not run.trace.is_file():
+            return made, ["trace"]
+        return {**made, "trace": Made(inputs, run.trace.read_bytes())}, []
 
     def _costs(self, names: Iterable[str]) -> CollectiveCosts | None:
         """What collectives among exactly these groups cost; None where that was not measured with as many ranks as described."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.plan import PrecisionPlan, RecommendedWay, Role
 from qsync_core.ir.variant import Variant
 from qsync_core.launching.machines import GroupMachines, PlannedJob
 from qsync_core.launching.torchrun import Meeting, machine_commands, training
@@ -21,6 +21,8 @@ from qsync_torch.prepare.participants import Group, Participant
 FUNCTIONS_JOB, _FUSING = Caller("qsync.apply_"), Caller("qsync.compile")
 """What a script is to call whose job a function makes; the second where the plan runs chains as fused kernels."""
 _HERE = "127.0.0.1"
+_AS_FAST = 1.005
+"""Steps within half a percent of each other are alike, as in a verdict."""
 _UNNAMED = "none"
 """The name of a torchrun's rendezvous that is given none, as one at ``--master-addr`` and ``--master-port`` is not."""
 
@@ -98,11 +100,15 @@ def how_to_start(
         torchrun: whether torchrun starts it; without, there is one process.
         caller: what the script calls, where a script has said the job.
     """
-    kept = plan.recommended_groups or tuple(entry.group for entry in plan.groups)
+    kept, way = plan.recommended_groups or tuple(entry.group for entry in plan.groups), plan.recommended_way
+    # The best way of fewer groups may be one that the options of this plan give their plan too, as uneven batches are.
+    planned = way is not None and set(way.groups) != set(kept) and _is_planned(run, way)
+    if way is not None and planned:
+        kept = way.groups
     if not run.plan(kept).is_file() or set(kept) - {group.name for group in here}:
         return None
-    chosen, way = run.load_plan(kept), plan.recommended_way
-    better = way.options if way is not None else ""
+    chosen = run.load_plan(kept)
+    better = "" if way is None or planned else way.options
     is_it = way is not None and set(way.groups) == set(kept) and dict(way.local_batches) == dict(chosen.local_batches)
     lowers_nothing = bool(better) and is_it and not _lowers(chosen)
     return Start(
@@ -117,6 +123,11 @@ def how_to_start(
         better="" if lowers_nothing else better,
         lowers_nothing=lowers_nothing,
     )
+
+
+def _is_planned(run: RunFolder, way: RecommendedWay) -> bool:
+    """Whether the folder's own plan of a way's groups is as fast as the way."""
+    return run.plan(way.groups).is_file() and run.load_plan(way.groups).predicted_iteration_ns <= way.iteration_ns * _AS_FAST
 
 
 def _lowers(plan: PrecisionPlan) -> bool:
