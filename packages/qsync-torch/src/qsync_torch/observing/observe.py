@@ -226,7 +226,8 @@ class _Run:
         Raises:
             ObservationError: when the loss is not finite (a :class:`JobFault` where it is observed), or not the recorded one.
         """
-        loss = self.job.compute_loss(self.job.batch(update, self.job.batch_size).to(self.asked.device), runner.model)
+        batch = self.job.batch(update, self.job.batch_size).to(self.asked.device)
+        loss = self.job.compute_loss(batch, runner.model)
         value: float = loss.item()
         if record is not None and self.asked.warmup <= update:
             recorded = record.losses[update - self.asked.warmup]
@@ -239,7 +240,15 @@ class _Run:
                 )
         if not math.isfinite(value):
             fault = JobFault if record is None else ObservationError
-            raise fault(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
+            # Infinite elements may be a mask's; a model that takes NaN for what is missing has a finite loss.
+            given = any(bool(tensor.isnan().any()) for tensor in batch.tensors)
+            advice = (
+                "its batch has NaN: leave such samples out of the batches that the job, or the line's loader, gives, as a loop does "
+                "that skips these steps"
+                if given
+                else "train with a smaller learning rate"
+            )
+            raise fault(f"the loss of {self.job.name} is {value} at update {update}; {advice}")
         torch.autograd.backward(loss)
         return value
 
