@@ -243,8 +243,8 @@ class _Run:
             # Infinite elements may be a mask's; a model that takes NaN for what is missing has a finite loss.
             given = any(bool(tensor.isnan().any()) for tensor in batch.tensors)
             advice = (
-                "its batch has NaN: leave such samples out of the batches that the job, or the line's loader, gives, as a loop does "
-                "that skips these steps"
+                "its batch has NaN: leave such samples out of what the job or the line's loader gives, as a loop does that skips "
+                "these steps"
                 if given
                 else "train with a smaller learning rate"
             )
