@@ -160,6 +160,8 @@ def test_two_ranks_in_each_group_measure_among_all_and_among_themselves(tmp_path
         assert costs.ranks == dict.fromkeys(names, 2)
         assert [entry.all_reduce.world_size for entry in costs.measured] == [ranks]
         assert run.load_plan(names).communication is not None
+    alone = run.load_plan(["strong"]).predicted_iteration_ns
+    assert run.load_plan(GROUPS).verdict.training_only_ns == alone, "the verdict's job without others is that of the plan for it"
 
 
 def test_what_interrupts_one_rank_ends_both_with_a_sentence_and_the_folder_continues(disks):
