@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from qsync_core.artifacts.files import digest
-from qsync_core.errors import JobError, ObservationError
+from qsync_core.errors import JobError, ObservationError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.precision import Precision
@@ -19,6 +19,7 @@ from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.settings import SETTINGS
 from qsync_torch.devices import parse_device, software_versions
+from qsync_torch.failures import first_line
 from qsync_torch.job import Batch, Job, check_same_model, describe_optimizer
 from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.collector import ObservedStep, low_precision
@@ -124,11 +125,14 @@ def observe(
     try:
         with held_state(job.loss):
             return run.observe(earlier, checkpoint, progress)
-    except JobError as error:
+    except Exception as error:
         # What comes later than the first update is no matter of the size: data that is gone, say.
-        if asked.batch_size is not None or half == job.batch_size or run.ended:
+        ours = isinstance(error, QSyncError) and not isinstance(error, JobError)
+        if ours or asked.batch_size is not None or half == job.batch_size or run.ended:
             raise
-        announce(f"updates of {job.batch_size} samples are observed instead of {half}: {error}")
+        # As of a model of graphs, whose edges name rows that half of the batch has not.
+        said = error if isinstance(error, JobError) else f"{job.name} does not run on these ({first_line(error)})"
+        announce(f"updates of {job.batch_size} samples are observed instead of {half}: {said}")
     run.job = attrs.evolve(run.job, batch_size=job.batch_size)
     with held_state(job.loss):
         return run.observe(earlier, checkpoint, progress)
