@@ -257,9 +257,7 @@ def test_a_model_that_does_not_run_on_half_a_batch_is_observed_on_whole_ones():
     said: list[str] = []
     asked = ObserveRequest([BFLOAT16], warmup=0, steps=1)
     assert observe(job, trace(job), asked, announce=said.append).batch_size == 6
-    assert any(
-        text.startswith("updates of 6 samples are observed instead of 3: Graphs does not run") for text in said
-    )
+    assert any(text.startswith("updates of 6 samples are observed instead of 3: Graphs does not run") for text in said)
     with pytest.raises(IndexError):
         observe(job, trace(job), attrs.evolve(asked, batch_size=3))
 
