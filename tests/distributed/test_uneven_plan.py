@@ -146,6 +146,8 @@ def test_two_ranks_a_group_are_prepared_for_uneven_batches_and_train_as_one_proc
         assert [entry.all_reduce.world_size for entry in costs.measured] == [ranks]
         assert run.load_plan(names).communication is not None
     plan = run.load_plan(("fast", "slow"))
+    alone = run.load_plan(("fast",)).predicted_iteration_ns
+    assert plan.verdict.training_only_ns == alone, "the verdict's job without others is that of the plan for it"
     fast, slow = plan.local_batches["fast"], plan.local_batches["slow"]
     assert 2 * fast + 2 * slow == 4 * uneven_script.BATCH
     assert slow < uneven_script.BATCH < fast

@@ -109,6 +109,7 @@ class Inputs:
         profiles: by group; equal ones are one object.
         sensitivity: Ω; None where nothing needs it.
         communication: what all-reduces over all ranks of this job cost; None where that was not measured.
+        apart: the same of the ranks of one group alone, by group, for the job that is left without the others.
         further: by group a second profile at another batch size, which shows what does not scale with the batch.
         notes: sentences on the rungs that the graph's base cuts off ladders.
     """
@@ -120,6 +121,7 @@ class Inputs:
     profiles: Mapping[str, Profile]
     sensitivity: Sensitivity | None
     communication: CollectiveCosts | None
+    apart: Mapping[str, CollectiveCosts]
     further: Mapping[str, BatchProfile]
     notes: tuple[str, ...]
 
@@ -131,6 +133,7 @@ class Inputs:
         sensitivity: Sensitivity | None = None,
         *,
         communication: CollectiveCosts | None = None,
+        apart: Mapping[str, CollectiveCosts] | None = None,
         further: Mapping[str, BatchProfile] | None = None,
     ) -> None:
         """Match artifacts.
@@ -140,6 +143,7 @@ class Inputs:
             profiles: costs, one for each of these groups.
             sensitivity: Ω, of this model.
             communication: of this model on these groups, with as many ranks.
+            apart: of this model on one of these groups, by its name; without ``communication`` of no use.
             further: second profiles, of some of these groups.
 
         Raises:
@@ -157,6 +161,8 @@ class Inputs:
             _check_sensitivity(sensitivity, dag, wanted)
         if communication is not None:
             _check_communication(communication, dag, wanted, cluster)
+        for name, costs in (apart or {}).items():
+            _check_communication(costs, dag, wanted, attrs.evolve(cluster, groups=(cluster.group(name),), links=()))
         names = [group.name for group in cluster.groups]
         for name in further or ():
             if name not in names:
@@ -164,7 +170,16 @@ class Inputs:
         based, notes = under_base(cluster, dag)
         kept = _one_of_each(profiles)
         self.__attrs_init__(
-            dag, wanted, cluster, _as_profiled(based, kept), kept, sensitivity, communication, dict(further or {}), notes
+            dag,
+            wanted,
+            cluster,
+            _as_profiled(based, kept),
+            kept,
+            sensitivity,
+            communication,
+            dict(apart or {}),
+            dict(further or {}),
+            notes,
         )
 
     def _but(self, **changes: Any) -> Inputs:
@@ -179,6 +194,7 @@ class Inputs:
     def part(self, names: Collection[str]) -> Inputs:
         """The job of some of the groups, which communicates as measured collectives of all of them say.
 
+        A single group communicates as those of its own ranks say, where they were measured under every way that the job may take.
         Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
         """
         profiles = {group.name: self.profiles[group.name] for group in self.cluster.groups if group.name in names}
@@ -187,7 +203,13 @@ class Inputs:
             attrs.evolve(whole, groups=tuple(group for group in whole.groups if group.name in profiles), links=links)
             for whole in (self.cluster, self.described)
         )
-        return self._but(cluster=cluster, described=described, profiles=profiles)
+        apart, communication = {name: costs for name, costs in self.apart.items() if name in profiles}, self.communication
+        if len(profiles) == 1 and communication is not None:
+            alone = apart.popitem()[1] if apart else communication
+            # Ways to communicate are those of the whole job, so each has to be known here too.
+            known = {entry.max_ctas for entry in alone.measured}
+            communication = alone if known.issuperset(entry.max_ctas for entry in communication.measured) else communication
+        return self._but(cluster=cluster, described=described, profiles=profiles, communication=communication, apart=apart)
 
 
 def _links_among(cluster: Cluster, profiles: Mapping[str, Profile]) -> tuple[Link, ...]:

@@ -13,10 +13,12 @@ from planning_cases import FULL, Case, leanest, random_case, random_costs
 
 from hypothesis_profiles import tries
 from qsync_core.artifacts.files import digest
+from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Link
+from qsync_core.ir.communication import CollectiveCosts, MeasuredCollectives
 from qsync_core.ir.plan import Role, Verdict
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import DeviceKind, DeviceType, Profile
+from qsync_core.ir.profile import CollectiveModel, DeviceKind, DeviceType, Profile
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.communication import ways_to_communicate
@@ -193,6 +195,41 @@ def test_the_training_groups_alone_have_their_own_best_way_to_communicate(seed: 
         Replayer(whole.inputs.part(names), settings=way, like=whole).replay({}).iteration_ns
         for way in ways_to_communicate(case.dag, costs, {})
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_group_alone_communicates_as_its_own_ranks_were_measured(seed: int) -> None:
+    """Two machines whose own ranks are near each other: among all of them an all-reduce takes a thousand times as long."""
+    case = random_case(seed, kind=DeviceKind.CUDA)
+    groups = tuple(attrs.evolve(group, count=2) for group in case.cluster.groups)
+    case = attrs.evolve(case, cluster=attrs.evolve(case.cluster, groups=groups))
+    costs, names = random_costs(case, random.Random(seed)), [group.name for group in groups]
+
+    def near(name: str, *numbers: int) -> CollectiveCosts:
+        measured = [MeasuredCollectives(n, CollectiveModel(2, "nccl", 50.0, 0.01), {name: 0.0}) for n in numbers]
+        own = {field: {name: getattr(costs, field)[name]} for field in ("ranks", "devices", "software", "copy_ns_per_byte")}
+        return attrs.evolve(costs, measured=tuple(measured), broadcast_ns=0, **own)
+
+    apart = {name: near(name, 0, 2) for name in names}
+    inputs = Inputs(*case.arguments, communication=costs, apart=apart)
+    plan, without = allocate(inputs), allocate(Inputs(*case.arguments, communication=costs))
+    assert plan.verdict is not None
+    assert without.verdict is not None
+    alone = Inputs(
+        case.dag,
+        attrs.evolve(case.cluster, groups=groups[:1], links=()),
+        {"train0": case.profiles["train0"]},
+        communication=apart["train0"],
+    )
+    expected = min(Replayer(alone, settings=way).replay({}).iteration_ns for way in ways_to_communicate(case.dag, costs, {}))
+    assert plan.verdict.training_only_ns == expected < without.verdict.training_only_ns
+    assert plan.verdict.hybrid_ns == without.verdict.hybrid_ns
+    assert plan.verdict.speedup < without.verdict.speedup
+    assert plan.input_digests["communication:train0"] == digest(apart["train0"])
+    few = Inputs(*case.arguments, communication=costs, apart={"train0": near("train0", 0)})
+    assert allocate(few).verdict == without.verdict, "not every way of the job was measured"
+    with pytest.raises(ClusterError, match=r"the collective costs are of groups infer0, but cluster .* has train0"):
+        Inputs(*case.arguments, communication=costs, apart={"train0": apart["infer0"]})
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -169,6 +169,7 @@ def test_long_layers_take_several_rows_of_about_one_length() -> None:
         ("layer1.0.conv1", "layer1.0.conv1"),
         ("bert.encoder.layer.11.attention.output.dense", "…11.attention.output.dense"),
         ("a_module_with_a_very_long_name_of_its_own.weight", "…ng_name_of_its_own.weight"),
+        ("student.backbone.layers.3.mlp.fc1#1", "…3.mlp.fc1#1"),
     ],
 )
 def test_long_names_keep_what_tells_them_apart(name: str, short: str) -> None:

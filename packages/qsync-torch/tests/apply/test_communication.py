@@ -141,7 +141,7 @@ from qsync_torch import apply_
 sys.path.insert(0, HERE)
 from communicating_plans import PLANNED, plan_with, small_model
 
-def train(settings, options, steps=3, set_to_none=True, wrap=True):
+def train(settings, options, steps=3, set_to_none=True, wrap=True, samples_first=False):
     torch.manual_seed(1)
     model = small_model()
     applied = apply_(model, plan_with(settings), group="infer" if rank else "train")
@@ -154,6 +154,9 @@ def train(settings, options, steps=3, set_to_none=True, wrap=True):
     gradients = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
+        if samples_first:
+            with torch.no_grad():
+                model(torch.randn(4, 3, 8, 8))
         for step in range(steps):
             optimizer.zero_grad(set_to_none=set_to_none)
             x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step * 2 + rank))
@@ -185,6 +188,8 @@ found["planned"] = [same(gradients, plain[0]), same(state, plain[1])]
 found["otherwise"] = train(PLANNED, {})[2]
 found["one_otherwise"] = train(PLANNED, {"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, "static_graph": True})[2]
 found["unwrapped"] = train(PLANNED, {}, wrap=False)[2]
+found["sampled_first"] = train(PLANNED, None, samples_first=True)[2]
+found["sampled_and_unwrapped"] = train(PLANNED, {}, wrap=False, samples_first=True)[2]
 found["says_nothing"] = plain[2]
 print(json.dumps(found))
 """
@@ -214,7 +219,7 @@ WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where app
 
 @pytest.mark.distributed
 def test_a_job_that_communicates_as_planned_is_not_warned(trained):
-    assert [one[case] for one in trained for case in ("as_planned", "says_nothing")] == [[]] * 4
+    assert [one[case] for one in trained for case in ("as_planned", "sampled_first", "says_nothing")] == [[]] * 6
 
 
 @pytest.mark.distributed
@@ -232,6 +237,7 @@ def test_a_job_that_communicates_as_planned_is_not_warned(trained):
             f"it is for DistributedDataParallel with {BUFFERS}=False, and this job's has {BUFFERS}=True",
         ),
         ("unwrapped", "the model does not run in DistributedDataParallel"),
+        ("sampled_and_unwrapped", "the model does not run in DistributedDataParallel"),
     ],
 )
 def test_a_job_that_communicates_otherwise_is_warned_once(trained, case, difference):

@@ -201,6 +201,7 @@ def test_a_wrapped_model_is_taken_out_or_refused(tmp_path):
         ("with torch.autocast('cpu'): pass", "", True),
         ("with torch.autocast('cpu'): pass", ", amp='bfloat16'", False),
         ("pass", "", False),
+        ("'Without autocast(...), which is slower here.'", "", False),
     ],
 )
 def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop, amp, said):
@@ -221,6 +222,8 @@ def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop
         ("ddp = DistributedDataParallel(model); ddp = qsync.compile(ddp)", Compiled(Compiler.QSYNC, around_ddp=True)),
         ("pattern = re.compile('x')", None),
         ("pass  # torch.compile(model) is slower here", None),
+        ("print('torch.compile(model) is slower here', f'{model}.compile()')", None),
+        ("(lambda: torch.compile(model))", Compiled()),
     ],
 )
 def test_a_script_that_compiles_its_model_is_known(tmp_path, loop, said):

@@ -90,10 +90,10 @@ def test_a_loss_that_is_not_finite_any_more(earlier):
         ObservationError, match=r"at update 2 was [\d.]+ and is now nan, so its model, data or optimizer has changed;"
     ):
         _observe(attrs.evolve(job := _job(), batch=_nan_from(job, 2)), earlier=earlier)
-    with pytest.raises(ObservationError, match="the loss of net is nan at update 1; train with a smaller learning rate") as error:
+    with pytest.raises(ObservationError, match="is nan at update 1; its batch has NaN: leave such samples out") as error:
         _observe(attrs.evolve(job := _job(), batch=_nan_from(job, 1)), earlier=earlier)
     assert not isinstance(error.value, JobFault)
-    with pytest.raises(JobFault, match="the loss of net is nan at update 4; train with a smaller learning rate"):
+    with pytest.raises(JobFault, match="the loss of net is nan at update 4; its batch has NaN: leave such samples out"):
         _observe(attrs.evolve(job := _job(), batch=_nan_from(job, 4)), earlier=earlier)
 
 

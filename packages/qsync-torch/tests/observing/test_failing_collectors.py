@@ -294,7 +294,7 @@ def test_a_loss_that_is_not_finite_is_not_blamed_on_a_collector(collector):
         return attrs.evolve(job.batch(step, size), args=(torch.full((size, 6), math.nan),)) if step == 3 else job.batch(step, size)
 
     broken = attrs.evolve(job, batch=batch)
-    with pytest.raises(JobFault, match="the loss of net is nan at update 3; train with a smaller learning rate"):
+    with pytest.raises(JobFault, match="the loss of net is nan at update 3; its batch has NaN"):
         observe(broken, trace(broken), ObserveRequest([INT8], warmup=1, steps=5, settled=None, collectors=[collector]))
 
 

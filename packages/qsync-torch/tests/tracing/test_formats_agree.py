@@ -25,6 +25,10 @@ from qsync_core.kinds import KINDS
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
+from qsync_torch.profiling.bench import Efforts
+from qsync_torch.profiling.items import distinct_items
+from qsync_torch.profiling.profile import ProfileRequest, profile
+from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
 BERT = "layers=2,hidden=16,heads=2,vocab=50,seq=8"
@@ -168,6 +172,22 @@ def test_logarithms_of_sums_are_in_float32_for_a_plan_and_as_they_arrive_under_a
     apply_(job.model, whole(variants), base=dag.base)
     job.compute_loss(job.batch(0, job.batch_size))
     assert seen == [expected] * 2
+
+
+def test_logarithms_of_sums_are_measured_in_what_arrives_under_autocast() -> None:
+    """On a CPU both follow their inputs, on a GPU the second one."""
+    dag = trace(attrs.evolve(mixed_job(), model=Sums(), amp="bfloat16"))
+    ladder = (Variant.of(Precision.INT8, output=Precision.BFLOAT16), Variant.plain(Precision.BFLOAT16))
+    for device, in_float32 in ((DeviceKind.CPU, set()), (DeviceKind.CUDA, {"logsumexp"})):
+        found = {(item.operator.kind, item.variant.compute) for item in distinct_items(dag, ladder, device)}
+        for kind in ("logsumexp", "logcumsumexp"):
+            assert ((kind, Precision.BFLOAT16) in found) == (kind not in in_float32)
+    base = Variant.plain(Precision.BFLOAT16)
+    once = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+    job = attrs.evolve(mixed_job(), model=Sums(), amp="bfloat16")
+    request = ProfileRequest(ladder=(base,), with_collectives=False, efforts=Efforts(once, once, once))
+    costs = profile(job, dag, request).cost_index
+    assert all(base in costs[o.op_id] for o in dag.operators if "sumexp" in o.kind)
 
 
 def test_autocast_lists_are_those_of_pytorch() -> None:

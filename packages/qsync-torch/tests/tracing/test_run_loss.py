@@ -237,6 +237,31 @@ def test_a_loss_that_does_not_take_half_a_batch_is_observed_with_whole_ones():
     )
 
 
+class Graphs(nn.Module):
+    """Edges name rows of the batch, which half of it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.out = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        sources, targets = edges
+        return self.out(torch.zeros_like(nodes).index_add(0, targets, self.message(nodes[sources])))
+
+
+def test_a_model_that_does_not_run_on_half_a_batch_is_observed_on_whole_ones():
+    torch.manual_seed(0)
+    model, edges = Graphs(), torch.tensor([[0, 1, 5], [3, 5, 2]])
+    loader = [(torch.randn(6, 16), edges, torch.tensor([0, 1, 2, 0, 1, 2]))]
+    job = capture(model, torch.optim.SGD(model.parameters(), 0.1), F.cross_entropy, loader)
+    said: list[str] = []
+    asked = ObserveRequest([BFLOAT16], warmup=0, steps=1)
+    assert observe(job, trace(job), asked, announce=said.append).batch_size == 6
+    assert any(text.startswith("updates of 6 samples are observed instead of 3: Graphs does not run") for text in said)
+    with pytest.raises(IndexError):
+        observe(job, trace(job), attrs.evolve(asked, batch_size=3))
+
+
 def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -(target * output.log_softmax(-1)).sum(-1).mean()  # its own line
 

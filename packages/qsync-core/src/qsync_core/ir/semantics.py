@@ -96,14 +96,20 @@ class Autocast:
         return Precision.FLOAT32 if self.device is DeviceKind.CUDA and how is UnderAutocast.FLOAT32_ON_CUDA else None
 
 
+def follows_inputs(operator: Operator, autocast: Autocast | None = None) -> bool:
+    """Whether an operator without a variant runs in the widest format that its inputs have, under the job's autocast."""
+    if autocast is not None and autocast.format_of(operator.kind) is not None:
+        return False
+    return operator.op_class is not OpClass.FIXED or (autocast is not None and function_of(operator.kind).fixed_for_plans_alone)
+
+
 def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Autocast | None = None) -> Precision:
     """The format that an operator without a variant runs in, given the formats of its inputs and the job's autocast."""
     if autocast is not None and (forced := autocast.format_of(operator.kind)) is not None:
         return forced
-    follows = operator.op_class is not OpClass.FIXED or (autocast is not None and function_of(operator.kind).fixed_for_plans_alone)
     if operator.result_format is not Precision.FLOAT32:  # a script that holds 16 bits says by itself what it computes in
         return operator.result_format
-    return promote(*inputs) if follows and inputs else Precision.FLOAT32
+    return promote(*inputs) if inputs and follows_inputs(operator, autocast) else Precision.FLOAT32
 
 
 def output_precision(

@@ -390,4 +390,5 @@ def _digests(inputs: Inputs) -> dict[str, str]:
         digests["sensitivity"] = digest(inputs.sensitivity)
     if inputs.communication is not None:
         digests["communication"] = digest(inputs.communication)
+        digests |= {f"communication:{name}": digest(costs) for name, costs in sorted(inputs.apart.items())}
     return digests

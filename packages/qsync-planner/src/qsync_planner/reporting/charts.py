@@ -204,10 +204,10 @@ def _labels(labels: Sequence[Mapping[str, Any]], down: Spec, text: Spec) -> Spec
 
 
 def shorten(name: str, most: int = 26) -> str:
-    """A long name from the number of its layer on, or its end, which says more than its beginning."""
+    """A long name of an operator or a layer from its layer's number on, or its end, which says more than its beginning."""
     if len(name) <= most:
         return name
-    layer = layer_of(OpId(name))
+    layer = layer_of(OpId.parse(name))  # a module that runs again has the number of its call
     short = name[layer.rfind(".") + 1 :] if layer.rpartition(".")[2].isdecimal() else name
     return f"…{short}" if len(short) < most else f"…{short[1 - most :]}"
 

@@ -100,15 +100,16 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
     cluster = run.read_cluster()
     names = [group.name for group in cluster.groups]
     plan = run.load_plan(names)
-    costs = run.communication(names)
+    # Costs of other numbers of ranks than the cluster file's lie there too, and the plan is made without them.
+    costs, apart = run.communication(names), [name for name in names if f"communication:{name}" in plan.input_digests]
     measured = run.timeline("measured", names)
     inputs = Inputs(
         load(run.dag, PrecisionDag),
         cluster,
         {name: load(run.profile(name), Profile) for name in names},
         load(run.sensitivity, Sensitivity),
-        # Costs of other numbers of ranks than the cluster file's lie there too, and the plan is made without them.
         communication=load(costs, CollectiveCosts) if "communication" in plan.input_digests and costs.is_file() else None,
+        apart={name: load(path, CollectiveCosts) for name in apart if (path := run.communication([name])).is_file()},
     )
     return Job(inputs, plan), load(measured, Timeline) if measured.is_file() else None
 

@@ -82,7 +82,7 @@ class PlannedModel:
         self._awaits_calls, self._delivers_low = True, False
         self._said: set[str] = set()
         self.lag_watch: LagWatch | None = None
-        self._as_planned = True
+        self._as_planned, self._looks_at_wrapper = True, False
         self._forwards = 0
         self._first_pass: PlannedPass | None = None
         if planned.plan is not None and planned.group is not None:
@@ -250,6 +250,7 @@ class PlannedModel:
         if self._in_force.begins is not None:
             self._begin()
         device = device_of(model)
+        self._look_at_wrapper(device)
         self._check_settings(device)
         self._meet(device)
         self._in_force.check_autocast(device)
@@ -374,7 +375,14 @@ class PlannedModel:
         self.place.batches.check_weighted()  # which is the same on all ranks
         if plan is not None and group is not None:  # by now the model is on its GPU
             check_job(what, plan, group, self.model, self.planned.allow_flags, self.planned.caller, warn=False)
-        self._as_planned = check_communication(plan, self.model, device, self.planned.caller)
+        self._looks_at_wrapper = True
+        self._look_at_wrapper(device)
+
+    def _look_at_wrapper(self, device: torch.device) -> None:
+        """Compare how ranks communicate, in the first forward that is trained: one that draws samples needs no wrapper."""
+        if self._looks_at_wrapper and torch.is_grad_enabled():
+            self._looks_at_wrapper = False
+            self._as_planned = check_communication(self.planned.plan, self.model, device, self.planned.caller)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _check_settings(self, device: torch.device) -> None:

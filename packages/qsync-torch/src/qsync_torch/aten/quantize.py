@@ -145,7 +145,7 @@ def require_finite(x: torch.Tensor, scale: torch.Tensor, precision: Precision) -
     if x.device.type == "cpu" and x.numel() and not _all_finite(scale):
         raise NumericsError(
             f"a tensor of shape {tuple(x.shape)} to be quantized to {precision} holds NaN or infinite values; "
-            "look for a diverging loss or a too large learning rate, or keep this operator in a float format"
+            "look for them in the batch, for a diverging loss or a too large learning rate, or keep this operator in a float format"
         )
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import sys
+import tokenize
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,10 +33,12 @@ from qsync_torch.job import Job
 LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
 _TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
-_AUTOCAST = re.compile(r"\bautocast\(")
-_COMPILE = re.compile(r"^[^#\n]*\b(?!re\b|regex\b)(\w+)\.compile\b", re.MULTILINE)
+_AUTOCAST = re.compile(r"\bautocast \(")
+_COMPILE = re.compile(r"\b(?!re\b|regex\b)(\w+) \. compile\b")
 """PyTorch's ways and QSync's.  Adapters read their trainer's settings (:attr:`~qsync_torch.job.Job.compiles`)."""
-_WRAP = re.compile(r"^[^#\n]*\b(?:DistributedDataParallel|DDP)\(", re.MULTILINE)
+_WRAP = re.compile(r"\b(?:DistributedDataParallel|DDP) \(")
+_WORDS = frozenset({tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)})
+"""Tokens that say something to people."""
 _OURS = ("qsync", "qsync_torch")
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
@@ -159,7 +162,7 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Said:
 
 def unsaid_autocast(path: str | Path, job: Job) -> str:
     """A sentence on a script that calls autocast, and says nothing of it in its line; empty for others."""
-    if job.amp is not None or not _AUTOCAST.search(Path(path).read_text(encoding="utf-8", errors="replace")):
+    if job.amp is not None or not _AUTOCAST.search(_code(Path(path))):
         return ""
     return (
         f"{path} calls autocast, and its line was not reached under it: where the loop trains under autocast, write "
@@ -172,7 +175,7 @@ def _compiles(path: Path) -> Compiled | None:
 
     What is called first in the text is inside the other, the compiled model or DistributedDataParallel.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = _code(path)
     calls = [*_COMPILE.finditer(text)]
     if not calls:
         return None
@@ -199,6 +202,12 @@ def _methods_of(place: ast.For | ast.While | ast.FunctionDef) -> Iterator[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             yield node.func.attr
         left += [node.test] if isinstance(node, (ast.If, ast.IfExp)) else ast.iter_child_nodes(node)
+
+
+def _code(path: Path) -> str:
+    """The tokens of a script that has run, with spaces between, but comments and strings: these may speak of something else."""
+    with path.open("rb") as file:
+        return " ".join(token.string for token in tokenize.tokenize(file.readline) if token.type not in _WORDS)
 
 
 def _run(path: Path, handover: _Handover) -> None:

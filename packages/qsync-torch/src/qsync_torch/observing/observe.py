@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from qsync_core.artifacts.files import digest
-from qsync_core.errors import JobError, ObservationError
+from qsync_core.errors import JobError, ObservationError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.precision import Precision
@@ -19,6 +19,7 @@ from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.settings import SETTINGS
 from qsync_torch.devices import parse_device, software_versions
+from qsync_torch.failures import first_line
 from qsync_torch.job import Batch, Job, check_same_model, describe_optimizer
 from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.collector import ObservedStep, low_precision
@@ -124,11 +125,14 @@ def observe(
     try:
         with held_state(job.loss):
             return run.observe(earlier, checkpoint, progress)
-    except JobError as error:
+    except Exception as error:
         # What comes later than the first update is no matter of the size: data that is gone, say.
-        if asked.batch_size is not None or half == job.batch_size or run.ended:
+        ours = isinstance(error, QSyncError) and not isinstance(error, JobError)
+        if ours or asked.batch_size is not None or half == job.batch_size or run.ended:
             raise
-        announce(f"updates of {job.batch_size} samples are observed instead of {half}: {error}")
+        # As of a model of graphs, whose edges name rows that half of the batch has not.
+        said = error if isinstance(error, JobError) else f"{job.name} does not run on these ({first_line(error)})"
+        announce(f"updates of {job.batch_size} samples are observed instead of {half}: {said}")
     run.job = attrs.evolve(run.job, batch_size=job.batch_size)
     with held_state(job.loss):
         return run.observe(earlier, checkpoint, progress)
@@ -226,7 +230,8 @@ class _Run:
         Raises:
             ObservationError: when the loss is not finite (a :class:`JobFault` where it is observed), or not the recorded one.
         """
-        loss = self.job.compute_loss(self.job.batch(update, self.job.batch_size).to(self.asked.device), runner.model)
+        batch = self.job.batch(update, self.job.batch_size).to(self.asked.device)
+        loss = self.job.compute_loss(batch, runner.model)
         value: float = loss.item()
         if record is not None and self.asked.warmup <= update:
             recorded = record.losses[update - self.asked.warmup]
@@ -239,7 +244,15 @@ class _Run:
                 )
         if not math.isfinite(value):
             fault = JobFault if record is None else ObservationError
-            raise fault(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
+            # Infinite elements may be a mask's; a model that takes NaN for what is missing has a finite loss.
+            given = any(bool(tensor.isnan().any()) for tensor in batch.tensors)
+            advice = (
+                "its batch has NaN: leave such samples out of what the job or the line's loader gives, as a loop does that skips "
+                "these steps"
+                if given
+                else "train with a smaller learning rate"
+            )
+            raise fault(f"the loss of {self.job.name} is {value} at update {update}; {advice}")
         torch.autograd.backward(loss)
         return value
 

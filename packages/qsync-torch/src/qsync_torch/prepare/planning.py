@@ -165,6 +165,7 @@ class Planning:
                 "sensitivity": self.folder.parts["sensitivity"].sha256,
                 "cluster": digest(cluster),
                 "communication": digest(costs) if costs else "",
+                **{f"communication of {name}": digest(one) for name, one in self._apart(names).items()},
                 _PLANNER: __version__,
                 **{f"profile of {name}": digest(profiles[name]) for name in names},
                 **({"asked": str(self.asked)} if self.asked.said else {}),
@@ -218,10 +219,11 @@ class Planning:
         """What a part of the cluster is planned with; ``costs`` were measured among its groups, or among more."""
         own = {group.name: group for group in part.groups}
         if costs is None or set(costs.ranks) == set(own):
-            return Inputs(self.dag, part, {name: profiles[name] for name in own}, sensitivity, communication=costs)
+            of_part = {name: profiles[name] for name in own}
+            return Inputs(self.dag, part, of_part, sensitivity, communication=costs, apart=self._apart(own))
         groups = tuple(own.get(group.name, group) for group in self.cluster.groups)
         whole = attrs.evolve(self.cluster, groups=groups)
-        return Inputs(self.dag, whole, profiles, sensitivity, communication=costs).part(own)
+        return Inputs(self.dag, whole, profiles, sensitivity, communication=costs, apart=self._apart(own)).part(own)
 
     def _decided(self, costs: CollectiveCosts | None) -> dict[str, Any]:
         """What the script decides of communication, as far as plans can be for it: where it was measured, and of its buckets."""
@@ -262,6 +264,11 @@ class Planning:
         if not run.trace.is_file():
             return made, ["trace"]
         return {**made, "trace": Made(inputs, run.trace.read_bytes())}, []
+
+    def _apart(self, names: Collection[str]) -> dict[str, CollectiveCosts]:
+        """What collectives among the ranks of one group alone cost, of several groups: a verdict compares these with it."""
+        found = {name: self._costs([name]) for name in names} if len(names) > 1 else {}
+        return {name: costs for name, costs in found.items() if costs is not None}
 
     def _costs(self, names: Iterable[str]) -> CollectiveCosts | None:
         """What collectives among exactly these groups cost; None where that was not measured with as many ranks as described."""

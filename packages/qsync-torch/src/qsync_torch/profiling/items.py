@@ -17,7 +17,7 @@ from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, WrongKernels
-from qsync_core.ir.semantics import Autocast
+from qsync_core.ir.semantics import Autocast, follows_inputs
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest
 from qsync_core.kernels.choice import KernelChoice
@@ -52,9 +52,10 @@ class Item:
 def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceKind = DeviceKind.CPU) -> list[Item]:
     """Each distinct (cost key, variant) once, with all operators that share it.
 
-    Adjustable operators in every variant of the ladder that their kind runs in, dependent and guarded ones in every format an
-    activation can arrive in, fixed ones in float32 and those that ``apply_`` cannot address in the base, unless autocast runs them
-    in another format.  Graph inputs cost nothing and are left out.
+    Adjustable operators in every variant of the ladder that their kind runs in, those that follow their inputs (dependent and
+    guarded ones, and under autocast sums of exponentials) in every format an activation can arrive in, fixed ones in float32 and
+    those that ``apply_`` cannot address in the base, unless autocast runs them in another format.  Graph inputs cost nothing and
+    are left out.
     """
     formats = [Variant.plain(precision) for precision in activation_precisions(ladder)]
     holders: dict[tuple[object, ...], list[Operator]] = {}
@@ -73,7 +74,7 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceK
             variants = [variant for variant in ladder if first.runs_in(variant)]
         elif forced is not None:
             variants = [forced]
-        elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):
+        elif first.op_class is not OpClass.ADJUSTABLE and follows_inputs(first, Autocast.of(dag.autocast_base, device)):
             variants = formats
         ids = tuple(operator.op_id for operator in operators)
         items.extend(Item(first, variant, ids) for variant in variants)
