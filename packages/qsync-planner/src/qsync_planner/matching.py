@@ -192,8 +192,9 @@ class Inputs:
         return self._but(profiles=dict(profiles))
 
     def part(self, names: Collection[str]) -> Inputs:
-        """The job of some of the groups, which communicates as measured collectives of all of them say, or those of the only one.
+        """The job of some of the groups, which communicates as measured collectives of all of them say.
 
+        A single group communicates as those of its own ranks say, where they were measured under every way that the job may take.
         Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
         """
         profiles = {group.name: self.profiles[group.name] for group in self.cluster.groups if group.name in names}

@@ -204,7 +204,7 @@ def test_without_scripts_the_tables_and_the_verdict_are_there(chromium: Any, wri
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(written.as_uri())
-    assert page.locator(".verdict").inner_text().startswith("Use infer:")
+    assert "use infer:" in page.locator(".verdict").inner_text().lower()
     assert page.locator("table").count() >= 4
     assert page.locator("noscript").inner_text().startswith("The charts are drawn by this page's own script")
     context.close()
