@@ -379,7 +379,7 @@ class PlannedModel:
         self._look_at_wrapper(device)
 
     def _look_at_wrapper(self, device: torch.device) -> None:
-        """Compare how ranks communicate, in the first forward that is trained: one that draws samples needs no wrapper."""
+        """Compare how ranks communicate, in the first forward that is trained: drawing samples needs no wrapper."""
         if self._looks_at_wrapper and torch.is_grad_enabled():
             self._looks_at_wrapper = False
             self._as_planned = check_communication(self.planned.plan, self.model, device, self.planned.caller)
