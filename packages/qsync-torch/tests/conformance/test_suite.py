@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 REPRESENTATIVES = {
     "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "RoundsAlikeWhateverTheData", "DelaysTheScale",
     "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients", "LeavesOutTheLastElement", "ReplacesItsOutput",
-    "OverlooksTheFirstElement",
+    "OverlooksTheEndsOfBlocks",
 }  # fmt: skip
 """One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored; memory;
 maxima."""
