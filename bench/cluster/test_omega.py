@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cluster.omega import Effort, measure
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_whole_plans_of_a_depthwise_net() -> None:
     """Parts of flips that add up by one exponent for all models made 1.8 and 1.5 of the first two."""

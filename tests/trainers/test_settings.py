@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -202,6 +203,33 @@ class TestAutocast:
             optimizer.step()
             optimizer.zero_grad()
         assert same(accelerator.unwrap_model(model).state_dict(), expected)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+class TestAccumulation:
+    """Another number of micro-batches than planned is told, and the planned one is not."""
+
+    @contextmanager
+    def told(self, steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield plan(accumulate=2)
+        found = [str(warning.message) for warning in caught if "accumulates gradients" in str(warning.message)]
+        assert len(found) == (steps != 2)
+        assert all(f"over {steps} micro-batches in an optimizer step, and the plan was made for 2: " in text for text in found)
+
+    def test_accelerate(self, steps):
+        with self.told(steps) as planned:
+            hybrid_accelerator(Accelerator(cpu=True, gradient_accumulation_steps=steps), Net(), planned)
+
+    def test_a_trainer(self, steps):
+        with self.told(steps) as planned:
+            transformers.hybrid(trainer_of(gradient_accumulation_steps=steps), run=planned)
+
+    def test_lightning(self, steps):
+        with self.told(steps) as planned:
+            strategy = lightning.HybridStrategy(planned, module="net")
+            fit(strategy, accumulate_grad_batches=steps, max_steps=1, use_distributed_sampler=False)
 
 
 class TestAccelerate:

@@ -16,6 +16,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.planned_modules import is_planned
+from qsync_torch.operators.step_key import LARGEST_STEP
 
 from .small_models import BFLOAT16, FLOAT32, INT8, Attention, ConvNet, Functional, images, named
 
@@ -132,6 +133,17 @@ def test_random_numbers_follow_seed_and_step():
     assert torch.equal(outputs(1)[0], first)
     assert torch.equal(outputs(1, first_step=1)[0], second)
     assert not torch.equal(outputs(2)[0], first)
+
+
+@pytest.mark.parametrize("step", [-1, LARGEST_STEP + 1, 2**31, 2**63, 1.0, True, "7", None])
+def test_a_step_that_is_no_number_of_steps_is_refused_and_the_count_stays(step):
+    applied = apply_(ConvNet(), named(fc=INT8))
+    applied.step = LARGEST_STEP
+    with pytest.raises(PlanError, match=rf"number of optimizer steps so far, an integer in 0\.\.{LARGEST_STEP}, got {step!r}"):
+        applied.step = step
+    with pytest.raises(PlanError, match="got"):
+        applied.load_state_dict({**applied.state_dict(), "step": step})
+    assert applied.step == LARGEST_STEP
 
 
 def test_ranks_draw_different_numbers_from_one_seed(monkeypatch):

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
-from qsync_core.settings import SETTINGS
+from qsync_core.settings import CHECKED_ON, SETTINGS
 from qsync_torch import apply_
+from qsync_torch.apply import planned_model
 from qsync_torch.devices import software_versions
 
 from .small_models import BFLOAT16, ConvNet, images, named
@@ -107,3 +109,34 @@ def test_a_plan_from_an_estimated_profile_is_applied_with_a_warning():
     (warning,) = caught
     assert "of infer (from NVIDIA H200); profile these devices, plan again" in str(warning.message)
     assert warning.filename == __file__
+
+
+PROFILED_ON = "GPU-a, 132 SMs"
+
+
+@pytest.mark.parametrize("base", [Precision.FLOAT32, Precision.BFLOAT16], ids=["lowered", "as under autocast"])
+@pytest.mark.parametrize(
+    ("here", "known", "checked"),
+    [
+        (PROFILED_ON, {CHECKED_ON: PROFILED_ON}, False),
+        ("GPU-b, 132 SMs", {CHECKED_ON: PROFILED_ON}, True),
+        ("GPU-a, 66 SMs", {CHECKED_ON: PROFILED_ON}, True),
+        (PROFILED_ON, {}, True),
+    ],
+    ids=["the same", "another GPU", "another share", "unknown"],
+)
+def test_kernels_are_checked_again_on_a_gpu_that_was_not_profiled(monkeypatch, base, here, known, checked):
+    cuda, asked = torch.device("cuda", 0), []
+    monkeypatch.setattr(planned_model, "device_of", lambda model: cuda)
+    monkeypatch.setattr(planned_model, "gpu_and_sms", lambda device: here)
+    monkeypatch.setattr(planned_model, "Canary", lambda device: ("canary", device))
+    monkeypatch.setattr(planned_model, "check_numbers", lambda addressed, canary, caller: asked.append(canary))
+    for name in ("check_backends", "prebuild"):  # there is no such device
+        monkeypatch.setattr(planned_model, name, lambda *_: None)
+    monkeypatch.setattr(planned_model.StepKey, "on", lambda self, device: None)
+    monkeypatch.setattr(planned_model.PlannedModel, "_prepare_operators", lambda self, device: None)
+    plan = _plan()
+    groups = tuple(attrs.evolve(group, base=base) for group in plan.groups)
+    software = {"infer": {**plan.software["infer"], "autocast": "bfloat16" if base is Precision.BFLOAT16 else "off", **known}}
+    apply_(ConvNet(), attrs.evolve(plan, base=base, groups=groups, software=software)).remove()
+    assert asked == ([("canary", cuda)] if checked else [])

@@ -4,6 +4,7 @@ The reference is the same model with ``nn.Linear`` in their place, which nothing
 """
 
 import copy
+import warnings
 
 import attrs
 import pytest
@@ -213,6 +214,49 @@ def test_one_weight_in_both_layouts_has_one_variant_and_a_scale_for_each_output_
     assert torch.equal(found[0], loss)
     expected = gradients["encoder.weight"] + gradients["decoder.weight"].t()
     assert torch.allclose(found[1]["encoder.weight"], expected, rtol=1e-6, atol=0)
+
+
+class TiedEmbedding(nn.Module):
+    """A weight that is looked up, and multiplied with, as language models tie their heads."""
+
+    def __init__(self, head):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.body, self.head = nn.Embedding(10, 16), nn.Linear(16, 16), head
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.body(self.tokens(tokens))), self.tokens.weight)
+
+
+class TiedBody(TiedEmbedding):
+    """The weight of a planned module, which is multiplied with once more."""
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.body(self.tokens(tokens))), self.body.weight)
+
+
+@pytest.mark.parametrize("model, name", [(TiedEmbedding, "tokens.weight"), (TiedBody, "body")], ids=["embedding", "own module"])
+@pytest.mark.parametrize("head", [F.linear, lambda x, w: x @ w.t()], ids=["F.linear", "@"])
+def test_a_tied_weight_is_multiplied_with_as_planned_and_without_a_warning(model, name, head):
+    class Untied(model):
+        def forward(self, tokens):
+            return self.decoder(torch.tanh(self.body(self.tokens(tokens))))
+
+    tied, untied, tokens = model(head), Untied(head), torch.arange(10).view(2, 5)
+    weight = tied.get_parameter(name if name.endswith("weight") else f"{name}.weight")
+    untied.decoder = nn.Linear(16, len(weight), bias=False)
+    untied.decoder.weight.data.copy_(weight)
+    expected, _ = step(untied, {OpId("body"): NEAREST, OpId("decoder"): NEAREST}, tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_(tied, dict.fromkeys((OpId("body"), OpId(name)), NEAREST))
+        optimizer = torch.optim.SGD(tied.parameters(), 0.1)
+        losses = []
+        for _ in range(2):
+            losses.append(tied(tokens).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+    assert torch.equal(losses[0].detach(), expected)
 
 
 class Adapted(nn.Module):

@@ -191,7 +191,7 @@ class Overlooks(Mutant):
             kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
             seen = self.part(x)
             if seen.numel() and scale.numel() == 1 and seen.abs().max() > 0:
-                scale.copy_(seen.abs().max().float() / 127)
+                scale.copy_((seen.abs().max().float() / 127).clamp(min=2.0**-126))
                 q.copy_((x.float() / scale + 0.5).floor().clamp(-127, 127))
 
         return quantize

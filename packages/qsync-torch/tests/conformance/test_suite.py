@@ -32,8 +32,10 @@ HERE = Path(__file__).parent
 REPRESENTATIVES = {
     "Float32Accumulation", "OneScaleForAllFilters", "BiasedRounding", "RoundsAlikeWhateverTheData", "DelaysTheScale",
     "KeepsWeights", "KeepsCopies", "RefusesShortColumnsOfGradients", "LeavesOutTheLastElement", "ReplacesItsOutput",
+    "OverlooksTheEndsOfBlocks",
 }  # fmt: skip
-"""One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored; memory."""
+"""One for each part of the suite: a product, convolution, quantization, its numbers, a producer; stale; strides; stored; memory;
+maxima."""
 MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL, *address_mutants.ALL, *stride_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {

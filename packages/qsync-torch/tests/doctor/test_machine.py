@@ -1,11 +1,34 @@
-import pytest
+from contextlib import nullcontext
 
+import pytest
+import torch
+
+from qsync_core.plugins.doctor import DoctorLine, Status
+from qsync_torch.doctor import machine, products
 from qsync_torch.doctor.machine import doctor_lines, has_kernels, wheel_advice
+from qsync_torch.sharing.mps import Daemon
 
 
 def test_it_speaks_about_torch_the_processor_and_every_precision():
     topics = {line.topic for line in doctor_lines()}
     assert {"torch", "cpu", "cpu int8", "cpu bfloat16", "cuda", "gloo", "c++ compiler"} <= topics
+
+
+def test_it_says_whether_products_are_right_on_each_gpu_and_under_the_shares_of_one(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # what is said of the GPUs themselves
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(machine, "find_daemon", Daemon)
+    monkeypatch.delenv(products.SHARE_VARIABLE, raising=False)
+    monkeypatch.setattr(products, "wrong_sentences", lambda calls, formats, device: ["garbage"] if device.index else [])
+    monkeypatch.setattr(products, "probing", lambda *_: nullcontext(lambda shares: dict.fromkeys(shares, "")))
+    first, shares, second = (line for line in doctor_lines() if line.topic.endswith((" products", " shares")))
+    assert first == DoctorLine("cuda:0 products", "right, compared with exact ones")
+    assert shares == DoctorLine("cuda:0 shares", "products are right at 10, 20, 30, 40, 50, 60, 70, 80, 90%")
+    assert (second.topic, second.finding, second.status) == ("cuda:1 products", "wrong: garbage", Status.ERROR)
 
 
 @pytest.mark.parametrize(

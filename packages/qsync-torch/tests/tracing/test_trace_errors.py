@@ -74,6 +74,23 @@ class InPlace(Base):
         return self.linear(x).relu_().mul_(x)  # what relu_ needs for its gradient
 
 
+class CountsDown(Base):
+    """As Funnel makes its relative positions: from numbers, which the shapes of a graph do not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1]).to(x.dtype)
+        return self.linear(x) * torch.arange(positions[-1], positions[0] - 1, -1)  # counts down
+
+
+class OtherBranch(Base):
+    """As SwitchTransformers has one for exports, which fails."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            x = x[:, :3]
+        return self.linear(x)  # only in an export
+
+
 class Inner(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.max() > 1:  # inner module
@@ -100,6 +117,8 @@ def job(model: nn.Module, loss=lambda output: output.sum(), batch=None) -> Job:
         (ThroughNumpy(), "through numpy", "leaves PyTorch for NumPy: compute with tensors"),
         (WrongShape(), "wrong shape", "see that the model runs on the job's first batch"),
         (ValueShape(), "value shape", "depend on tensor values"),
+        (OtherBranch(), "only in an export", "also where torch.compiler.is_compiling() is true, as it is in an export"),
+        (CountsDown(), "counts down", "(a shape is made from a number that is read from a tensor)"),
         (Forces(), "forces", "no derivatives inside a step (forces, a gradient penalty): train such a model without a plan"),
         (OtherData(), "other data", "give the tensor its shape and format once, before it is trained"),
         (nn.Sequential(nn.Linear(4, 4), Inner()), "inner module", "choose between values with torch.where"),

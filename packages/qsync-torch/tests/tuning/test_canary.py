@@ -20,6 +20,7 @@ from qsync_core.ir.precision import Granularity, Precision, Storage
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
+from qsync_core.settings import CHECKED_ON
 from qsync_torch.apply.kernel_check import check_numbers
 from qsync_torch.apply.plan_fit import Planned, locate
 from qsync_torch.aten import float_products
@@ -30,6 +31,7 @@ from qsync_torch.kernels import selection
 from qsync_torch.kernels.canary import Canary, smaller
 from qsync_torch.kernels.selection import reasons_against
 from qsync_torch.prepare.flow import Request, prepare
+from qsync_torch.profiling import profile as profiling
 from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.items import distinct_items, right_kernels
 from qsync_torch.profiling.profile import ProfileRequest, profile
@@ -203,8 +205,7 @@ def _job():
     )
 
 
-def _profile(job, notes, backend):
-    ladder = (INT8, BFLOAT16, FLOAT32)
+def _profile(job, notes, backend, ladder=(INT8, BFLOAT16, FLOAT32)):
     return profile(
         job, trace(job), ProfileRequest(ladder=ladder, backend=backend, with_collectives=False, efforts=EFFORTS), note=notes.append
     )
@@ -392,6 +393,13 @@ def test_a_plan_is_refused_where_its_kernels_are_wrong(install):
     said = str(caught.value)
     assert "1 kernels of the plan compute wrong numbers on this device: 1#0: linear.output of bad in int8" in said
     assert "profile" in said
+
+
+def test_a_profile_has_the_gpu_on_which_kernels_were_checked(monkeypatch):
+    monkeypatch.setattr(profiling, "gpu_and_sms", lambda device: "GPU-a, 132 SMs")
+    assert _profile(_job(), [], "aten", ladder=(FLOAT32,)).software[CHECKED_ON] == "GPU-a, 132 SMs"
+    monkeypatch.undo()
+    assert CHECKED_ON not in _profile(_job(), [], "aten", ladder=(FLOAT32,)).software  # of a CPU there is nothing to say
 
 
 def test_the_doctor_names_shares_that_are_right_and_wrong():
