@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import grp
 import json
 import os
-import pwd
 import threading
 import time
 from multiprocessing import get_context
@@ -57,34 +55,11 @@ def test_a_folder_that_others_can_write_is_refused(own_cache, mode):
         KernelCache()
 
 
-@pytest.mark.parametrize("mode, group, trusted", [
-    (0o777, None, False), (0o775, 12345, False), (0o775, "own", True), (0o1777, None, True), (0o755, None, True),
-])  # fmt: skip
-def test_a_folder_below_one_that_others_can_write_is_refused_unless_it_is_sticky(tmp_path, mode, group, trusted):
-    above = tmp_path / "shared" / "deep"
-    above.mkdir(parents=True)
-    if group is not None:
-        own = pwd.getpwuid(os.geteuid())
-        is_private = group == "own" and grp.getgrgid(own.pw_gid).gr_name == own.pw_name
-        if (group == "own" and not is_private) or (group != "own" and os.geteuid() != 0):
-            pytest.skip("needs a group of the user's own, or root to give a folder to another group")
-        os.chown(above.parent, -1, own.pw_gid if group == "own" else group)
-    above.parent.chmod(mode)
-    if trusted:
-        assert KernelCache(above / "kernels").folder.is_dir()
-        return
-    said = rf"is below {above.parent}, which others can write \(mode {mode:04o}\).*QSYNC_KERNEL_CACHE"
+def test_a_folder_below_one_that_others_can_write_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    said = rf"is below {tmp_path}, which others can write \(mode 0777\).*QSYNC_KERNEL_CACHE"
     with pytest.raises(BackendError, match=said):
-        KernelCache(above / "kernels")
-
-
-@pytest.mark.parametrize("overflow, trusted", [(65534, True), (65533, False)])
-def test_a_folder_above_of_a_user_that_the_container_does_not_know_is_the_machines(tmp_path, monkeypatch, overflow, trusted):
-    (tmp_path / "overflowuid").write_text(f"{overflow}\n")
-    (tmp_path / "uid_map").write_text("         0       1000          1\n")
-    names = {"/proc/sys/kernel/overflowuid": tmp_path / "overflowuid", "/proc/self/uid_map": tmp_path / "uid_map"}
-    monkeypatch.setattr(cache_module, "Path", lambda name: names[name])
-    assert cache_module._is_unmapped(65534) is trusted
+        KernelCache(tmp_path / "kernels")
 
 
 def test_a_folder_of_another_user_is_refused(own_cache, monkeypatch):
@@ -93,15 +68,6 @@ def test_a_folder_of_another_user_is_refused(own_cache, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(BackendError, match=rf"belongs to user {me} and not to you \(user {me + 1}\)"):
         KernelCache()
-
-
-def test_folders_that_are_made_are_the_owners_whatever_the_umask(tmp_path):
-    before = os.umask(0o002)
-    try:
-        KernelCache(tmp_path / "qsync" / "kernels")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "qsync").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_in_the_folders_place_is_refused(own_cache):

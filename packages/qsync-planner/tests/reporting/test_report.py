@@ -407,9 +407,12 @@ def test_the_drawing_script_is_bundled_once_for_a_user(tmp_path, monkeypatch):
     assert pages._drawing_script.__wrapped__() == "another"
     kept.write_bytes(whole)
     assert pages._drawing_script.__wrapped__() == script
-    kept.parent.chmod(0o777)  # so that others may have written it
-    assert pages._drawing_script.__wrapped__() == "another"
-    kept.parent.chmod(0o700)
+    for folder in (kept.parent, tmp_path):
+        folder.chmod(0o777)  # so that others may have written it, or put another folder in its place
+        assert pages._drawing_script.__wrapped__() == "another"
+        kept.write_bytes(whole)
+        folder.chmod(0o700)
+    assert pages._drawing_script.__wrapped__() == script
     monkeypatch.setattr(pages, "version", lambda package: "0.0")
     assert pages._drawing_script.__wrapped__() == "another"
     (tmp_path / "file").touch()

@@ -94,15 +94,18 @@ def test_a_compiler_that_fails_is_told(monkeypatch):
         extension.want(CPU)
 
 
-def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch):
+@pytest.mark.parametrize("above", [False, True], ids=["itself", "above"])
+def test_a_folder_that_others_can_write_to_is_not_trusted(monkeypatch, above):
     monkeypatch.setenv(extension.REPLAY_VARIABLE, "1")
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(BackendError):
         extension.want(CPU)
     folder = next((extension.default_store_path().parent / "replays").iterdir())
-    folder.chmod(0o777)
+    (folder / "qsync_replay.so").touch()  # which would be loaded
+    (folder.parent if above else folder).chmod(0o777)
     extension._asked.clear()
-    with pytest.raises(BackendError, match="others can write to it"):
+    said = f"is below {folder.parent}, which others can write" if above else "can be written by others"
+    with pytest.raises(BackendError, match=rf"{said} \(mode 0777\), so code in it cannot be trusted; .* set QSYNC_TUNING to a"):
         extension.want(CPU)
 
 

@@ -82,6 +82,13 @@ class CountsDown(Base):
         return self.linear(x) * torch.arange(positions[-1], positions[0] - 1, -1)  # counts down
 
 
+class TurnsRound(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1]).to(x.dtype)
+        places = torch.arange(positions[-1], positions[0] - 1, -1, dtype=torch.long)
+        return self.linear(x)[:, places]  # as many as there are places
+
+
 class OtherBranch(Base):
     """As SwitchTransformers has one for exports, which fails."""
 
@@ -117,6 +124,7 @@ def job(model: nn.Module, loss=lambda output: output.sum(), batch=None) -> Job:
         (ThroughNumpy(), "through numpy", "leaves PyTorch for NumPy: compute with tensors"),
         (WrongShape(), "wrong shape", "see that the model runs on the job's first batch"),
         (ValueShape(), "value shape", "depend on tensor values"),
+        (TurnsRound(), "as many as there are places", "its control flow or shapes depend on tensor values"),
         (OtherBranch(), "only in an export", "also where torch.compiler.is_compiling() is true, as it is in an export"),
         (CountsDown(), "counts down", "(a shape is made from a number that is read from a tensor)"),
         (Forces(), "forces", "no derivatives inside a step (forces, a gradient penalty): train such a model without a plan"),

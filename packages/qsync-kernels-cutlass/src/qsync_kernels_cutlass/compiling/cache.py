@@ -8,11 +8,9 @@ the machine code depends on.
 from __future__ import annotations
 
 import contextlib
-import grp
 import hashlib
 import json
 import os
-import pwd
 import shutil
 import stat
 import threading
@@ -25,6 +23,7 @@ from typing import Any
 from filelock import FileLock
 from platformdirs import user_cache_path
 
+from qsync_core.artifacts.own_folder import distrust, make_own, why_untrusted
 from qsync_core.errors import BackendError
 
 _FORMAT = 1
@@ -33,7 +32,6 @@ _MANIFEST = "manifest.json"
 _MAKING = ".making-"
 _LEFT_OVER_S = 24 * 3600
 _POLL_S = 0.2
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_cache_path() -> Path:
@@ -51,33 +49,22 @@ class KernelCache:
         Raises:
             BackendError: when the folder cannot be made, belongs to another user, or others can write to it or to one above it.
         """
-        # A link is followed once, here: what it points to later does not matter.
-        self.folder = (folder or default_cache_path()).expanduser().resolve()
+        named = folder or default_cache_path()
         try:
-            for missing in reversed([path for path in (self.folder, *self.folder.parents) if not path.exists()]):
-                with contextlib.suppress(FileExistsError):
-                    missing.mkdir(mode=0o700)  # not even with a umask that lets a group write
+            self.folder = make_own(named)
         except OSError as error:
+            raise BackendError(f"the kernel cache {named} cannot be made ({error.strerror}); set QSYNC_KERNEL_CACHE") from None
+        if problem := why_untrusted(self.folder):
             raise BackendError(
-                f"the kernel cache {self.folder} cannot be made ({error.strerror}); set QSYNC_KERNEL_CACHE"
-            ) from None
-        if problem := _distrust(self.folder, stat.S_IFDIR):
-            raise BackendError(
-                f"the kernel cache {self.folder} {problem}, so code in it cannot be trusted; "
-                "make it yours and run chmod 700 on it, or set QSYNC_KERNEL_CACHE to a folder of your own"
+                f"the kernel cache {self.folder} {problem}, so code in it cannot be trusted; make that folder yours alone "
+                "(chmod 700), or set QSYNC_KERNEL_CACHE to one below your home"
             )
-        for parent in self.folder.parents:
-            if problem := _lets_others_rename(parent):
-                raise BackendError(
-                    f"the kernel cache {self.folder} is below {parent}, which {problem}, so that another could stand in its place; "
-                    "set QSYNC_KERNEL_CACHE to a folder below your home"
-                )
 
     def find(self, key: str) -> Path | None:
         """The library of a key; None where there is none, or none that is whole, unaltered and the user's own."""
         entry = self.folder / key
         library, manifest = entry / _LIBRARY, entry / _MANIFEST
-        if _distrust(entry, stat.S_IFDIR) or _distrust(library, stat.S_IFREG) or _distrust(manifest, stat.S_IFREG):
+        if distrust(entry, stat.S_IFDIR) or distrust(library, stat.S_IFREG) or distrust(manifest, stat.S_IFREG):
             return None
         try:
             stored = json.loads(manifest.read_bytes())
@@ -173,51 +160,6 @@ class KernelCache:
 def _identity(key: str, content: bytes) -> dict[str, Any]:
     """What a manifest must say of a library."""
     return {"format": _FORMAT, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _distrust(path: Path, kind: int) -> str | None:
-    """Why a path is not to be trusted; None where it is of its kind (no link), the user's own, and not writable by others."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return "does not exist"
-    if stat.S_IFMT(found.st_mode) != kind:
-        return "is not a folder" if kind == stat.S_IFDIR else "is not a plain file"
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid} and not to you (user {os.geteuid()})"
-    if found.st_mode & _WRITABLE_BY_OTHERS:
-        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
-    return None
-
-
-def _lets_others_rename(parent: Path) -> str | None:
-    """Say why others may exchange what is in a folder; None where it is the user's or the system's, and closed or sticky."""
-    found = os.lstat(parent)
-    if found.st_uid not in (os.geteuid(), 0) and not _is_unmapped(found.st_uid):
-        return f"belongs to user {found.st_uid}"
-    writable = found.st_mode & (stat.S_IWOTH if _is_private(found.st_gid) else _WRITABLE_BY_OTHERS)
-    if writable and not found.st_mode & stat.S_ISVTX:
-        return f"others can write (mode {stat.S_IMODE(found.st_mode):04o})"
-    return None
-
-
-def _is_private(group: int) -> bool:
-    """Whether a group is the user's own, as systems make one with each user, whose umask then lets it write."""
-    try:
-        name, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
-    except KeyError:
-        return False
-    return entry.gr_name == name and set(entry.gr_mem) <= {name}
-
-
-def _is_unmapped(user: int) -> bool:
-    """Whether a number stands for users that this container does not know: folders of its machine's root show it."""
-    try:
-        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
-        mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    except (OSError, ValueError):
-        return False
-    return user == overflow and not any(first <= user < first + count for first, _, count in mapped)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import functools
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.metadata import version
@@ -20,6 +19,7 @@ from typing import Any
 import attrs
 
 from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.own_folder import make_own, why_untrusted
 from qsync_core.errors import PlanError
 from qsync_core.plugins.installing import pip_install
 from qsync_core.printable import printable
@@ -177,16 +177,16 @@ def _bundled(own: str) -> str:
     import vl_convert
 
     name = hashlib.sha256(f"{version('vl-convert-python')}\n{own}".encode()).hexdigest()
-    kept = default_store_path().parent / "pages" / f"{name[:24]}.js"
+    folder, file = default_store_path().parent / "pages", f"{name[:24]}.js"
     with contextlib.suppress(OSError):
-        folder, (digest, _, script) = kept.parent.stat(), kept.read_bytes().partition(b"\n")
-        is_own = folder.st_uid == os.getuid() and not folder.st_mode & 0o022  # what others can write there is no script of ours
-        if is_own and digest.decode("ascii", "replace") == hashlib.sha256(script).hexdigest():
-            return script.decode()
+        folder = make_own(folder)
+        if why_untrusted(folder) is None:  # what others can write there is no script of ours
+            digest, _, script = (folder / file).read_bytes().partition(b"\n")
+            if digest.decode("ascii", "replace") == hashlib.sha256(script).hexdigest():
+                return script.decode()
     made: str = vl_convert.javascript_bundle(own)
     with contextlib.suppress(OSError):  # without a cache, the next page takes as long
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(kept, f"{hashlib.sha256(made.encode()).hexdigest()}\n{made}".encode())
+        write_atomically(folder / file, f"{hashlib.sha256(made.encode()).hexdigest()}\n{made}".encode())
     return made
 
 

@@ -24,6 +24,7 @@ import torch
 from filelock import FileLock
 from torch.utils import cpp_extension
 
+from qsync_core.artifacts.own_folder import make_own, why_untrusted
 from qsync_core.errors import BackendError
 from qsync_core.tuning.store import default_store_path
 
@@ -123,11 +124,14 @@ def _compiled() -> Path:
     """The extension's file, which one process of a machine compiles if it is missing."""
     facts = (_SOURCE.read_text(), torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), platform.platform())
     folder = default_store_path().parent / "replays" / hashlib.sha256("|".join(map(str, facts)).encode()).hexdigest()[:24]
-    path = folder / f"{_MODULE}.so"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-            raise BackendError(f"{folder} is another user's, or others can write to it, so code in it cannot be trusted: remove it")
+        folder = make_own(folder)
+        if problem := why_untrusted(folder):
+            raise BackendError(
+                f"{folder}, where the extension is kept, {problem}, so code in it cannot be trusted; make that folder yours alone "
+                "(chmod 700), or set QSYNC_TUNING to a file below your home"
+            )
+        path = folder / f"{_MODULE}.so"
         with FileLock(folder / "lock"):
             if not path.exists():
                 _compile(path)

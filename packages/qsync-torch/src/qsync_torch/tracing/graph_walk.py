@@ -13,7 +13,9 @@ from typing import Any
 
 import attrs
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from qsync_core.errors import TraceError
 from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT, OpClass
 from qsync_core.ir.functions import function_of
@@ -25,7 +27,7 @@ from qsync_torch.operators.addresses import Addresses
 from qsync_torch.torch_internals import OpOverload, is_higher_order
 from qsync_torch.tracing import classify
 from qsync_torch.tracing.aten_call import encode_call
-from qsync_torch.tracing.export import ExportedStep
+from qsync_torch.tracing.export import ExportedStep, explain_node_failure
 from qsync_torch.tracing.flops import other_flops
 from qsync_torch.tracing.gradient_order import FakeRun
 from qsync_torch.tracing.graph_values import Draft, Read, Storage, Value, float_tensor, static_shape
@@ -97,13 +99,15 @@ class GraphWalk:
 
     Args:
         run: what a fake run showed; storages tell true views from copies, ``requires_grad`` which inputs need a gradient.
+        name: of the job, for errors.
     """
 
-    def __init__(self, step: ExportedStep, run: FakeRun, model: torch.nn.Module) -> None:
+    def __init__(self, step: ExportedStep, run: FakeRun, model: torch.nn.Module, name: str) -> None:
         self.drafts: list[Draft] = []
         self.loss: int | None = None
         self._step = step
         self._run = run
+        self._name = name
         self._scopes = Scopes(model)
         self._parameter_sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
@@ -119,7 +123,11 @@ class GraphWalk:
         self._outer: torch.fx.Node | None = None  # the outermost higher-order operator around the current graph
 
     def walk(self) -> None:
-        """Fill ``drafts``, and ``loss`` with the position of the draft that makes the loss."""
+        """Fill ``drafts``, and ``loss`` with the position of the draft that makes the loss.
+
+        Raises:
+            TraceError: when an operator's shape depends on numbers that the graph reads from tensors.
+        """
         shared: dict[tuple[str, str], Storage] = {}
         for node in self._step.graph_module.graph.find_nodes(op="placeholder"):
             stands_for = self._step.placeholders[node.name]
@@ -156,7 +164,10 @@ class GraphWalk:
         """Walks one graph whose placeholders have their entries, and returns the entries of its results."""
         for node in module.graph.nodes:
             if node.op == "call_function":
-                self._entries[node] = self._call(module, node)
+                try:
+                    self._entries[node] = self._call(module, node)
+                except GuardOnDataDependentSymNode as error:
+                    raise TraceError(explain_node_failure(self._name, node, error)) from error
             elif node.op == "get_attr":
                 self._entries[node] = Value(Storage("constant", str(node.target), weight_only=True))
         return [self._entry(argument) for argument in _leaves(module.graph.output_node().args)]

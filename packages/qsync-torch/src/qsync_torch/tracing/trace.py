@@ -65,7 +65,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
                 f"no parameter of {job.name} gets a gradient; compute the loss from the model's output, and give "
                 "torch.utils.checkpoint.checkpoint use_reentrant=False where its arguments need no gradient"
             )
-        walk = GraphWalk(step, run, job.model)
+        walk = GraphWalk(step, run, job.model, job.name)
         walk.walk()
     _note_held(walk.drafts, job)
     loss, loss_reduction = loss_kind(walk.drafts, walk.loss) if step.loss is None else (step.loss.kind, step.loss.reduction)
