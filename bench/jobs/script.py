@@ -126,15 +126,18 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
 
 def _timed(step: Callable[[int], None], count: int, cuda: bool) -> list[float]:
     """Milliseconds from the end of each step to that of the next, back to back."""
-    ends: list[Any] = []
-    for number in range(-1, count):
-        if number >= 0:
-            step(number)
-        if cuda:
-            ends.append(torch.cuda.Event(enable_timing=True))
-            ends[-1].record()
-        else:
-            ends.append(time.perf_counter())
+
+    def now() -> Any:
+        if not cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    ends = [now()]
+    for number in range(count):
+        step(number)
+        ends.append(now())
     if not cuda:
         return [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
     torch.cuda.synchronize()

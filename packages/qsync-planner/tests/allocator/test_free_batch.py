@@ -13,13 +13,12 @@ from planning_cases import FULL, Case, random_case, random_costs
 
 from hypothesis_profiles import tries
 from qsync_core.errors import InfeasibleError, PlanError
-from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.plan import WORTH_IT, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import BatchProfile, Inputs, Request, allocate
 from qsync_planner.allocator.dynamic_batch import replay_batches
-from qsync_planner.allocator.fastest import WORTH_IT
 from qsync_planner.allocator.free_batch import PREDICTION_ERROR
 from qsync_planner.replayer.replay import Replayer
 

@@ -16,14 +16,13 @@ from qsync_core.artifacts.files import digest
 from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.communication import CollectiveCosts, MeasuredCollectives
-from qsync_core.ir.plan import Role, Verdict
+from qsync_core.ir.plan import WORTH_IT, Role, Verdict
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import CollectiveModel, DeviceKind, DeviceType, Profile
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.communication import ways_to_communicate
 from qsync_planner.allocator.dynamic_batch import replay_batches
-from qsync_planner.allocator.fastest import WORTH_IT
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
 

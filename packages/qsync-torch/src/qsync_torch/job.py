@@ -320,6 +320,11 @@ class SeveralOptimizers(torch.optim.Optimizer):
             one.zero_grad(set_to_none)
 
 
+def waits_of_loop(job: Job, device: torch.device) -> dict[str, str]:
+    """What makes a job's steps take longer on a device, for telling measurements apart: its loop waits for each of them."""
+    return {"loop": "reads the loss of every step"} if job.reads_loss and device.type != "cpu" else {}
+
+
 def describe_optimizer(job: Job) -> str:
     """The class, parameter groups and hyper-parameters of a job's optimizer, for telling one from another.
 

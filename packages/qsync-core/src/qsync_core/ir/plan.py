@@ -18,6 +18,8 @@ from qsync_core.ir.variant import Variant
 
 OUTSIDE = "outside PyTorch's allocator"
 """The part of a process's memory (:attr:`PrecisionPlan.memory`) that no cap of the allocator counts."""
+WORTH_IT = 1.005
+"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
 
 
 class Role(enum.StrEnum):

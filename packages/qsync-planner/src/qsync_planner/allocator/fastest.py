@@ -32,8 +32,6 @@ from qsync_planner.replayer.replay import Replayer, base_rung
 from qsync_planner.replayer.scaled_work import Integers, ScaledWork
 from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTiming
 
-WORTH_IT = 1.005
-"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
 _FIRST_MOVE = 16
 """Where ranks slow each other down, samples are moved from group to group, first this part of a batch, in the end single ones."""
 

@@ -14,7 +14,7 @@ from functools import partial
 import attrs
 
 from qsync_core.ir.cluster import DeviceGroup
-from qsync_core.ir.plan import Role
+from qsync_core.ir.plan import WORTH_IT, Role
 from qsync_core.units import format_ns
 from qsync_planner.allocator.communication import Ways
 from qsync_planner.allocator.dynamic_batch import (
@@ -26,7 +26,7 @@ from qsync_planner.allocator.dynamic_batch import (
     scaled_profiles,
     with_peaks,
 )
-from qsync_planner.allocator.fastest import WORTH_IT, FastestJobs, Rungs
+from qsync_planner.allocator.fastest import FastestJobs, Rungs
 from qsync_planner.allocator.jobs import JobOfGroups
 from qsync_planner.allocator.problem import GroupProblem, Problem
 from qsync_planner.allocator.solution import Solution

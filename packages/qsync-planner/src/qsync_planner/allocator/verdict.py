@@ -17,11 +17,11 @@ import attrs
 
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import GroupPlan, RecommendedWay, Role, Verdict
+from qsync_core.ir.plan import WORTH_IT, GroupPlan, RecommendedWay, Role, Verdict
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_estimate, format_ns
-from qsync_planner.allocator.fastest import WORTH_IT, FastestJobs
+from qsync_planner.allocator.fastest import FastestJobs
 from qsync_planner.allocator.jobs import JobOfGroups, Jobs, samples_of, samples_per_second
 
 MAX_SUBSET_GROUPS = 5

@@ -26,7 +26,7 @@ from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
 from qsync_torch.distributed.process_group import backend_without_nccl, rank_count
 from qsync_torch.failures import first_line, place_of
-from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer
+from qsync_torch.job import Batch, Job, compare_as_rank, describe_optimizer, waits_of_loop
 from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.prepare.attention_masks import masks_told
@@ -264,8 +264,7 @@ class Bench:
     def _inputs(self, **more: str) -> dict[str, str]:
         """The job's graph, how its script compiles it, whether its loop waits for every step, and what this process is."""
         device, how = self.me.device, {"compiled": str(self.job.compiles)} if self.job.compiles else {}
-        if self.job.reads_loss and self.device.type != "cpu":
-            how["loop"] = "reads the loss of every step"
+        how |= waits_of_loop(self.job, self.device)
         return {"graph": digest(self.dag), **how, "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
 
     def _probe(self, inputs: Mapping[str, str]) -> Made:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from qsync_core.ir.plan import PrecisionPlan, RecommendedWay, Role
+from qsync_core.ir.plan import WORTH_IT, PrecisionPlan, RecommendedWay, Role
 from qsync_core.ir.variant import Variant
 from qsync_core.launching.machines import GroupMachines, PlannedJob
 from qsync_core.launching.torchrun import Meeting, machine_commands, training
@@ -21,8 +21,6 @@ from qsync_torch.prepare.participants import Group, Participant
 FUNCTIONS_JOB, _FUSING = Caller("qsync.apply_"), Caller("qsync.compile")
 """What a script is to call whose job a function makes; the second where the plan runs chains as fused kernels."""
 _HERE = "127.0.0.1"
-_AS_FAST = 1.005
-"""Steps within half a percent of each other are alike, as in a verdict."""
 _UNNAMED = "none"
 """The name of a torchrun's rendezvous that is given none, as one at ``--master-addr`` and ``--master-port`` is not."""
 
@@ -127,7 +125,7 @@ def how_to_start(
 
 def _is_planned(run: RunFolder, way: RecommendedWay) -> bool:
     """Whether the folder's own plan of a way's groups is as fast as the way."""
-    return run.plan(way.groups).is_file() and run.load_plan(way.groups).predicted_iteration_ns <= way.iteration_ns * _AS_FAST
+    return run.plan(way.groups).is_file() and run.load_plan(way.groups).predicted_iteration_ns <= way.iteration_ns * WORTH_IT
 
 
 def _lowers(plan: PrecisionPlan) -> bool:

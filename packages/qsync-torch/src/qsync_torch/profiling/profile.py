@@ -43,7 +43,7 @@ from qsync_core.settings import CHECKED_ON
 from qsync_torch.devices import device_type, gpu_and_sms, memory_format, parse_device, software_versions
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
-from qsync_torch.job import Job, check_same_model, describe_optimizer
+from qsync_torch.job import Job, check_same_model, describe_optimizer, waits_of_loop
 from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, compilers_awaited, default_backend
@@ -165,7 +165,7 @@ def profile(
             "optimizer": describe_optimizer(job),
             "ladder": " ".join(map(str, variants)),
             **({} if compiled is None else {"compiled": str(compiled)}),
-            **({"loop": "reads the loss of every step"} if job.reads_loss else {}),
+            **waits_of_loop(job, target),
             "backend": "+".join(chooser.chain),
             "kernels": _kernels(choices),
             "number of ranks": str(rank_count()),
