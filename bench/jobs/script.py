@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,16 @@ LOCAL_WARMUP, LOCAL_STEPS = 2, 8
 """Steps of a rank for itself, without communication."""
 
 
-def main() -> None:
+def train_step(loss_of: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor | float:
+    """One step of the loop, and its loss, for which nobody waits."""
+    loss = loss_of()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def main(one_step: Callable[[Callable[[], torch.Tensor], torch.optim.Optimizer], torch.Tensor | float] = train_step) -> None:
     """Train for some steps in each way."""
     cuda = torch.cuda.is_available() and SIZE != "small"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -60,14 +70,16 @@ def main() -> None:
     first = dist.new_group(range(count))
     for mode in os.environ.get("MODES", "plan").split():
         if mode != "alone":
-            train(task, mode, device, None)
+            train(task, mode, device, None, one_step)
         elif dist.get_rank() < count:
-            train(task, "full", device, first, name=mode)
+            train(task, "full", device, first, one_step, name=mode)
         dist.barrier()
     dist.destroy_process_group()
 
 
-def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup | None, name: str = "") -> None:
+def train(
+    task: Task, mode: str, device: torch.device, group: dist.ProcessGroup | None, one_step: Callable[..., Any], name: str = ""
+) -> None:
     """Some steps in one way, by the ranks of a group."""
     began = time.monotonic()
     batch, cuda = task.batch, device.type == "cuda"
@@ -97,18 +109,17 @@ def train(task: Task, mode: str, device: torch.device, group: dist.ProcessGroup 
         applied.weight_gradients(ddp)
     batches = [_moved(b, device) for _, b in zip(range(4), loader, strict=False)]
 
-    def step(number: int) -> None:
+    def loss_of(number: int) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16) if AMP else contextlib.nullcontext():
-            loss = task.call(called, batches[number % len(batches)])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+            return task.call(called, batches[number % len(batches)])
+
+    def step(number: int) -> None:
+        losses.append(one_step(partial(loss_of, number), optimizer))
 
     called: torch.nn.Module = ddp
-    losses: list[torch.Tensor] = []
+    losses: list[torch.Tensor | float] = []
     late = sorted(_timed(step, int(os.environ.get("STEPS", "28")), cuda)[WARMUP:])
-    loss = losses[-1].item()
+    loss = float(losses[-1])
     called = inside if uneven else ddp  # whose weighting meets in every step
     with contextlib.nullcontext() if uneven else ddp.no_sync():
         local_ms = statistics.median(_timed(step, LOCAL_WARMUP + LOCAL_STEPS, cuda)[LOCAL_WARMUP:])

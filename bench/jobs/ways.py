@@ -19,6 +19,7 @@ from qsync_torch.prepare.cluster_text import cluster_text
 from qsync_torch.prepare.planning import part_of
 
 SCRIPT = Path(__file__).with_name("script.py")
+READING = Path(__file__).with_name("reading.py")
 LIMITS_S = {"prepare": (300, 400), "train": (60, 120)}
 """Seconds of a phase on GPUs and CPUs; of training, for each way."""
 TUNE_S = 15
@@ -65,10 +66,10 @@ class Planned:
     predicted_ns: int | None = None
 
 
-def prepare(place: Place, run: RunFolder, extra: Mapping[str, str], seconds: float) -> Ended:
+def prepare(place: Place, run: RunFolder, extra: Mapping[str, str], seconds: float, script: Path = SCRIPT) -> Ended:
     """``qsync prepare`` of the script on all groups, which continues in a folder that is not finished."""
     run.path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["-m", "qsync", "prepare", str(SCRIPT), "-o", str(run.path), *TUNE]
+    command = ["-m", "qsync", "prepare", str(script), "-o", str(run.path), *TUNE]
     return place.run(tuple(place.ranks), command, {**extra, "RUN": str(run.path)}, seconds)
 
 
@@ -142,6 +143,7 @@ def train(
     keep: Callable[[Mapping[str, Way]], None] = lambda found: None,
     known: Mapping[str, Way] = {},
     patience: int = 1,
+    script: Path = SCRIPT,
 ) -> tuple[dict[str, Way], bool]:
     """Train in every way: those of all groups in one start, then each that has not been measured by itself.
 
@@ -166,7 +168,7 @@ def train(
             return found, False
         modes = " ".join(dict.fromkeys(ways[name].mode for name in left))
         most = min(one * len(left), seconds())
-        ended = place.run(ways[left[0]].groups, [str(SCRIPT)], {**extra, "MODES": modes}, most)
+        ended = place.run(ways[left[0]].groups, [str(script)], {**extra, "MODES": modes}, most)
         cut_off = ended.late and most < one * len(left)
         for name in left:
             predicted_ms = None if (ns := ways[name].predicted_ns) is None else ns / 1e6
