@@ -1,6 +1,6 @@
 """What one of three ranks runs, each with a run folder of its own; prints as JSON what each case gave or raised here.
 
-``python ranks_of_run_folder.py RANK FOLDER PORT...``, with a port for each of :data:`CASES`.
+``python ranks_of_run_folder.py RANK FOLDER PORT...``, with a port for each of :data:`BEFORE`; the others meet by a file.
 """
 
 from __future__ import annotations
@@ -123,13 +123,15 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.cuda.is_available = dist.is_nccl_available = lambda: True  # as far as the process group's options ask
     nccl.nccl_options = lambda max_ctas: max_ctas
     found = {}
-    for case, port in zip(CASES, ports, strict=True):
+    for case in CASES:
         run = make_run_folder(folder / f"{case.__name__}{rank}" / "run")
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if case not in BEFORE:
             torch.cuda.is_available = lambda: False
-            dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+            store = f"file://{folder}/{case.__name__}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3, timeout=timedelta(seconds=120))
         else:
+            port = ports[BEFORE.index(case)]
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             torch.cuda.is_available = lambda: True
         try:
             found[case.__name__] = ["", case(run, rank == CULPRIT)]
