@@ -2,11 +2,13 @@
 
     PYTHONPATH=... python bench/structure/plans.py TREE [FIRST COUNT]
 
+Words and proven bounds stand apart: sentences say more by now, and bounds are closer.
+
 Runs in a process of its own, with the packages of the tree on its path, and draws the instances with the tree's own tests, so that
 it also runs on an older arrangement of the source.  The instances are of row A6's series, which brute force plans too, and four
 models as they were measured under three limits.  All rungs of their ladders deliver float32: in which format another rung delivers
-is decided from the graph by now, and these plans are to be equal.  Prints a line of JSON for each: its name and
-the plan.
+is decided from the graph by now, and these plans are to be equal.  Prints a line of JSON for each: its name, the
+plan, its bound and its words.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ SEED, DRAWN = 4, 700
 """Row A6's series, and more of it."""
 MEASURED = ("h200/resnet50", "h200/bert-base", "cpu/roberta-base", "cpu/vgg16-bn")
 TOLERANCES = (0.0, 0.1, 0.5)
-VERSIONS = ("output_formats", "dag_digest", "input_digests", "software")
+VERSIONS = ("output_formats", "dag_digest", "input_digests", "software", "accumulate", "recommended_way")
 """Fields of a plan that name what planned, or that older plans do not have."""
 LATER = (", channel_factors=False", ", storage=<Storage.AS_IS: 'as-is'>")
 """What a variant says by now of something that none of these plans may use."""
@@ -53,7 +55,7 @@ def main(first: int, count: int) -> None:
         if first <= number < first + count:
             found = make()
             if all(group.ladder[-1] == wide(group.ladder[-1]) for group in found.cluster.groups):
-                print(json.dumps({"name": name, "plan": planned(found, options)}), flush=True)
+                print(json.dumps({"name": name, **planned(found, options)}), flush=True)
 
 
 def instances() -> Iterator[tuple[str, Callable[[], Any], dict[str, Any]]]:
@@ -109,14 +111,24 @@ def _wide_costs(profile: Profile, adjustable: Set[OpId]) -> Profile:
     return attrs.evolve(profile, cost_index=index, steps=tuple(steps.values()))
 
 
-def planned(found: Any, options: dict[str, Any]) -> dict[str, str] | str:
-    """The fields of the plan as text, or the sentence that says why there is none."""
+def planned(found: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A plan's fields as text, its bound and its words; of an instance without one the sentence that says why."""
     try:
         plan = exact(found, options)
     except QSyncError as error:
-        return f"{type(error).__name__}: {error}"
+        return {"plan": f"{type(error).__name__}: {error}", "bound": None, "words": ""}
+    said = [assignment.reason for group in plan.groups for assignment in group.assignments.values()]
+    words = repr((plan.notes, plan.verdict and plan.verdict.sentence, said))
+    groups = tuple(attrs.evolve(group, assignments=dict(_wordless(group.assignments))) for group in plan.groups)
+    verdict = plan.verdict and attrs.evolve(plan.verdict, sentence="")
+    bare = attrs.evolve(plan, notes=(), bound=None, verdict=verdict, groups=groups)
     names = (field.name for field in attrs.fields(type(plan)))
-    return {name: _as_before(repr(getattr(plan, name))) for name in names if name not in VERSIONS}
+    fields = {name: _as_before(repr(getattr(bare, name))) for name in names if name not in VERSIONS}
+    return {"plan": fields, "bound": plan.bound, "words": words}
+
+
+def _wordless(assignments: Mapping[OpId, Any]) -> Iterator[tuple[OpId, Any]]:
+    return ((op_id, attrs.evolve(assignment, reason="")) for op_id, assignment in assignments.items())
 
 
 def _as_before(text: str) -> str:

@@ -9,10 +9,9 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from structure.rows import Row, row, shortened
 from structure.running import KINDS, checkout, run_in, times_in_turns
@@ -155,22 +154,26 @@ def silence_rows(tree: Path) -> Iterator[Row]:
 
 
 def plan_rows(tree: Path) -> Iterator[Row]:
-    """S15, and S15b on the words of notes, which say why a plan is as it is."""
+    """S15; S15b and S15c on what stands beside plans: words that say why a plan is as it is, and how far it is proven."""
     with checkout(tree, BEFORE_DERIVED) as old, ThreadPoolExecutor() as pool:
         printed = pool.map(lambda each: run_in(each, "plans.py"), (tree, old))
     now, before = ([json.loads(line) for line in text.splitlines()] for text in printed)
     pairs = list(zip(now, before, strict=True))
-    differ = [one["name"] for one, other in pairs if _without_notes(one) != _without_notes(other)]
+    differ = [one["name"] for one, other in pairs if one["plan"] != other["plan"]]
     refused = sum(isinstance(one["plan"], str) for one in now)
-    what = "exact plans whose bytes, but for versions and the words of notes, are others than at "
-    what += f"{BEFORE_DERIVED}, formats of outputs being the same"
+    what = f"exact plans whose bytes, but for versions, words and bounds, are others than at {BEFORE_DERIVED}, formats of outputs "
+    what += "being the same"
     spread = f"of {len(now)} instances, {refused} of which have no plan, said in the same sentence"
     spread += f"; differ: {', '.join(shortened(differ))}" * bool(differ)
     yield row("S15", what, len(differ), "plans", spread, "0")
-    reworded = sum(one != other for one, other in pairs) - len(differ)
-    yield row("S15b", f"equal plans of S15 whose notes have other words than at {BEFORE_DERIVED}", reworded, "plans", "")
-
-
-def _without_notes(planned: Mapping[str, Any]) -> Any:
-    plan = planned["plan"]
-    return plan if isinstance(plan, str) else {name: text for name, text in plan.items() if name != "notes"}
+    equal = [(one, other) for one, other in pairs if one["plan"] == other["plan"]]
+    reworded = sum(one["words"] != other["words"] for one, other in equal)
+    yield row(
+        "S15b",
+        f"equal plans of S15 whose words (notes, reasons, verdict) are others than at {BEFORE_DERIVED}",
+        reworded,
+        "plans",
+        "",
+    )
+    looser = sum(one["bound"] < other["bound"] * (1 - 1e-9) for one, other in equal if one["bound"] and other["bound"])
+    yield row("S15c", f"equal plans of S15 that are proven less far than at {BEFORE_DERIVED}", looser, "plans", "")
