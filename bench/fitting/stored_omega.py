@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import statistics
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 @functools.cache
 def text() -> torch.Tensor:
-    """The bytes of the documentation's pages."""
-    pages = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
-    return torch.tensor(list(b"".join(page.read_bytes() for page in pages)))
+    """The bytes of the modules of Python's library, in the order of their names: a text that no commit changes."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in modules)), dtype=torch.uint8).long()
 
 
 def tokens(seed: int, size: int, length: int = _TOKENS) -> torch.Tensor:

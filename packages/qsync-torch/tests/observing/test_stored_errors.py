@@ -20,7 +20,7 @@ from qsync_torch.aten.stored_weights import dequantize_weight, quantize_weight
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collector import ObservedStep
-from qsync_torch.observing.hutchinson import _DIRECTION_SEED, _NEXT_DIRECTION, HutchinsonCollector, random_signs
+from qsync_torch.observing.hutchinson import _DIRECTION_SEED, _NEXT_DIRECTION, HutchinsonCollector, _Pass, random_signs
 from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
@@ -240,3 +240,53 @@ def test_an_indicator_that_knows_nothing_of_storage_rates_none():
     ):
         indicate(observations, trace(job), STORED[:1], Other())
     assert STORED[0].storage is Storage.NF4
+
+
+class Saturated(nn.Module):
+    """Attention whose scores are large: what is stored tips it, and its derivative says little of that."""
+
+    def __init__(self, sharpness):
+        super().__init__()
+        self.sharpness = sharpness
+        self.before = nn.Linear(6, 16)
+        self.query = nn.Linear(16, 16, bias=False).requires_grad_(False)
+        self.key = nn.Linear(16, 16, bias=False).requires_grad_(False)
+        self.after = nn.Linear(16, 2)
+
+    def forward(self, x):
+        h = self.before(x)
+        return self.after(torch.softmax(self.sharpness * self.query(h) @ self.key(h).transpose(1, 2), -1) @ h)
+
+
+@pytest.mark.parametrize("sharpness, seed", [(10, 3), (10, 4), (20, 3)])  # two points are enough for the first two, three for all
+def test_derivatives_on_the_way_tell_what_one_at_its_begin_does_not(monkeypatch, sharpness, seed):
+    torch.manual_seed(seed)
+    x, target = torch.randn(8, 12, 6), torch.randn(8, 12, 2)
+    model, samples = Saturated(sharpness), 8
+    job = Job(
+        "saturated",
+        model,
+        lambda step, size: Batch((x[:size],), target=target[:size]),
+        lambda output, batch: F.mse_loss(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=samples,
+    )
+    variant = Variant.named("float32@nf4")
+
+    def gradient(names):
+        copied = copy.deepcopy(model).double()
+        for name in names:
+            copied.get_parameter(f"{name}.weight").data += error_of(model.get_parameter(f"{name}.weight").detach(), variant)
+        loss = F.mse_loss(copied(x.double()), target.double())
+        return flat(torch.autograd.grad(loss, [parameter for parameter in copied.parameters() if parameter.requires_grad]))
+
+    truth = float((gradient(("query", "key")) - gradient(())).square().sum())
+
+    def rated():
+        asked = ObserveRequest([variant], warmup=0, steps=1, batch_size=samples, collectors=[HutchinsonCollector()], settled=None)
+        sensitivity = indicate(observe(job, trace(job), asked), trace(job), [variant])
+        return plan_error(sensitivity, {OpId("query"): variant, OpId("key"): variant}) / truth
+
+    assert rated() == pytest.approx(1, abs=0.1)
+    monkeypatch.setattr(_Pass, "_follow", lambda *_: None)
+    assert rated() > 1.2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import attrs
 import torch
@@ -26,7 +26,7 @@ from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
-from qsync_torch.observing.joint_errors import MOST, Direction, Split, displaced, orthonormal
+from qsync_torch.observing.joint_errors import MOST, ON_THE_WAY, Direction, Split, displaced
 from qsync_torch.observing.kept_inputs import CopyScales, KeptInputs
 from qsync_torch.observing.mask_flips import FLIP_FACTOR, Mask, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
@@ -163,6 +163,8 @@ class _Pass:
         self._shifts: defaultdict[tuple[OpId, StoredError, int], DeferredSum] = defaultdict(DeferredSum)
         self._quantized: dict[tuple[str, Storage], StoredWeight] = {}
         self._turn, self._split = 0, Split((), len(terms.SHIFTS))
+        self._followed: tuple[StoredError, float] | None = None
+        """On whose way the present pass takes derivatives, and how much they count."""
         self._kept = kept_formats(self._noise)
         self._kept_sums: defaultdict[tuple[OpId, Precision], DeferredSum] = defaultdict(DeferredSum)
         by_group: defaultdict[str, list[OpId]] = defaultdict(list)
@@ -189,9 +191,12 @@ class _Pass:
         self._direction = dict(zip(parameters, random_signs(parameters, step.seed + _DIRECTION_SEED), strict=True))
         self._whole = parts == 1
         if self._stores:
-            self._split = Split(self._joint_directions(parts, parameters), len(terms.SHIFTS))
-        for number, (part, share) in enumerate(_split(step.batch, parts, mean=step.dag.loss_reduction == "mean")):
-            self._one(number, part, share, parameters)
+            self._split = Split(self._joint_changes(parts, parameters), len(terms.SHIFTS))
+        self._all(parts, parameters)
+        for number, stored in enumerate(self._joint):
+            for points in ON_THE_WAY:
+                if self._split.is_missed(number, self._along(stored)):
+                    self._follow(stored, points, parts, parameters)
         with torch.no_grad():
             for (phase, _, place, _), found in self._parameter_responses.items():
                 share = 1 / math.sqrt(len(found.calls))
@@ -204,14 +209,18 @@ class _Pass:
                     add_response(cast, gradient, torch.ones_like(gradient), into)
         return self._terms()
 
+    def _all(self, parts: int, parameters: Sequence[torch.Tensor]) -> None:
+        for number, (part, share) in enumerate(_split(self._step.batch, parts, mean=self._step.dag.loss_reduction == "mean")):
+            self._one(number, part, share, parameters)
+
     def _one(self, number: int, part: Batch, share: float, parameters: Sequence[torch.Tensor]) -> None:
-        step = self._step
+        step, counts = self._step, self._followed is None
         # Elements flip one by one, so what each does is to be squared by itself.
         masks = Masks(step.seed + _FLIP_SEED + number)
         response = NoiseResponse(self._respond, masks)
         kept = KeptInputs(step.dag, response, self._direction, self._add_kept)
         copies = CopyScales(step.dag)
-        watching = (copies if self._chain_copies else nullcontext(), kept if self._kept else nullcontext())
+        watching = (copies if self._chain_copies and counts else nullcontext(), kept if self._kept and counts else nullcontext())
         lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, *watching)
         try:
             with step.undisturbed():
@@ -229,10 +238,11 @@ class _Pass:
                 del loss
                 if not self._scale:
                     self._set_scale(norm)
-                response.respond(self._turned, len(terms.SHIFTS) if self._stores else 1, again=bool(masks.seen))
+                response.respond(self._turned, len(terms.SHIFTS) if self._stores else 1, again=bool(masks.seen) and counts)
                 kept.finish()
                 _forget_gradients(parameters)
-                self._carry_flips_back(response, masks.seen)
+                if counts:
+                    self._carry_flips_back(response, masks.seen)
         finally:
             masks.seen.clear()
             kept.release()
@@ -266,25 +276,56 @@ class _Pass:
         """Whether some weight may be stored otherwise: a fixed error has one derivative, which few directions do not tell."""
         return any(not op.not_stored_as(stored.storage) for op in self._step.dag.adjustable for stored in self._stored)
 
-    def _joint_directions(self, parts: int, parameters: Sequence[torch.Tensor]) -> list[Direction]:
-        """Find in which directions all weights that can be stored move the gradients together, one for each storage."""
-        step, found = self._step, []
-        kept = dict(step.job.model.named_parameters())  # of which the step's model has a copy, and what is frozen stays so
-        before: dict[torch.Tensor, torch.Tensor] | None = None
-        for stored in self._stored[:MOST]:
-            stores = {op.op_id.fqn for op in step.dag.adjustable if not op.not_stored_as(stored.storage)}
-            weights = {f"{fqn}.weight": step.model.get_parameter(f"{fqn}.weight") for fqn in stores}
+    @property
+    def _joint(self) -> Sequence[StoredError]:
+        """The storages of which the change of the gradients is measured where all weights that can be are stored so."""
+        return self._stored[:MOST] if self._stores else ()
 
-            def read(name: str, stored: StoredError = stored) -> torch.Tensor:
-                weight = kept[name].to(weights[name])  # noqa: B023
-                return weight + self._error_of(name.removesuffix(".weight"), weight, stored)
-
-            if before is None:
-                before = self._gradient(parts, parameters)
-            with displaced(weights, read, kept):
+    def _joint_changes(self, parts: int, parameters: Sequence[torch.Tensor]) -> list[Direction]:
+        """Find how all weights that can be stored change the gradients together, one change for each storage."""
+        before = self._gradient(parts, parameters)
+        found: list[Direction] = []
+        for stored in self._joint:
+            with self._on_the_way(stored, 1.0):
                 after = self._gradient(parts, parameters)
             found.append({parameter: after[parameter] - value for parameter, value in before.items()})
-        return orthonormal(found)
+        return found
+
+    def _on_the_way(self, stored: StoredError, share: float) -> AbstractContextManager[None]:
+        """A block in which all weights that can be stored are so, or a part of the way there."""
+        stores = {op.op_id.fqn for op in self._step.dag.adjustable if not op.not_stored_as(stored.storage)}
+        weights = {fqn: self._step.model.get_parameter(f"{fqn}.weight") for fqn in stores}
+
+        def read(fqn: str) -> torch.Tensor:
+            weight = self._frozen(fqn, weights[fqn])
+            return weight + share * self._error_of(fqn, weight, stored)
+
+        return displaced(weights, read, {fqn: self._frozen(fqn, weight) for fqn, weight in weights.items()})
+
+    def _frozen(self, fqn: str, like: torch.Tensor) -> torch.Tensor:
+        """A module's weight as the job has it: the step's model has a copy, and what is frozen stays so."""
+        return self._step.job.model.get_parameter(f"{fqn}.weight").detach().to(like)
+
+    def _along(self, stored: StoredError) -> list[float]:
+        """What derivatives say of all weights stored so, along each direction."""
+        fetched = Fetched(self._shifts.values())
+        said = [0.0] * len(terms.SHIFTS)
+        for (_, other, number), shift in self._shifts.items():
+            if other == stored:
+                said[number] += fetched.value(shift) / self._length(number)
+        return said
+
+    def _follow(
+        self, stored: StoredError, points: Iterable[tuple[float, float]], parts: int, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Take the derivatives of one storage anew, at points on the way to it that count so much each."""
+        for key in [key for key in self._shifts if key[1] == stored]:
+            del self._shifts[key]
+        for share, weight in points:
+            self._followed = stored, weight
+            with self._on_the_way(stored, share):
+                self._all(parts, parameters)
+        self._followed = None
 
     def _gradient(self, parts: int, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         found = {parameter: torch.zeros_like(parameter) for parameter in parameters}
@@ -311,6 +352,10 @@ class _Pass:
         """The length of random directions, which the known ones get for the sake of float32."""
         return math.sqrt(sum(parameter.numel() for parameter in self._direction))
 
+    def _length(self, number: int) -> float:
+        """How long a direction is, by the length with which it counts."""
+        return self._scale if self._split.is_random(number) else self._scale * self._known_length
+
     def _random_direction(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
         parameters = list(self._direction)
         signs = random_signs(parameters, self._step.seed + _DIRECTION_SEED + _NEXT_DIRECTION * number)
@@ -318,16 +363,17 @@ class _Pass:
 
     def _add_stored(self, phase: Phase, site: Site, h: torch.Tensor) -> None:
         """Add what the fixed errors of a call's weight do: calls of a module, and parts of a batch, share them."""
-        op_id = site.operator.op_id
-        for stored in self._stored:
+        op_id, followed = site.operator.op_id, self._followed
+        for stored, part in [(stored, 1.0) for stored in self._stored] if followed is None else [followed]:
             if site.operator.not_stored_as(stored.storage):
                 continue
-            error = self._error_of(op_id.fqn, site.weight, stored)
+            weight = site.weight if followed is None else self._frozen(op_id.fqn, site.weight)
+            error = self._error_of(op_id.fqn, weight, stored)
             if phase is Phase.FLIPS:
                 norm = torch.linalg.vector_norm(error * h)
                 self._sums[phase][op_id, Place.X, stored].squares.add(norm, norm)
             else:
-                self._shifts[self._calls[op_id][0], stored, self._turn].add(_dot(error, h))
+                self._shifts[self._calls[op_id][0], stored, self._turn].add(_dot(error, h), constant=part)
 
     def _error_of(self, fqn: str, weight: torch.Tensor, stored: StoredError) -> torch.Tensor:
         if (fqn, stored.storage) not in self._quantized:
@@ -340,7 +386,7 @@ class _Pass:
         with torch.no_grad():
             if place is Place.WEIGHT and phase is not Phase.GRADIENT:
                 self._add_stored(phase, site, h)
-            if phase is Phase.AGAIN:
+            if phase is Phase.AGAIN or self._followed is not None:
                 return
             if phase is Phase.GRADIENT:
                 self._keep_parameter_gradient(site, place, h)
@@ -458,8 +504,7 @@ class _Pass:
                     along = []
                     for number in range(len(terms.SHIFTS)):
                         shift = self._shifts.get((op_id, stored, number))  # the first call's, which is that of all
-                        length = self._scale if self._split.is_random(number) else self._scale * self._known_length
-                        along.append(0.0 if shift is None else fetched.value(shift) / length)
+                        along.append(0.0 if shift is None else fetched.value(shift) / self._length(number))
                     found |= {(op_id, v, term): value for term, value in zip(terms.SHIFTS, self._split.numbers(along), strict=True)}
                     if self._has_masks:
                         response = total(Phase.FLIPS, op_id, Place.X, stored)

@@ -1,4 +1,5 @@
-"""Directions in which stored weights move the gradients together: what random directions tell slowly is measured along these.
+"""Directions in which stored weights move the gradients together: what random directions tell slowly is measured along these, and
+where derivatives do not tell how far, they are taken on the way.
 
 See docs/design/indicator.md#stored-weights.
 """
@@ -17,6 +18,15 @@ MOST = 4
 """Such directions, of those that an update takes in all."""
 _NEW = 1e-2
 """What a change has of its own beside others, at least, to be a direction."""
+_TWO, _THREE = math.sqrt(3) / 6, math.sqrt(0.15)
+ON_THE_WAY = (
+    ((0.5 - _TWO, 1 / 2), (0.5 + _TWO, 1 / 2)),
+    ((0.5 - _THREE, 5 / 18), (0.5, 8 / 18), (0.5 + _THREE, 5 / 18)),
+)
+"""Where derivatives are taken on the way from weights to what is stored, and how much each counts: Gauss's rules of two and of three
+points, which are exact for changes of up to the fourth and the sixth order."""
+_MISSED = 0.1
+"""The part of a change that derivatives at its begin may miss."""
 
 
 @contextmanager
@@ -67,19 +77,37 @@ class Split:
     """Directions of an update: some known ones, and random ones of which these are taken out.
 
     The mean of the squares of :meth:`numbers` estimates the squared length of a change, and has no error in the span of the known.
+
+    Args:
+        changes: of the gradients, of which the known directions are made.
+        count: of all directions.
     """
 
-    def __init__(self, known: Sequence[Direction], count: int) -> None:
-        self.known, self._count = known, count
+    def __init__(self, changes: Sequence[Direction], count: int) -> None:
+        self.known, self._count, self._changes = orthonormal(changes), count, changes
         self._overlaps: dict[int, list[float]] = {}
+        self._of_changes = {number: [dot(change, one) for change in changes] for number, one in enumerate(self.known, 1)}
 
     def is_random(self, number: int) -> bool:
         """Whether a direction is: the first one, and those behind the known."""
         return not 1 <= number <= len(self.known)
 
     def meet(self, number: int, direction: Direction, scale: float) -> None:
-        """Note what a random direction, which is ``scale`` times as long as it counts, has of the known."""
+        """Note what a random direction, which is ``scale`` times as long as it counts, has of the known and of the changes."""
         self._overlaps[number] = [dot(one, direction) / scale for one in self.known]
+        self._of_changes[number] = [dot(change, direction) / scale for change in self._changes]
+
+    def is_missed(self, change: int, along: Sequence[float]) -> bool:
+        """Whether derivatives do not tell a change of the gradients, of which a part may be missed.
+
+        Args:
+            change: which of them.
+            along: the inner products of what the derivatives say with each direction.
+        """
+        true = [self._of_changes[number][change] for number in range(len(along))]
+        missed = self.numbers([said - value for said, value in zip(along, true, strict=True)])
+        length = math.hypot(*self.numbers(true))
+        return math.isfinite(length) and math.hypot(*missed) > _MISSED * length
 
     def numbers(self, along: Sequence[float]) -> list[float]:
         """Numbers whose squares have the squared length of a change as their mean.
