@@ -23,8 +23,8 @@ ON_THE_WAY = (
     ((0.5 - _TWO, 1 / 2), (0.5 + _TWO, 1 / 2)),
     ((0.5 - _THREE, 5 / 18), (0.5, 8 / 18), (0.5 + _THREE, 5 / 18)),
 )
-"""Where derivatives are taken on the way from weights to what is stored, and how much each counts: Gauss's rules of two and of three
-points, which are exact for changes of up to the fourth and the sixth order."""
+"""Where derivatives are taken on the way from weights to what is stored, and how much each counts: Gauss's rules of two points and
+of three, which are exact for changes of up to the fourth and the sixth order."""
 _MISSED = 0.1
 """The part of a change that derivatives at its begin may miss."""
 
