@@ -37,16 +37,17 @@ class ScriptText:
     def compiles(self) -> Compiled | None:
         """How it compiles its model, by PyTorch's ways or QSync's; of a trainer that does, its adapter knows.
 
-        What is called first in the text is inside the other, the compiled model or DistributedDataParallel.
+        What ends first in the text is inside the other, the compiled model or DistributedDataParallel.
         """
+        calls = {node.func: node for node in self._nodes if isinstance(node, ast.Call)}
         found = [node for node in self._nodes if isinstance(node, ast.Attribute) and node.attr == "compile"]
-        calls = sorted((_place(node), by) for node in found if (by := _name(node.value)) and by not in _PATTERNS)
-        if not calls:
+        by_place = sorted((_begin(node), by, _end(calls.get(node, node))) for node in found if (by := _name(node.value)))
+        ways = [(by, end) for _, by, end in by_place if by not in _PATTERNS]
+        if not ways:
             return None
-        place, by = next((call for call in calls if call[1] in _OURS), calls[0])
-        wrap = min(self._wraps, key=_place, default=None)
-        around = wrap is not None and (wrap.end_lineno, wrap.end_col_offset) <= place  # else an argument, or before it
-        return Compiled(Compiler.QSYNC if by in _OURS else Compiler.TORCH, around_ddp=around)
+        by, end = next((way for way in ways if way[0] in _OURS), ways[0])
+        wrap = min(self._wraps, key=_begin, default=None)
+        return Compiled(Compiler.QSYNC if by in _OURS else Compiler.TORCH, around_ddp=wrap is not None and _end(wrap) < end)
 
     @property
     def reads_loss(self) -> bool:
@@ -80,8 +81,12 @@ def _name(value: ast.expr) -> str:
     return value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else ""
 
 
-def _place(node: ast.expr) -> tuple[int, int]:
+def _begin(node: ast.expr) -> tuple[int, int]:
     return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _methods_of(place: _Pass) -> Iterator[str]:
