@@ -16,7 +16,7 @@ import numpy as np
 
 from qsync_core.ir.precision import Precision
 from qsync_planner.allocator.exact.choices import Choices
-from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, all_of, total
 from qsync_planner.replayer.memory import MemoryLayout
 
 _UNIT = 2**20
@@ -322,12 +322,7 @@ class MemoryRows:
             return other
         if other == ALWAYS:
             return one
-        column = self._program.derived([combined((one, 1), (other, 1), constant=-1)])
-        row: Expression = {column: 1}
-        add(row, one, -1)
-        add(row, other, -1)
-        self._program.row(row, lower=-1)
-        return {column: 1}
+        return self._program.largest_of([all_of([one, other])])
 
     def _any_of(self, producer: int, what: object, terms: Terms) -> Indicator:
         """1 where any of the terms is: a column that is at least each of them, which memory then holds down."""
@@ -341,10 +336,5 @@ class MemoryRows:
             return distinct[0] if distinct else {}
         key = (producer, what, tuple(terms))
         if key not in self._kept:
-            column = self._program.derived(distinct)
-            for term in distinct:
-                row: Expression = {column: 1}
-                add(row, term, -1)
-                self._program.row(row, lower=0)
-            self._kept[key] = {column: 1}
+            self._kept[key] = self._program.largest_of(distinct)
         return self._kept[key]

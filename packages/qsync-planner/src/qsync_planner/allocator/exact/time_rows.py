@@ -70,16 +70,8 @@ def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program
             continue
         else:
             # 1 where it is used and no earlier consumer was charged: charges so far add up to whether any of these uses it.
-            column = program.derived([combined((used, 1), *((other, -1) for other in charges))])
-            row: Expression = {column: 1}
-            add(row, used, -1)
-            for other in charges:
-                add(row, other)
-            program.row(row, lower=0)
-            charged = {column: 1}
-            row = {column: 1}
-            add(row, used, -1)
-            program.row(row, upper=0)
+            charged = program.largest_of([combined((used, 1), *((other, -1) for other in charges))])
+            program.row(combined((charged, 1), (used, -1)), upper=0)
         earlier.append(used)
         charges.append(charged)
         yield ChargedCast(position, cast, charged)
