@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from qsync_planner.allocator.exact.binding import BindingRows
-from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.labels import best_path
 from qsync_planner.allocator.exact.network import Network, Priced, Row, best_prices
 
@@ -94,9 +94,7 @@ class ExtremeSearch:
 
     def _offer(self, plan: Replayed) -> bool:
         """Take a plan for the best if it keeps the limits and is smaller."""
-        if (self._budget and plan.peak_bytes > self._budget) or (self._limit_ns and plan.period_ns > self._limit_ns):
-            return False
-        if self.size(plan) >= self.size(self.best):
+        if not plan.keeps(self._limit_ns or ANY_TIME_NS, self._budget) or self.size(plan) >= self.size(self.best):
             return False
         self.best = plan
         return True

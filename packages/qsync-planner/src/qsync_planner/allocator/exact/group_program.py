@@ -66,6 +66,10 @@ class Replayed:
     peak_bytes: int
     peak_moment: int
 
+    def keeps(self, limit_ns: float, budget_bytes: float) -> bool:
+        """Whether it is within a time limit and a memory budget (0: none)."""
+        return self.period_ns <= limit_ns and (not budget_bytes or self.peak_bytes <= budget_bytes)
+
 
 class GroupProgram:
     """Builds a group's program and reads plans off its solutions.

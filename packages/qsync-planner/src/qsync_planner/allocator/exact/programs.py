@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence, Set
 
 from qsync_planner.allocator.exact.extremes import ExtremeSearch
-from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.joint_rows import Rest
 from qsync_planner.allocator.exact.program import Limits
 from qsync_planner.allocator.exact.stages import KnownTables, NoStages
@@ -110,14 +110,11 @@ def least(
         enough: relative distance after which a search by stages is not followed by branch and bound.
     """
     end = None if seconds is None else time.monotonic() + seconds
-
-    def keeps_limits(plan: Replayed) -> bool:
-        return (not budget_bytes or plan.peak_bytes <= budget_bytes) and (not limit_ns or plan.period_ns <= limit_ns)
-
+    limits = limit_ns or ANY_TIME_NS, budget_bytes
     if start is None and not limit_ns and not budget_bytes:
         start = [len(columns) - 1 for columns in program.choices.columns]
     known = [program.replay(rungs) for rungs in (start, program.apart) if rungs is not None]
-    best = min(filter(keeps_limits, known), key=lambda plan: _size(plan, quantity), default=None)
+    best = min((plan for plan in known if plan.keeps(*limits)), key=lambda plan: _size(plan, quantity), default=None)
     if best is not None and program.deadlines:
         search = ExtremeSearch(program, quantity, limit_ns, budget_bytes, best, gap, lambda: _is_past(end))
         with contextlib.suppress(NoStages):
@@ -135,7 +132,7 @@ def least(
             if not solved.values.size:
                 return best
             plan = program.replay(program.rungs(solved.values))
-            if keeps_limits(plan) and (best is None or _size(plan, quantity) < _size(best, quantity)):
+            if plan.keeps(*limits) and (best is None or _size(plan, quantity) < _size(best, quantity)):
                 best = plan
             # A moment without a row was not seen by the program: its memory may have been too much, or not the least.
             concerned = quantity is Quantity.MEMORY or (budget_bytes and plan.peak_bytes > budget_bytes)

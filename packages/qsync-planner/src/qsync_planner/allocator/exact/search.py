@@ -226,7 +226,7 @@ class Search:
         return False
 
     def _offer(self, plan: Replayed) -> None:
-        if plan.period_ns > self._limit_ns or (self._budget and plan.peak_bytes > self._budget):
+        if not plan.keeps(self._limit_ns, self._budget):
             return
         if self._best is None or self._group.omega(plan.rungs) < self._group.omega(self._best.rungs):
             self._best = plan
@@ -300,11 +300,7 @@ class KnownPlans:
 
     def best(self, limit_ns: int, budget_bytes: int) -> Replayed:
         """The plan of least Σ Ω within the limits; of equal ones the faster, then the leaner."""
-        fitting = (
-            plan
-            for plan in self._plans.values()
-            if plan.period_ns <= limit_ns and (not budget_bytes or plan.peak_bytes <= budget_bytes)
-        )
+        fitting = (plan for plan in self._plans.values() if plan.keeps(limit_ns, budget_bytes))
         return min(fitting, key=lambda plan: (self._group.omega(plan.rungs), plan.period_ns, plan.peak_bytes, plan.rungs))
 
     def bound(self, plan_ns: int, peak_bytes: int) -> float:

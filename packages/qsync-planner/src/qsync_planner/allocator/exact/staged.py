@@ -175,7 +175,7 @@ class StagedSearch:
         return math.isfinite(size) and size - max(0.0, self._bound) <= self._gap * size
 
     def _offer(self, plan: Replayed) -> bool:
-        if plan.period_ns > self._limit_ns or (self._budget and plan.peak_bytes > self._budget):
+        if not plan.keeps(self._limit_ns, self._budget):
             return False
         if self._goal.size(plan) < self._size():
             self._best = plan
