@@ -108,7 +108,7 @@ class ExtremeSearch:
         program, rows = self._program, self._rows
         while True:
             columns = program.program.columns
-            network = Network(program.stages(), np.zeros(columns), 0.0, math.inf)
+            network = Network(program.stages(), np.zeros(columns), math.inf)
             sums, limits = rows.of_time(network, 0.0), rows.of_memory(network, float(self._budget))
             if self._quantity is Quantity.MEMORY:
                 sums, limits = rows.of_memory(network, 0.0), rows.of_time(network, float(self._limit_ns))

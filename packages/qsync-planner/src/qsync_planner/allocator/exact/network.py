@@ -97,15 +97,13 @@ class Network:
 
     Args:
         costs: of the program's columns.
-        constant: what every path costs beside.
         most_alone: arcs that cost more by themselves are left out.
     """
 
-    def __init__(self, stages: Sequence[Stage], costs: Numbers, constant: float, most_alone: float) -> None:
+    def __init__(self, stages: Sequence[Stage], costs: Numbers, most_alone: float) -> None:
         self.stages = stages
         tables = self._tables = _Tables(stages)
         own = tables.sums(costs)
-        own[: tables.begins[1]] += constant
         kept = np.flatnonzero(np.concatenate([stage.table.allowed for stage in stages]) & (own <= most_alone))
         states = np.concatenate([[0], np.cumsum([stage.states for stage in stages])])
         self.states = int(states[-1]) + 1

@@ -15,7 +15,7 @@ import attrs
 from qsync_core.errors import PlanError
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
 from qsync_planner.allocator.exact.program import Limits, Outcome, Solved
-from qsync_planner.allocator.exact.staged import Endurance, StagedSearch, least_omega
+from qsync_planner.allocator.exact.staged import Endurance, StagedSearch
 from qsync_planner.allocator.problem import GroupProblem
 
 PROVEN_GAP = 1e-6
@@ -147,8 +147,7 @@ class Search:
         """Search by stages; whether that was enough."""
         enough = 0.0 if self._is_small() else self._effort.enough
         endurance = Endurance(self._effort.gap, self._effort.labels, enough, is_late=lambda: self._left.is_over, tell=self._show)
-        goal = least_omega(self._group, self._program)
-        found = StagedSearch(self._program, goal, self._limit_ns, self._budget, endurance).run(first)
+        found = StagedSearch(self._group, self._program, self._limit_ns, self._budget, endurance).run(first)
         if found is None:
             return False
         self._bound = max(self._bound, found.bound)
