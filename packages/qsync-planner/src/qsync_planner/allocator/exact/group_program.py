@@ -18,7 +18,7 @@ from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, s
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import CONSTANT, Limits, OnImproved, Program, Solved
 from qsync_planner.allocator.exact.stages import KnownTables, Stage, stages_of
-from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
+from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, unit_ns
 from qsync_planner.allocator.problem import GroupProblem, Unit
 from qsync_planner.replayer.contention import joint_step
 from qsync_planner.replayer.cost_mapper import OpState
@@ -84,7 +84,7 @@ class GroupProgram:
         apart: the rungs of a step without a plan, where its operators cost something else than beside lowered ones.  The program
             is of all other plans then, and this one is replayed beside it; None where the program has it too.
         memory: rows that hold the memory of single moments below the budget.
-        deadlines: as in :class:`~qsync_planner.allocator.exact.time_rows.TimeRows`; none where they are no sums.
+        deadlines: as in :class:`~qsync_planner.allocator.exact.time_rows.MomentRows`; none where they are no sums.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GroupProgram:
             self._shape = relaxed(shape, segments_of(steps, shape), max(optimizers)) if shape.is_joint else shape
             if self._shape is not shape:
                 self._slowest_ns += sum(self._shape.host_work_ns) + sum(self._shape.left_ns[:1]) + self._shape.optimizer.compute_ns
-            rows = TimeRows(self.program, self._limit, self._shape, time_after(self._shape), self._unit_ns)
+            rows = TimeRows(self.program, self._limit, self._shape, self._unit_ns)
         else:
             self._shape, self._slowest_ns = shape, ANY_TIME_NS
             rows = JointRows(self.program, self._limit, shape, rest, self._unit_ns)
@@ -129,8 +129,7 @@ class GroupProgram:
             rows.add_synchronising(steps)
         else:
             rows.add_free_running(steps)
-        self.deadlines = rows.deadlines if isinstance(rows, TimeRows) else []
-        self._dispatch = rows.dispatch if isinstance(rows, TimeRows) else {}
+        self.deadlines, self._dispatch = rows.deadlines, rows.dispatch
         self._order = sorted(range(len(group.units)), key=lambda unit: self._first_position(group.units[unit]))
         self._stages: tuple[int, list[Stage]] | None = None
         self._work: tuple[Values, Values] | None = None
