@@ -25,7 +25,7 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.exact.program import ALWAYS, Indicator, Program, all_of, combined, total
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.cost_mapper import OpState
-from qsync_planner.replayer.cost_model import CostModel, Evaluation
+from qsync_planner.replayer.cost_model import CostModel, Evaluation, PricedCast
 
 MAX_COMBINATIONS = 1024
 """Combinations of formats and rungs of one operator; a concatenation of a dozen free tensors has more than a program should."""
@@ -102,6 +102,19 @@ class Choices:
     def ends_chain(self, position: int) -> bool:
         """Whether an operator is the last of a chain that may be fused."""
         return position in self.chain_of and self._model.chains.members[self.chain_of[position][0]][-1] == position
+
+    def uses(self, reader: int, slot: int) -> dict[int, tuple[PricedCast, Indicator]]:
+        """The shared casts of the tensor at ``slot`` that a reader may use, by share number, with the indicator that it does."""
+        slots = self.wiring.slots[reader]
+        found: dict[int, tuple[PricedCast, list[Indicator]]] = {}
+        for state, chosen, _ in self.of[reader]:
+            needed: dict[int, PricedCast] = {}
+            for cast in state.evaluation.casts:
+                if cast.share >= 0 and slots[cast.cast.input_index] == slot:
+                    needed.setdefault(cast.share, cast)
+            for share, cast in needed.items():
+                found.setdefault(share, (cast, []))[1].append(chosen)
+        return {share: (cast, total(terms)) for share, (cast, terms) in found.items()}
 
     def needs(self, producer: int, reader: int, share: int, used: Indicator) -> Indicator:
         """Say where a reader that uses a cast of a result needs it made: no fused chain writes that copy for it."""

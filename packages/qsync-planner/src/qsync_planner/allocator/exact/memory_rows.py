@@ -225,19 +225,11 @@ class MemoryRows:
         if not self._choices.ends_chain(producer) or reader not in self._choices.wiring.readers[producer]:
             return ALWAYS
         found: Expression = dict(ALWAYS)
-        for share, used in self._uses(producer, reader).items():
+        slot = dict(self._choices.wiring.reads[producer])[reader]
+        for share, (_, used) in self._choices.uses(reader, slot).items():
             add(found, used, -1)
             add(found, self._choices.needs(producer, reader, share, used))
         return {column: coefficient for column, coefficient in found.items() if coefficient}
-
-    def _uses(self, producer: int, reader: int) -> dict[int, Indicator]:
-        """The cast copies of an operator's output that a reader may use, each with the indicator that it does."""
-        slot = dict(self._choices.wiring.reads[producer])[reader]
-        found: dict[int, list[Indicator]] = {}
-        for state, chosen, _ in self._choices.of[reader]:
-            for share, _, _ in state.copies.get(slot, ()):
-                found.setdefault(share, []).append(chosen)
-        return {share: total(terms) for share, terms in found.items()}
 
     def _kept_output(self, position: int, precision: Precision, whole: Indicator, moment: int) -> Indicator:
         """Indicate that the output has this format and an operator keeps it for its backward, which is not over before a moment."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from qsync_core.ir.semantics import CastSite
 from qsync_planner.allocator.exact.choices import Choices
-from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined
 from qsync_planner.replayer.cost_mapper import ALL_ELSEWHERE
 from qsync_planner.replayer.cost_model import PricedCast
 from qsync_planner.replayer.max_plus import NOTHING, Work, device_only
@@ -39,25 +39,10 @@ def charged_casts(choices: Choices, program: Program) -> Iterator[ChargedCast]:
     for producer, reads in enumerate(choices.wiring.reads):
         users: dict[int, list[tuple[int, PricedCast, Indicator]]] = {}
         for reader, slot in reads:
-            for share, (cast, terms) in _uses(choices, reader, slot).items():
-                needed = choices.needs(producer, reader, share, total(terms))
-                users.setdefault(share, []).append((reader, cast, needed))
+            for share, (cast, used) in choices.uses(reader, slot).items():
+                users.setdefault(share, []).append((reader, cast, choices.needs(producer, reader, share, used)))
         for entries in users.values():
             yield from _first_of(entries, program)
-
-
-def _uses(choices: Choices, reader: int, slot: int) -> dict[int, tuple[PricedCast, list[Indicator]]]:
-    """Find the casts of the tensor at ``slot``, by share number, each with the choices of the reader that need it."""
-    slots = choices.wiring.slots[reader]
-    found: dict[int, tuple[PricedCast, list[Indicator]]] = {}
-    for state, chosen, _ in choices.of[reader]:
-        needed: dict[int, PricedCast] = {}
-        for cast in state.evaluation.casts:
-            if cast.share >= 0 and slots[cast.cast.input_index] == slot:
-                needed.setdefault(cast.share, cast)
-        for share, cast in needed.items():
-            found.setdefault(share, (cast, []))[1].append(chosen)
-    return found
 
 
 def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program) -> Iterator[ChargedCast]:
