@@ -73,9 +73,9 @@ def segments_of(steps: StepExpressions, shape: StepShape) -> list[Segment]:
             if ready[number] == position:
                 found.append(Segment(work, least, most))
                 work, least, most = {}, 0, 0
-        if position in shape.cuts and (host := shape.host_work_after(position)):
-            add(work, {CONSTANT: host})
-            least, most = least + host, most + host
+        host = shape.host_work_after(position)
+        add(work, {CONSTANT: host})
+        least, most = least + host, most + host
     return [*found, Segment(work, least, most)]
 
 
@@ -198,7 +198,7 @@ class JointRows(MomentRows):
             least += sum(step.least_ns for step in steps.backward[position])
             while len(work) < len(ready) and ready[len(work)] == position:
                 until(clock.device())
-            host = shape.host_work_after(position) if position in shape.cuts else 0
+            host = shape.host_work_after(position)
             clock.delay_device(host)
             least += host
         finished = self._program.column(upper=math.inf)
