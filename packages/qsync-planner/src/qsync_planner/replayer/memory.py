@@ -353,14 +353,13 @@ class MemoryLedger:
             delay = state.evaluation.delay
             delayed |= delay > 0
             served = False
-            for share, nbytes, keeps in state.readings.get(slot, ()):
+            if slot in state.kept:
+                kept_until = max(kept_until, self._backward_of[reader + delay])
+            for share, nbytes, keeps in state.copies.get(slot, ()):
                 end = self._backward_of[reader + delay] if keeps else reader + delay
-                if share < 0:
-                    kept_until = max(kept_until, end)
-                else:
-                    served = share == evaluation.written and mapper.serves(position, reader)
-                    first, last, _ = copies.get(share, (reader, 0, 0))
-                    copies[share] = (first, max(last, end), nbytes)
+                served = share == evaluation.written and mapper.serves(position, reader)
+                first, last, _ = copies.get(share, (reader, 0, 0))
+                copies[share] = (first, max(last, end), nbytes)
             if not served:
                 read_until = max(read_until, reader + delay)
         for reader, slot in self._layout.indirect_reads.get(position, ()):
@@ -368,7 +367,7 @@ class MemoryLedger:
             delay = state.evaluation.delay
             delayed |= delay > 0
             read_until = max(read_until, reader + delay)
-            if any(share < 0 and keeps for share, _, keeps in state.readings.get(slot, ())):
+            if slot in state.kept:
                 kept_until = max(kept_until, self._backward_of[reader + delay])
         for other in self._layout.handing_on.get(position, ()):
             if mapper.states[other].evaluation.saves_output:
