@@ -63,9 +63,8 @@ class MemoryEstimate:
     Attributes:
         static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's buckets (as of the second step).
         saved_bytes: kept for backward when the forward pass ends.
-        transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
-            calibration's correction (which may make it negative).
-        peak_bytes: the sum of the three.
+        peak_bytes: both, and what the peak moment has beyond them: gradients made until then, living activations, workspace, and
+            the calibration's correction (which may make that negative).
         parts: the peak by what is alive at its moment.
         process: what a process takes beside its tensors.
         moments: bytes of all that is not static, at every moment.
@@ -73,7 +72,6 @@ class MemoryEstimate:
 
     static_bytes: int
     saved_bytes: int
-    transient_bytes: int
     peak_bytes: int
     parts: Mapping[str, int] = attrs.field(factory=dict, eq=False)
     process: ProcessMemory = attrs.field(factory=ProcessMemory)
@@ -97,8 +95,7 @@ class MemoryEstimate:
             _BESIDE: max(beside, ceil(share * beside)),
         }
         static, saved = self.static_bytes - self.parts["batch"] + parts["batch"], ceil(share * self.saved_bytes)
-        peak = sum(parts.values())
-        return MemoryEstimate(static, saved, peak - static - saved, peak, parts, self.process, batch_size=batch_size)
+        return MemoryEstimate(static, saved, sum(parts.values()), parts, self.process, batch_size=batch_size)
 
     def _highest(self, share: Fraction) -> Moment:
         """The first moment at which most is alive, with this share of the samples."""
@@ -514,8 +511,7 @@ class MemoryLedger:
         moments = [(own, work, own + work if own + work > whole + beside else whole + beside) for own, work, whole in pieces]
         saved, peak, process = self.saved_bytes(), self.peak_bytes(), ProcessMemory.of(layout.profile)
         parts = self._parts(peak, max(moments, key=itemgetter(2)))
-        transient = peak - self.static_bytes - saved
-        return MemoryEstimate(self.static_bytes, saved, transient, peak, parts, process, moments, layout.dag.batch_size)
+        return MemoryEstimate(self.static_bytes, saved, peak, parts, process, moments, layout.dag.batch_size)
 
     def _parts(self, peak_bytes: int, highest: Moment) -> dict[str, int]:
         """The peak by what is alive at its moment, each at least 0 but for the last, which is what calibration adds."""
