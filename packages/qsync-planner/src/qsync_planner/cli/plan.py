@@ -178,8 +178,7 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
     rows = []
     for group in plan.groups:
         counts = Counter(assignment.variant.label for assignment in group.assignments.values())
-        parts = plan.memory.get(group.group)
-        memory = format_bytes(sum(parts.values()) if parts else group.predicted_peak_bytes)
+        memory = format_bytes(plan.process_bytes(group))
         memory += f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
         counts += Counter(f"chains {entry.variant.label}" for entry in group.chains.values())
         operators = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))

@@ -202,9 +202,8 @@ def _facts(job: Job, ways: Sequence[WayToRun], measured: Timeline | None) -> lis
         facts.append(Fact("Gradient error Σ Ω", f"{plan.objective:.3g}", below))
     for group in plan.groups:
         if group.memory_budget_bytes:
-            used = sum(plan.memory.get(group.group, {}).values()) or group.predicted_peak_bytes
             beside = f"of {format_bytes(group.memory_budget_bytes)}"
-            facts.append(Fact(f"Memory on {group.group}", format_bytes(used), beside))
+            facts.append(Fact(f"Memory on {group.group}", format_bytes(plan.process_bytes(group)), beside))
     return facts
 
 
@@ -267,9 +266,7 @@ def _subsets_section(job: Job, plans: Sequence[tuple[Sequence[str], PrecisionPla
         samples = job.dag.accumulate * batches
         period = plan.predicted_iteration_ns
         rate = f"{samples * 1e9 / period:,.1f}" if period else ""
-        memory = ", ".join(
-            f"{g.group} {format_bytes(sum(plan.memory.get(g.group, {}).values()) or g.predicted_peak_bytes)}" for g in plan.groups
-        )
+        memory = ", ".join(f"{group.group} {format_bytes(plan.process_bytes(group))}" for group in plan.groups)
         rows.append((", ".join(names), format_ns(period), rate, " ".join(_lowered_sentences(plan)), memory))
     if len(rows) < 2:
         return []
