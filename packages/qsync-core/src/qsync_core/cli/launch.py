@@ -10,35 +10,19 @@ import attrs
 import click
 
 from qsync_core.artifacts.atomic_file import write_atomically
-from qsync_core.cli.options import output_option
+from qsync_core.cli.options import Assignment, output_option
 from qsync_core.cli.output import emit, json_option, say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-class _Assignment(click.ParamType[Any]):
-    """``KEY=VALUE``, which becomes a pair."""
-
-    def __init__(self, name: str, example: str) -> None:
-        self.name, self._example = name, example
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Split at the first ``=``."""
-        if isinstance(value, tuple):
-            return value
-        key, separator, rest = str(value).partition("=")
-        if not (separator and key and rest):
-            self.fail(f"write {self.name}, for example {self._example}; got {value!r}", param, ctx)
-        return key, rest
-
-
-_RANKS = _Assignment("GROUP=NUMBER", "infer=2")
-_SELECT = _Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
-_RESOURCE = _Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
-_CLAIM = _Assignment("CLAIM=PATH", "runs=/workspace")
-_LABEL = _Assignment("LABEL=VALUE", "team=vision")
-_TOLERATION = _Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedule")
+_RANKS = Assignment("GROUP=NUMBER", "infer=2")
+_SELECT = Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
+_RESOURCE = Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
+_CLAIM = Assignment("CLAIM=PATH", "runs=/workspace")
+_LABEL = Assignment("LABEL=VALUE", "team=vision")
+_TOLERATION = Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedule")
 
 
 @click.command()

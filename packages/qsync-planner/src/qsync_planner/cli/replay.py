@@ -12,7 +12,7 @@ import click
 from qsync_core.cli.options import OUTPUT, FiniteRange, artifact_argument, output_option, profiles_option
 from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.units import format_bytes, format_ns
-from qsync_planner.cli.options import communication_options
+from qsync_planner.cli.options import batch_options, communication_options
 from qsync_planner.cli.writing import write_text
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--cluster", type=_PATH, required=True, help="The cluster file (TOML).")
 @profiles_option
 @communication_options
-@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for a plan by dynamic-batch.")
-@click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
+@batch_options
 @click.option(
     "--without",
     multiple=True,
@@ -50,7 +49,7 @@ def replay(
     communication: Path | None,
     communication_settings: str | None,
     batch_dag: Path | None,
-    batch_profiles: tuple[str, ...],
+    batch_profiles: dict[str, Path],
     without: tuple[str, ...],
     output: Path | None,
     perfetto: Path | None,
