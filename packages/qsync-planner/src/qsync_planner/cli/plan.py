@@ -12,7 +12,7 @@ from qsync_core.cli.options import artifact_argument, output_option, plan_option
 from qsync_core.cli.output import emit, json_option, print_table, progress_bar, progress_line
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.cli.options import batch_options, communication_options
-from qsync_planner.cli.writing import check_page_name, write_text
+from qsync_planner.cli.writing import check_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -254,18 +254,16 @@ def show_tradeoff(inputs: Inputs, output: Path | None, json_flag: bool) -> None:
     Raises:
         PlanError: without a sensitivity or HiGHS, or when the page cannot be written or has another name than a page's.
     """
+    from qsync_core.artifacts.atomic_file import write_or_refuse
     from qsync_core.errors import PlanError
     from qsync_planner.allocator.exact.tradeoff import tradeoff
-    from qsync_planner.reporting import require_pages
     from qsync_planner.reporting.tradeoff_page import render_page
 
-    check_page_name(output, "the trade-off curve", "give it", PlanError)
-    if output is not None:
-        require_pages()
+    check_page(output, "the trade-off curve", "give it", PlanError)
     with progress_bar("trade-off curve") as update:
         found = tradeoff(inputs, progress=update)
     if output is not None:
-        write_text(output, render_page(found), PlanError)
+        write_or_refuse(output, render_page(found).encode(), PlanError)
     data = {"output": None if output is None else str(output), **found.as_dict()}
     emit(json_flag, data, lambda console: _render(console, found, output))
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.atomic_file import write_or_refuse
 from qsync_core.artifacts.files import load
 from qsync_core.artifacts.perfetto import comparison_to_perfetto, to_perfetto
 from qsync_core.artifacts.whole_file import read_whole
@@ -81,10 +81,11 @@ def write_job_report(
         PlanError: when qsync-planner's extra ``report`` is not installed, or the folder cannot be written.
     """
     predicted = predicted_timeline(job)
-    _write(run.report, render(report_page(job, predicted, measured, plans, first=first, title=title)).encode())
+    page = render(report_page(job, predicted, measured, plans, first=first, title=title))
+    write_or_refuse(run.report, page.encode(), PlanError)
     if timeline := predicted or measured:
         trace = comparison_to_perfetto(predicted, measured) if predicted and measured else to_perfetto(timeline)
-        _write(run.trace, json.dumps(trace).encode())
+        write_or_refuse(run.trace, json.dumps(trace).encode(), PlanError)
     else:  # one that lies there is of another plan
         run.trace.unlink(missing_ok=True)
     return run.report
@@ -123,13 +124,6 @@ def _start_section(run: RunFolder) -> list[Section]:
         return [Section("How to train", (), (Lines(text.strip()),))]
     except (OSError, UnicodeDecodeError) as reason:
         raise ArtifactError(f"cannot read {run.start}: {reason}") from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as reason:
-        raise PlanError(f"cannot write {path}: {reason.strerror or reason}") from None
 
 
 def report_page(
