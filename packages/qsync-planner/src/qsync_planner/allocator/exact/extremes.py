@@ -72,12 +72,10 @@ class ExtremeSearch:
         """
         if self._budget or self._quantity is Quantity.MEMORY:
             self._rows.add_known_moments()
-        if self._quantity is Quantity.TIME:
-            self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
-        else:
+        if self._quantity is Quantity.MEMORY:
             self._rows.add_moment(self.best.peak_moment)
-            if self._limit_ns:
-                self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
+        if self._limit_ns or self._quantity is Quantity.TIME:
+            self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
         for _ in range(0 if self.is_near() else _ROUNDS):
             network, sums, limits, priced = self._priced()
             if self.is_near() or self._is_late() or not self._look(network, sums, limits, priced):

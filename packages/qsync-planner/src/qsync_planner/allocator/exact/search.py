@@ -160,7 +160,7 @@ class Search:
     def _is_well_scaled(self) -> bool:
         """Whether the best plan costs about what the program is scaled for, or there is none."""
         low, high = _WELL_SCALED
-        return self._best is None or low < self._program.cost_of(self._group.omega(self._best.rungs)) < high
+        return self._best is None or low < self._program.cost_of(self._omega()) < high
 
     def _approach(self) -> bool:
         """The relaxation's bound, and the best plan that agrees with it wherever it is integral; False where nothing is feasible.
@@ -228,7 +228,7 @@ class Search:
     def _offer(self, plan: Replayed) -> None:
         if not plan.keeps(self._limit_ns, self._budget):
             return
-        if self._best is None or self._group.omega(plan.rungs) < self._group.omega(self._best.rungs):
+        if self._group.omega(plan.rungs) < self._omega():
             self._best = plan
             self._tell()
 
@@ -239,24 +239,23 @@ class Search:
         self._bound = bound
         self._tell()
 
+    def _omega(self) -> float:
+        return math.inf if self._best is None else self._group.omega(self._best.rungs)
+
     def _tell(self) -> None:
-        omega = float("inf") if self._best is None else self._group.omega(self._best.rungs)
-        self._show(omega, self._bound)
+        self._show(self._omega(), self._bound)
 
     def _tell_scaled(self, objective: float, bound: float) -> None:
         """What the solver reports while it runs."""
-        omega = float("inf") if self._best is None else self._group.omega(self._best.rungs)
-        self._show(min(omega, self._program.omega_of(objective)), max(self._bound, self._program.omega_of(bound)))
+        self._show(min(self._omega(), self._program.omega_of(objective)), max(self._bound, self._program.omega_of(bound)))
 
     def _show(self, omega: float, bound: float) -> None:
         gap = f", within {max(0.0, omega - bound) / omega:.2%}" if 0 < omega < float("inf") and bound > 0 else ""
         self._progress(f"{self._group.name}: Σ Ω {omega:.4g}, at least {max(0.0, bound):.4g}{gap}")
 
     def _is_done(self) -> bool:
-        if self._best is None:
-            return False
-        omega = self._group.omega(self._best.rungs)
-        return omega - self._bound <= self._effort.gap * abs(omega)
+        omega = self._omega()
+        return self._best is not None and omega - self._bound <= self._effort.gap * abs(omega)
 
     def _nodes(self) -> int | None:
         return None if self._effort.work is None else max(1, self._effort.work // self._program.program.columns)
