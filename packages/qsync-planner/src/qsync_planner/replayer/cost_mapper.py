@@ -148,7 +148,6 @@ class CostMapper:
 
     Attributes:
         states: per operator how it now runs.
-        charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
     """
 
@@ -175,10 +174,14 @@ class CostMapper:
         for position in range(len(dag.operators)):
             self.states.append(self._state(position))
         self._costs = [self._charge(position) for position in range(len(dag.operators))]
-        self.charged: list[tuple[PricedCast, ...]] = [cost.casts for cost in self._costs]
         self.forward: list[Work] = [cost.forward for cost in self._costs]
         self.backward: list[Work] = [cost.backward for cost in self._costs]
         self._undo: _Undo | None = None
+
+    @property
+    def charged(self) -> list[tuple[PricedCast, ...]]:
+        """The casts charged to each operator, in the order in which they happen."""
+        return [cost.casts for cost in self._costs]
 
     @property
     def is_synchronous(self) -> bool:
@@ -350,7 +353,7 @@ class CostMapper:
 
     def _set_cost(self, position: int, cost: ChargedCost) -> None:
         self._costs[position] = cost
-        self.charged[position], self.forward[position], self.backward[position] = cost
+        _, self.forward[position], self.backward[position] = cost
 
     def commit(self) -> None:
         """Keep the pending update."""
