@@ -16,6 +16,8 @@ from qsync_core.cli.output import emit, json_option, say
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from qsync_core.launching.machines import PlannedJob
+
 
 _RANKS = Assignment("GROUP=NUMBER", "infer=2")
 _SELECT = Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
@@ -106,8 +108,6 @@ def launch(
     import yaml
 
     from qsync_core.cluster_file import read_cluster
-    from qsync_core.devices import chips_like, find_chip
-    from qsync_core.ir.profile import DeviceKind
     from qsync_core.launching.jobset import jobset
     from qsync_core.launching.machines import described_job, planned_job
     from qsync_core.launching.pods import PodSettings, Taint
@@ -127,13 +127,7 @@ def launch(
                 f"{'--elastic' if elastic else '--group'} is for training: all ranks of the cluster file's groups prepare"
             )
         job = described_job(read_cluster(cluster_path), ranks_each)
-        for machines in job.groups:
-            if machines.device.kind is DeviceKind.CUDA and find_chip(machines.device.name) is None:
-                near = " or ".join(chips_like(machines.device.name))
-                say(
-                    f"note: no known chip is called {machines.device.name!r}, the device of group {machines.name!r}"
-                    f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
-                )
+        _note_unknown_chips(job)
         started = list(script) if as_rayjob else preparing(script, str(run), str(cluster_path))
     meeting = Meeting(master_addr, master_port, elastic=elastic)
     if max_restarts is not None:
@@ -167,21 +161,13 @@ def launch(
         return
     if elastic and as_rayjob:
         raise click.UsageError("--elastic is torchrun's: in a RayJob the script's ScalingConfig says how few workers do")
-
-    def by_group(pairs: tuple[tuple[str, str], ...]) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
-        for group, label in pairs:
-            key, _, value = label.partition("=")
-            found.setdefault(group, {})[key] = value
-        return found
-
     taints: dict[str, list[Taint]] = {}
     for group, text in tolerations:
         taints.setdefault(group, []).append(Taint.parse(text))
     settings = PodSettings(
         image,
         namespace,
-        by_group(selectors),
+        _by_group(selectors),
         dict(resources),
         shared_memory,
         dict(claims),
@@ -196,6 +182,29 @@ def launch(
         write_atomically(output, text.encode())
     facts = {"manifest": yaml.safe_load(text)} | ({"output": str(output)} if output else {})
     emit(json_flag, facts, lambda console: _render_manifest(console, text, output))
+
+
+def _note_unknown_chips(job: PlannedJob) -> None:
+    """Say where a cluster file's device may be misspelt."""
+    from qsync_core.devices import chips_like, find_chip
+    from qsync_core.ir.profile import DeviceKind
+
+    for machines in job.groups:
+        if machines.device.kind is DeviceKind.CUDA and find_chip(machines.device.name) is None:
+            near = " or ".join(chips_like(machines.device.name))
+            say(
+                f"note: no known chip is called {machines.device.name!r}, the device of group {machines.name!r}"
+                f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
+            )
+
+
+def _by_group(pairs: tuple[tuple[str, str], ...]) -> dict[str, dict[str, str]]:
+    """Labels of ``KEY=VALUE`` by group."""
+    found: dict[str, dict[str, str]] = {}
+    for group, label in pairs:
+        key, _, value = label.partition("=")
+        found.setdefault(group, {})[key] = value
+    return found
 
 
 def _number(group: str, text: str) -> int:
