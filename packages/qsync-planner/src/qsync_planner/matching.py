@@ -22,13 +22,16 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import ladder_under
 
+_NAMED = 3
+"""Operators that a difference names, of either kind."""
 
-def first_differences(expected: Iterable[OpId], got: Iterable[OpId], limit: int = 3) -> str:
+
+def first_differences(expected: Iterable[OpId], got: Iterable[OpId]) -> str:
     """Name the first operators in which two models differ, or say that their names are all equal."""
     expected_ids, got_ids = list(expected), list(got)
     expected_set, got_set = set(expected_ids), set(got_ids)
-    missing = [str(op_id) for op_id in expected_ids if op_id not in got_set][:limit]
-    unknown = [str(op_id) for op_id in got_ids if op_id not in expected_set][:limit]
+    missing = [str(op_id) for op_id in expected_ids if op_id not in got_set][:_NAMED]
+    unknown = [str(op_id) for op_id in got_ids if op_id not in expected_set][:_NAMED]
     parts = []
     if unknown:
         parts.append(f"it has {', '.join(unknown)}, which this model lacks")

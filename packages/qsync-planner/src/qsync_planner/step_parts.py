@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -103,7 +102,7 @@ def exposed_waiting(timeline: Timeline, group: str) -> int:
             continue
         compute = [i for i in timeline.intervals if i.rank == rank and i.resource is Resource.COMPUTE]
         waiting, transferring = [], []
-        for key, interval in _collectives(timeline, rank):
+        for key, interval in timeline.collectives(rank):
             begin = max(interval.start_ns, interval.end_ns - transferred[key])
             waiting.append(attrs.evolve(interval, duration_ns=begin - interval.start_ns))
             transferring.append(attrs.evolve(interval, start_ns=begin, duration_ns=interval.end_ns - begin))
@@ -143,13 +142,4 @@ def waiting(timeline: Timeline, group: str) -> int:
 
 def _collective_times(timeline: Timeline) -> dict[int, dict[tuple[str, int], int]]:
     """Find the duration of each rank's collectives, by their name and how many of that name came before."""
-    return {rank: {key: i.duration_ns for key, i in _collectives(timeline, rank)} for rank in timeline.rank_group}
-
-
-def _collectives(timeline: Timeline, rank: int) -> Iterator[tuple[tuple[str, int], Interval]]:
-    """A rank's collectives in order, each with its name and how many of that name came before it."""
-    seen: Counter[str] = Counter()
-    mine = [i for i in timeline.intervals if i.rank == rank and i.resource is Resource.COMMUNICATION]
-    for interval in sorted(mine, key=lambda interval: interval.start_ns):
-        yield (interval.name, seen[interval.name]), interval
-        seen[interval.name] += 1
+    return {rank: {key: i.duration_ns for key, i in timeline.collectives(rank)} for rank in timeline.rank_group}

@@ -35,7 +35,7 @@ from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, 
 from qsync_planner.allocator.exact.labels import best_path
 from qsync_planner.allocator.exact.network import Network, Row, best_prices
 from qsync_planner.allocator.exact.programs import least
-from qsync_planner.allocator.exact.staged import Endurance, StagedSearch, least_omega
+from qsync_planner.allocator.exact.staged import Endurance, StagedSearch
 from qsync_planner.allocator.problem import GroupProblem, build_problem
 from qsync_planner.matching import under_base
 from qsync_planner.replayer.replay import Replayer
@@ -65,7 +65,7 @@ class Drawn:
 
     def search(self, limit_ns: int, budget: int, endurance: Endurance = EXACTLY) -> tuple[Replayed | None, float]:
         """By stages, from the first plan whatever it takes."""
-        search = StagedSearch(self.program, least_omega(self.group, self.program), limit_ns, budget, endurance)
+        search = StagedSearch(self.group, self.program, limit_ns, budget, endurance)
         found = search.run(self.plans[0])
         assert found is not None
         return found.plan, found.bound
@@ -146,7 +146,7 @@ def drawn_network(rng: random.Random, stages_: int, arcs: int, rows: int) -> tup
         for i in range(stages_)
     ]
     costs = np.array([rng.random() for _ in range(stages_ * arcs)])
-    network = Network(path, costs, 0.0, math.inf)
+    network = Network(path, costs, math.inf)
     taken = [np.array([float(rng.randrange(10**6)) for _ in costs]) for _ in range(rows)]
     return network, [network.row(amounts, 0.0, 0.5 * stages_ * 10**6) for amounts in taken]
 

@@ -277,7 +277,8 @@ def drawn(model: str = "model", group: str = "infer") -> Tradeoff:
         TradeoffPoint(1e-3, 0.9e-3, 20_000_000, {group: 3 << 20}, half, ("--tolerance", "0.5")),
         TradeoffPoint(0.0, 0.0, 40_000_000, {group: 4 << 20}, full, ("--tolerance", "1")),
     )
-    return Tradeoff(model, "lossvar", ({group: 1 << 20}, {group: 0}), points, {"full": 40_000_000, "uniform": 15_000_000})
+    budgets = ({group: 1 << 20}, {group: 0})
+    return Tradeoff(model, "lossvar", budgets, budgets, points, {"full": 40_000_000, "uniform": 15_000_000})
 
 
 def test_every_dot_leads_to_a_row_that_says_all() -> None:

@@ -269,6 +269,9 @@ def test_dynamic_batch_takes_profiles_at_a_second_batch_size(folder: Path) -> No
     result = run(*plan_arguments(folder, "plan.qsync", "--solver", "full", "--batch-dag", folder / "dag8.qsync"))
     assert result.exit_code == 2
     assert "--batch-dag and --batch-profile go together" in result.output
+    result = run(*plan_arguments(folder, "plan.qsync", *more, "--batch-profile", f"infer={folder}/infer-dag.qsync"))
+    assert result.exit_code == 2
+    assert "group 'infer' is given twice" in result.output
 
 
 def test_missing_options_are_named(folder: Path) -> None:

@@ -24,7 +24,7 @@ from qsync_core.plugins.hooks import hookimpl
 from qsync_core.plugins.registry import Registry
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators import available_indicators, get_indicator
-from qsync_planner.indicators.registry import builtin_indicators
+from qsync_planner.indicators.registry import BUILT_IN
 from qsync_planner.indicators.series import UpdateMean, geometric_mean
 
 I8, F16, F32 = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32), Variant.of(FLOAT16), Variant.of(FLOAT32)
@@ -212,7 +212,7 @@ def registry_with(*offered: object) -> Registry:
 
 def test_plugins_register_indicators() -> None:
     registry = registry_with(Flat())
-    assert set(available_indicators(registry)) == {"flat", *(indicator.name for indicator in builtin_indicators())}
+    assert set(available_indicators(registry)) == {"flat", *(indicator.name for indicator in BUILT_IN)}
     found = indicate(None, two_linears(), [I8], get_indicator("flat", registry))
     assert found.indicator == "flat"
     assert found.omega[A][I8] == 1.0
@@ -221,7 +221,7 @@ def test_plugins_register_indicators() -> None:
 def test_bad_indicators_of_plugins_are_named() -> None:
     said: list[str] = []
     found = available_indicators(registry_with(object(), Flat()), said.append)
-    assert set(found) == {"flat", *(indicator.name for indicator in builtin_indicators())}
+    assert set(found) == {"flat", *(indicator.name for indicator in BUILT_IN)}
     lacks = "it lacks part of an indicator's interface (name, collectors, summary, omega, notes; see "
     assert len(said) == 1
     assert said[0].startswith(f"plugin third-party (builtins.object) is disabled: {lacks}")
@@ -233,7 +233,7 @@ def test_bad_indicators_of_plugins_are_named() -> None:
     nameless.name = "a b"
     for offered, says in ((Flat, "it is a class"), (silent, "it lacks part of"), (nameless, "its name is 'a b', and must be text")):
         said.clear()
-        assert set(available_indicators(registry_with(offered), said.append)) == {i.name for i in builtin_indicators()}
+        assert set(available_indicators(registry_with(offered), said.append)) == {i.name for i in BUILT_IN}
         assert f"is disabled: {says}" in said[0]
     clash = Flat()
     clash.name = "lossvar"

@@ -12,7 +12,7 @@ from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import CollectiveModel, Profile
-from qsync_planner.replayer.communication import Hop, collective_ns, hop_of
+from qsync_planner.replayer.communication import AllReduce, Hop, hop_of
 
 
 def model(world: int, alpha: float, beta: float, measured: tuple[tuple[int, int], ...] = ()) -> CollectiveModel:
@@ -22,6 +22,10 @@ def model(world: int, alpha: float, beta: float, measured: tuple[tuple[int, int]
 def cluster(*counts: int, links: tuple[Link, ...] = ()) -> Cluster:
     groups = tuple(DeviceGroup(f"g{i}", "hand", count, Role.INFER, FLOAT32, LADDER) for i, count in enumerate(counts))
     return Cluster("c", groups, links)
+
+
+def collective_ns(ranks: Cluster, profiles: dict[str, Profile], nbytes: int) -> dict[str, int]:
+    return AllReduce(ranks, profiles).group_ns(nbytes)
 
 
 def measured_on(*models: CollectiveModel | None) -> dict[str, Profile]:

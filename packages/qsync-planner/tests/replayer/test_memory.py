@@ -55,7 +55,7 @@ def test_one_linear_by_hand() -> None:
     # Peak at fc's backward: kept 128 + gradient of fc's output 256 + weight gradient 512 + gradient of fc's input 128 = 1,024
     # (the loss' output and its gradient, 4 bytes each, are gone; norm's gradient lives from fc's backward on).
     assert estimate_memory(dag, measured, {op("fc"): FP32}, distributed=False) == MemoryEstimate(
-        static_bytes=1640, saved_bytes=128, transient_bytes=896, peak_bytes=2664
+        static_bytes=1640, saved_bytes=128, peak_bytes=2664
     )
 
 
@@ -294,8 +294,7 @@ def test_the_peak_equals_a_naive_walk_through_the_step(data: st.DataObject) -> N
     bucket_views = data.draw(st.booleans())
     estimate = estimate_memory(dag, measured, variants, bucket_views=bucket_views)
     assert estimate.peak_bytes == naive_peak(dag, measured, variants, bucket_views=bucket_views)
-    assert estimate.peak_bytes == estimate.static_bytes + estimate.saved_bytes + estimate.transient_bytes
-    assert estimate.transient_bytes >= 0
+    assert estimate.peak_bytes >= estimate.static_bytes + estimate.saved_bytes
 
 
 @tries(60)

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from qsync_core.ir.dag import PrecisionDag
 
 
-def parse_device(text: str) -> torch.device:
-    """The device a person names; ``auto`` is the current CUDA device where there is one, else the CPU.
+def parse_device(named: str | torch.device) -> torch.device:
+    """The device that a person or a script names; ``auto`` is the current CUDA device where there is one, else the CPU.
 
     Raises:
         QSyncError: when this machine does not have it.
     """
+    text = str(named)
     if text == "auto":
         text = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -9,7 +9,7 @@ import torch
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
-from qsync_torch.benchmarking import bench, contenders
+from qsync_torch.benchmarking import bench
 from qsync_torch.benchmarking.bench import compare
 from qsync_torch.benchmarking.contenders import Backends, build_side_by_side
 from qsync_torch.benchmarking.limited_backend import LimitedBackend
@@ -19,6 +19,7 @@ from qsync_torch.benchmarking.problems import Problem, problems, quantization
 from qsync_torch.benchmarking.race import Measured, is_lost, race
 from qsync_torch.benchmarking.results import NOT_FINITE, Row, Suite, as_data, fastest_of, speedup, standings
 from qsync_torch.benchmarking.shapes import ShapeSet, product_of_rows
+from qsync_torch.tuning import compiling
 
 from .doubles import (
     SpoiltBackend,
@@ -314,7 +315,7 @@ def test_products_that_compile_just_in_time_are_left_out_with_the_reason_and_qua
 
 
 def test_each_library_is_built_before_any_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr(contenders.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(compiling, "_cores", lambda: 1)
     built = []
 
     class Recording(_Compiling):

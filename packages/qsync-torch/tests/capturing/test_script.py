@@ -220,6 +220,7 @@ def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop
         ("ddp = DDP(torch.compile(model))", Compiled()),
         ("compiled = torch.compile(model); ddp = DDP(compiled)", Compiled()),
         ("ddp = DistributedDataParallel(model); ddp = qsync.compile(ddp)", Compiled(Compiler.QSYNC, around_ddp=True)),
+        ("ddp = torch.compile(DDP(model))", Compiled(around_ddp=True)),
         ("pattern = re.compile('x')", None),
         ("pass  # torch.compile(model) is slower here", None),
         ("print('torch.compile(model) is slower here', f'{model}.compile()')", None),

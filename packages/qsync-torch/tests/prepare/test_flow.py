@@ -40,7 +40,7 @@ def told(monkeypatch, tmp_path):
         for name, value in parts.items():
             monkeypatch.setattr(flow._Flow, name, lambda *_, value=value: value)
         said = []
-        board = SimpleNamespace(label="", stage=lambda _: lambda *__: None, note=lambda text, of_job: said.append(text))
+        board = SimpleNamespace(label="", stage=lambda _: lambda *__: None, note_of_job=lambda text: text and said.append(text))
         folder = SimpleNamespace(rank=0, members=None, parts={}, together=lambda *_, **__: nullcontext({}))
         asked = flow.Request("job.py:job", tmp_path, torch.device("cpu"), **request)
         job = SimpleNamespace(communication={}, compiles=None, model=None)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from qsync_core.errors import ArtifactError
+from qsync_core.errors import ArtifactError, QSyncError
 
 _READER_WAIT_S = 10.0
 """How long a FIFO without a reader is given one: a shell starts both ends of ``mkfifo`` pipelines in any order."""
@@ -49,6 +49,14 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | memoryview) -> 
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def write_or_refuse(path: str | os.PathLike[str], data: bytes, error: type[QSyncError]) -> None:
+    """:func:`write_atomically`, which raises ``error`` with the reason where it cannot write."""
+    try:
+        write_atomically(path, data)
+    except OSError as reason:
+        raise error(f"cannot write {os.fspath(path)}: {reason.strerror or reason}") from None
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, overload
 
 import msgpack
 
-from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.atomic_file import write_or_refuse
 from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.schema import KINDS, migrate, schema_version, stored_as
 from qsync_core.artifacts.whole_file import read_whole
@@ -127,11 +127,7 @@ def save(artifact: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         ArtifactError: when the object cannot be stored or the file cannot be written; what stood at ``path`` stays.
     """
-    data = to_bytes(artifact)
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise ArtifactError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from None
+    write_or_refuse(path, to_bytes(artifact), ArtifactError)
 
 
 @overload

@@ -8,7 +8,6 @@ measured ranks are processes of their own.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from typing import Any
 
 from qsync_core.ir.dfg import Resource
@@ -96,12 +95,7 @@ def _events(timeline: Timeline, rank: int, process: int, shift_ns: int) -> list[
 
 def collective_shifts(measured: Timeline) -> dict[int, int]:
     """What to add to each rank's times so that collectives, which end on all ranks at once, end together: the median over them."""
-    ends: dict[int, dict[tuple[str, int], int]] = {rank: {} for rank in sorted(measured.rank_group)}
-    seen: Counter[tuple[int, str]] = Counter()
-    for interval in sorted(measured.intervals, key=lambda interval: interval.start_ns):
-        if interval.resource is Resource.COMMUNICATION:
-            ends[interval.rank][interval.name, seen[interval.rank, interval.name]] = interval.end_ns
-            seen[interval.rank, interval.name] += 1
+    ends = {rank: {key: one.end_ns for key, one in measured.collectives(rank)} for rank in sorted(measured.rank_group)}
     reference = next(iter(ends.values()), {})
     return {
         rank: round(statistics.median([reference[key] - mine[key] for key in mine if key in reference] or [0]))

@@ -147,8 +147,7 @@ def _plan(plan: PrecisionPlan) -> Lines:
     for group in plan.groups:
         budget = f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
         counts = _counts(assignment.variant.label for assignment in group.assignments.values())
-        peak = sum(plan.memory.get(group.group, {}).values()) or group.predicted_peak_bytes
-        lines.append((f"group {group.group}", f"{counts}; peak {format_bytes(peak)}{budget}"))
+        lines.append((f"group {group.group}", f"{counts}; peak {format_bytes(plan.process_bytes(group))}{budget}"))
     if plan.communication is not None:
         lines.append(("communication", plan.communication.reason))
     if plan.verdict is not None:

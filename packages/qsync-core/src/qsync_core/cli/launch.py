@@ -10,35 +10,21 @@ import attrs
 import click
 
 from qsync_core.artifacts.atomic_file import write_atomically
-from qsync_core.cli.options import output_option
+from qsync_core.cli.options import Assignment, output_option
 from qsync_core.cli.output import emit, json_option, say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-class _Assignment(click.ParamType[Any]):
-    """``KEY=VALUE``, which becomes a pair."""
-
-    def __init__(self, name: str, example: str) -> None:
-        self.name, self._example = name, example
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Split at the first ``=``."""
-        if isinstance(value, tuple):
-            return value
-        key, separator, rest = str(value).partition("=")
-        if not (separator and key and rest):
-            self.fail(f"write {self.name}, for example {self._example}; got {value!r}", param, ctx)
-        return key, rest
+    from qsync_core.launching.machines import PlannedJob
 
 
-_RANKS = _Assignment("GROUP=NUMBER", "infer=2")
-_SELECT = _Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
-_RESOURCE = _Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
-_CLAIM = _Assignment("CLAIM=PATH", "runs=/workspace")
-_LABEL = _Assignment("LABEL=VALUE", "team=vision")
-_TOLERATION = _Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedule")
+_RANKS = Assignment("GROUP=NUMBER", "infer=2")
+_SELECT = Assignment("GROUP=LABEL=VALUE", "infer=nvidia.com/gpu.product=Tesla-T4")
+_RESOURCE = Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
+_CLAIM = Assignment("CLAIM=PATH", "runs=/workspace")
+_LABEL = Assignment("LABEL=VALUE", "team=vision")
+_TOLERATION = Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedule")
 
 
 @click.command()
@@ -122,8 +108,6 @@ def launch(
     import yaml
 
     from qsync_core.cluster_file import read_cluster
-    from qsync_core.devices import chips_like, find_chip
-    from qsync_core.ir.profile import DeviceKind
     from qsync_core.launching.jobset import jobset
     from qsync_core.launching.machines import described_job, planned_job
     from qsync_core.launching.pods import PodSettings, Taint
@@ -143,13 +127,7 @@ def launch(
                 f"{'--elastic' if elastic else '--group'} is for training: all ranks of the cluster file's groups prepare"
             )
         job = described_job(read_cluster(cluster_path), ranks_each)
-        for machines in job.groups:
-            if machines.device.kind is DeviceKind.CUDA and find_chip(machines.device.name) is None:
-                near = " or ".join(chips_like(machines.device.name))
-                say(
-                    f"note: no known chip is called {machines.device.name!r}, the device of group {machines.name!r}"
-                    f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
-                )
+        _note_unknown_chips(job)
         started = list(script) if as_rayjob else preparing(script, str(run), str(cluster_path))
     meeting = Meeting(master_addr, master_port, elastic=elastic)
     if max_restarts is not None:
@@ -183,21 +161,13 @@ def launch(
         return
     if elastic and as_rayjob:
         raise click.UsageError("--elastic is torchrun's: in a RayJob the script's ScalingConfig says how few workers do")
-
-    def by_group(pairs: tuple[tuple[str, str], ...]) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
-        for group, label in pairs:
-            key, _, value = label.partition("=")
-            found.setdefault(group, {})[key] = value
-        return found
-
     taints: dict[str, list[Taint]] = {}
     for group, text in tolerations:
         taints.setdefault(group, []).append(Taint.parse(text))
     settings = PodSettings(
         image,
         namespace,
-        by_group(selectors),
+        _by_group(selectors),
         dict(resources),
         shared_memory,
         dict(claims),
@@ -212,6 +182,29 @@ def launch(
         write_atomically(output, text.encode())
     facts = {"manifest": yaml.safe_load(text)} | ({"output": str(output)} if output else {})
     emit(json_flag, facts, lambda console: _render_manifest(console, text, output))
+
+
+def _note_unknown_chips(job: PlannedJob) -> None:
+    """Say where a cluster file's device may be misspelt."""
+    from qsync_core.devices import chips_like, find_chip
+    from qsync_core.ir.profile import DeviceKind
+
+    for machines in job.groups:
+        if machines.device.kind is DeviceKind.CUDA and find_chip(machines.device.name) is None:
+            near = " or ".join(chips_like(machines.device.name))
+            say(
+                f"note: no known chip is called {machines.device.name!r}, the device of group {machines.name!r}"
+                f"{f' (did you mean {near}?)' if near else ''}: 'qsync prepare' refuses ranks whose device has another name"
+            )
+
+
+def _by_group(pairs: tuple[tuple[str, str], ...]) -> dict[str, dict[str, str]]:
+    """Labels of ``KEY=VALUE`` by group."""
+    found: dict[str, dict[str, str]] = {}
+    for group, label in pairs:
+        key, _, value = label.partition("=")
+        found.setdefault(group, {})[key] = value
+    return found
 
 
 def _number(group: str, text: str) -> int:

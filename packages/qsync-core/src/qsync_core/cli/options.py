@@ -16,39 +16,43 @@ from qsync_core.cli.output import PRINT_TO_STDERR
 Command = Callable[..., Any]
 
 
-class _GroupPath(click.ParamType[Any]):
-    """``GROUP=PATH``."""
+class Assignment(click.ParamType[Any]):
+    """``KEY=VALUE``, which becomes a pair of texts.
 
-    name = "GROUP=PATH"
+    Args:
+        name: in the words of a command's help: ``GROUP=PATH``.
+        example: of a value, for the error.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
+    def __init__(self, name: str, example: str) -> None:
+        self.name, self._example = name, example
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Split at the first ``=``."""
         if isinstance(value, tuple):
             return value
-        group, separator, path = str(value).partition("=")
-        if not (separator and group and path):
-            self.fail(f"write GROUP=PATH, for example infer=t4.qsync; got {value!r}", param, ctx)
-        return group, Path(path)
+        key, separator, rest = str(value).partition("=")
+        if not (separator and key and rest):
+            self.fail(f"write {self.name}, for example {self._example}; got {value!r}", param, ctx)
+        return key, rest
 
 
-def _to_dict(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, Path], ...]) -> dict[str, Path]:
+def _paths(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, str], ...]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for group, path in value:
         if group in found:
             raise click.BadParameter(f"group {group!r} is given twice", ctx, param)
-        found[group] = path
+        found[group] = Path(path)
     return found
 
 
-profiles_option = click.option(
-    "--profile",
-    "profiles",
-    type=_GroupPath(),
-    multiple=True,
-    callback=_to_dict,
-    help="Profile of a device group, once per group of the cluster.",
-)
-"""``--profile GROUP=PATH``, repeated; the command's parameter is ``profiles: dict[str, Path]``."""
+def group_paths_option(option: str, name: str, text: str) -> Callable[[Command], Command]:
+    """An option ``GROUP=PATH``, repeated; the command's parameter of that name is a ``dict[str, Path]``; ``text`` is its help."""
+    path = Assignment("GROUP=PATH", "infer=t4.qsync")
+    return click.option(option, name, type=path, multiple=True, callback=_paths, help=text)
+
+
+profiles_option = group_paths_option("--profile", "profiles", "Profile of a device group, once per group of the cluster.")
 
 
 class FiniteRange(click.FloatRange):

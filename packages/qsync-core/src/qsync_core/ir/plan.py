@@ -214,3 +214,7 @@ class PrecisionPlan:
             KeyError: when the plan has no such group.
         """
         return {group.group: group for group in self.groups}[name]
+
+    def process_bytes(self, group: GroupPlan) -> int:
+        """What one process of a group takes of its device; its tensors alone where the plan says no more."""
+        return sum(self.memory.get(group.group, {}).values()) or group.predicted_peak_bytes

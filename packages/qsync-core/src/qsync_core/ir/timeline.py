@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -59,3 +60,11 @@ class Timeline:
         for field in ("peak_bytes", "software"):
             if stray := sorted(set(getattr(self, field)) - set(self.rank_group.values())):
                 raise ValueError(f"{field} has an entry of group {stray[0]!r}, to which no rank belongs")
+
+    def collectives(self, rank: int) -> Iterator[tuple[tuple[str, int], Interval]]:
+        """A rank's collectives in order, each with its name and how many of that name came before it: equal on all ranks."""
+        seen: Counter[str] = Counter()
+        mine = [i for i in self.intervals if i.rank == rank and i.resource is Resource.COMMUNICATION]
+        for interval in sorted(mine, key=lambda interval: interval.start_ns):
+            yield (interval.name, seen[interval.name]), interval
+            seen[interval.name] += 1

@@ -12,7 +12,7 @@ import click
 
 from qsync_core.cli.options import OUTPUT, FiniteRange, output_option
 from qsync_core.cli.output import emit, json_option, print_table, progress_bar, say
-from qsync_planner.cli.writing import check_page_name, write_text
+from qsync_planner.cli.writing import check_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -166,17 +166,14 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
         ArtifactError: when truth or page cannot be written; before anything is measured.
         PluginError: naming an indicator that was asked for and fails.
     """
-    from qsync_core.artifacts.atomic_file import check_writable
+    from qsync_core.artifacts.atomic_file import check_writable, write_or_refuse
     from qsync_core.errors import ObservationError
     from qsync_planner.indicator_check import compare, read_kept_inputs, read_truth
     from qsync_planner.indicator_check.page import render_page
-    from qsync_planner.reporting import require_pages
 
     if observations is None:
         raise click.UsageError("--check needs OBSERVATIONS; they say which updates and batches to measure")
-    check_page_name(request.page, "the comparison", "give --page", ObservationError)
-    if request.page is not None:
-        require_pages()
+    check_page(request.page, "the comparison", "give --page", ObservationError)
     if not (math.isfinite(request.budget_s) and request.budget_s > 0):
         raise ObservationError(f"--budget is a number of seconds, finite and greater than 0; got {request.budget_s:g}")
     if request.truth is not None and request.job is not None and not request.truth.exists():
@@ -194,7 +191,7 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
     if truth is not None:
         check = attrs.evolve(check, kept_inputs=compare(raters, truth))
     if request.page is not None:
-        write_text(request.page, render_page(check), ObservationError)
+        write_or_refuse(request.page, render_page(check).encode(), ObservationError)
     return check
 
 

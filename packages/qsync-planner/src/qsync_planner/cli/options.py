@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from qsync_core.cli.options import group_paths_option
+
 Command = Callable[..., Any]
 
 
@@ -22,3 +24,13 @@ def communication_options(command: Command) -> Command:
         "--communication", type=click.Path(path_type=Path), help="Collective costs over all ranks, from 'qsync communicate'."
     )
     return costs(settings(command))
+
+
+def batch_options(command: Command) -> Command:
+    """``--batch-dag`` and ``--batch-profile``, as ``batch_dag: Path | None`` and ``batch_profiles: dict[str, Path]``."""
+    graph = click.option(
+        "--batch-dag",
+        type=click.Path(path_type=Path),
+        help="The same job traced at another batch size, to learn what does not scale with it.",
+    )
+    return graph(group_paths_option("--batch-profile", "batch_profiles", "Profile of a group for --batch-dag.")(command))

@@ -11,8 +11,8 @@ import click
 from qsync_core.cli.options import artifact_argument, output_option, plan_options, profiles_option
 from qsync_core.cli.output import emit, json_option, print_table, progress_bar, progress_line
 from qsync_core.units import format_bytes, format_ns
-from qsync_planner.cli.options import communication_options
-from qsync_planner.cli.writing import check_page_name, write_text
+from qsync_planner.cli.options import batch_options, communication_options
+from qsync_planner.cli.writing import check_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,8 +36,7 @@ _WAYS_SHOWN = 5
 @plan_options
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop exact or auto with the best plan found by then.")
 @communication_options
-@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, to learn what does not scale with it.")
-@click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
+@batch_options
 @click.option("--pareto", is_flag=True, help="Show Ω against step time and memory instead of one plan; -o PAGE.html draws it.")
 @click.option("--diff", "diff_paths", nargs=2, type=_PATH, help="Compare two plans instead of making one.")
 @output_option("plan", required=False)
@@ -57,7 +56,7 @@ def plan(
     communication_settings: str | None,
     batch: str,
     batch_dag: Path | None,
-    batch_profiles: tuple[str, ...],
+    batch_profiles: dict[str, Path],
     pareto: bool,
     diff_paths: tuple[Path, Path] | None,
     output: Path | None,
@@ -144,7 +143,7 @@ def explain(plan_path: Path, fqn: str | None, json_flag: bool) -> None:
     emit(json_flag, data, render)
 
 
-def load_batch_profiles(batch_dag: Path | None, entries: tuple[str, ...]) -> dict[str, BatchProfile]:
+def load_batch_profiles(batch_dag: Path | None, paths: dict[str, Path]) -> dict[str, BatchProfile]:
     """What ``--batch-dag`` and ``--batch-profile`` name, by group."""
     from qsync_core.artifacts.files import digest, load
     from qsync_core.errors import PlanError
@@ -152,17 +151,14 @@ def load_batch_profiles(batch_dag: Path | None, entries: tuple[str, ...]) -> dic
     from qsync_core.ir.profile import Profile
     from qsync_planner.allocator import BatchProfile
 
-    if bool(entries) != (batch_dag is not None):
+    if bool(paths) != (batch_dag is not None):
         raise click.UsageError("--batch-dag and --batch-profile go together: a job traced at another batch size, and its profiles.")
     if batch_dag is None:
         return {}
     graph = load(batch_dag, PrecisionDag)
     found = {}
-    for entry in entries:
-        group, separator, path = entry.partition("=")
-        if not (separator and group and path):
-            raise click.BadParameter(f"write GROUP=PATH, got {entry!r}", param_hint="--batch-profile")
-        profile = load(Path(path), Profile)
+    for group, path in paths.items():
+        profile = load(path, Profile)
         if profile.dag_digest != digest(graph):
             raise PlanError(f"the profile {path} was not measured for the graph {batch_dag}; profile that one")
         found[group] = BatchProfile(graph.batch_size, profile)
@@ -178,8 +174,7 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
     rows = []
     for group in plan.groups:
         counts = Counter(assignment.variant.label for assignment in group.assignments.values())
-        parts = plan.memory.get(group.group)
-        memory = format_bytes(sum(parts.values()) if parts else group.predicted_peak_bytes)
+        memory = format_bytes(plan.process_bytes(group))
         memory += f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
         counts += Counter(f"chains {entry.variant.label}" for entry in group.chains.values())
         operators = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
@@ -259,18 +254,16 @@ def show_tradeoff(inputs: Inputs, output: Path | None, json_flag: bool) -> None:
     Raises:
         PlanError: without a sensitivity or HiGHS, or when the page cannot be written or has another name than a page's.
     """
+    from qsync_core.artifacts.atomic_file import write_or_refuse
     from qsync_core.errors import PlanError
     from qsync_planner.allocator.exact.tradeoff import tradeoff
-    from qsync_planner.reporting import require_pages
     from qsync_planner.reporting.tradeoff_page import render_page
 
-    check_page_name(output, "the trade-off curve", "give it", PlanError)
-    if output is not None:
-        require_pages()
+    check_page(output, "the trade-off curve", "give it", PlanError)
     with progress_bar("trade-off curve") as update:
         found = tradeoff(inputs, progress=update)
     if output is not None:
-        write_text(output, render_page(found), PlanError)
+        write_or_refuse(output, render_page(found).encode(), PlanError)
     data = {"output": None if output is None else str(output), **found.as_dict()}
     emit(json_flag, data, lambda console: _render(console, found, output))
 

@@ -12,8 +12,7 @@ import click
 from qsync_core.cli.options import OUTPUT, FiniteRange, artifact_argument, output_option, profiles_option
 from qsync_core.cli.output import emit, json_option, print_table
 from qsync_core.units import format_bytes, format_ns
-from qsync_planner.cli.options import communication_options
-from qsync_planner.cli.writing import write_text
+from qsync_planner.cli.options import batch_options, communication_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +29,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--cluster", type=_PATH, required=True, help="The cluster file (TOML).")
 @profiles_option
 @communication_options
-@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for a plan by dynamic-batch.")
-@click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
+@batch_options
 @click.option(
     "--without",
     multiple=True,
@@ -50,7 +48,7 @@ def replay(
     communication: Path | None,
     communication_settings: str | None,
     batch_dag: Path | None,
-    batch_profiles: tuple[str, ...],
+    batch_profiles: dict[str, Path],
     without: tuple[str, ...],
     output: Path | None,
     perfetto: Path | None,
@@ -63,6 +61,7 @@ def replay(
     """
     import attrs
 
+    from qsync_core.artifacts.atomic_file import write_or_refuse
     from qsync_core.artifacts.files import load, save
     from qsync_core.artifacts.perfetto import to_perfetto
     from qsync_core.cluster_file import read_cluster
@@ -100,7 +99,7 @@ def replay(
         if output:
             save(timeline, output)
         if perfetto:
-            write_text(perfetto, json.dumps(to_perfetto(timeline)), PlanError)
+            write_or_refuse(perfetto, json.dumps(to_perfetto(timeline)).encode(), PlanError)
     estimated = estimated_groups(measured)
     data = {
         **prediction.as_dict(),
@@ -147,6 +146,7 @@ def _print_prediction(
 @json_option
 def verify(predicted: Path, measured: Path, top: int, max_error: float | None, perfetto: Path | None, json_flag: bool) -> None:
     """Compare a measured timeline with the predicted one and name the worst cost."""
+    from qsync_core.artifacts.atomic_file import write_or_refuse
     from qsync_core.artifacts.files import load
     from qsync_core.artifacts.perfetto import comparison_to_perfetto
     from qsync_core.errors import PlanError
@@ -156,7 +156,7 @@ def verify(predicted: Path, measured: Path, top: int, max_error: float | None, p
     both = load(predicted, Timeline), load(measured, Timeline)
     found = compare(*both)
     if perfetto:
-        write_text(perfetto, json.dumps(comparison_to_perfetto(*both)), PlanError)
+        write_or_refuse(perfetto, json.dumps(comparison_to_perfetto(*both)).encode(), PlanError)
     emit(json_flag, _verification_data(found, top), lambda console: _print_verification(console, found, top))
     error = found.iteration.error
     if max_error is not None and (error is None or abs(error) * 100 > max_error):

@@ -15,9 +15,10 @@ from qsync_planner.indicators.interface import Indicator
 from qsync_planner.indicators.lossvar import LossVar
 
 AUTO = "auto"
-"""Not an indicator: the first of :data:`AUTO_ORDER` that was observed."""
-AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar())
-"""Indicators, least true error of plans made from them first (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
+"""Not an indicator: the first of :data:`BUILT_IN` that was observed."""
+BUILT_IN: tuple[Indicator, ...] = (Hutchinson(), LossVar())
+"""The indicators of this package, least true error of plans made from them first (rows ``I-equal-time-…`` of
+docs/results/indicator.json)."""
 MOVED = dict.fromkeys(
     ("paper", "hessian", "random"),
     "the plugin examples/qsync-indicators-example of QSync's repository: install it, or choose hutchinson or lossvar",
@@ -49,11 +50,6 @@ def guarded(indicator: Indicator, observations: Observations | None) -> guard:
     return guard(f"indicator {indicator.name!r} ({origin(indicator)})", failed, passing=(QSyncError,))
 
 
-def builtin_indicators() -> list[Indicator]:
-    """The indicators of this package."""
-    return [Hutchinson(), LossVar()]
-
-
 def available_indicators(
     registry: Registry | None = None, announce: Callable[[str], None] = lambda text: None
 ) -> dict[str, Indicator]:
@@ -66,7 +62,7 @@ def available_indicators(
     Raises:
         PluginError: when a plugin's indicator has a name that is taken.
     """
-    found = {indicator.name: indicator for indicator in builtin_indicators()}
+    found = {indicator.name: indicator for indicator in BUILT_IN}
     return found | (registry or Registry.load()).collect_named(
         "qsync_register_indicators", "indicator", _lacks, taken=found, announce=announce
     )
@@ -91,7 +87,7 @@ def get_indicator(name: str, registry: Registry | None = None) -> Indicator:
     Raises:
         ObservationError: when there is none; lists those there are.
     """
-    for indicator in builtin_indicators():
+    for indicator in BUILT_IN:
         if indicator.name == name:
             return indicator
     disabled: list[str] = []
@@ -107,13 +103,13 @@ def automatic(observations: Observations | None) -> tuple[Indicator, tuple[str, 
     """The best indicator that observations allow, and what a reader must know of the choice.
 
     Raises:
-        ObservationError: when they allow none of :data:`AUTO_ORDER`; lists what was observed and which indicators that allows.
+        ObservationError: when they allow none of :data:`BUILT_IN`; lists what was observed and which indicators that allows.
     """
     if observations is None:
-        return Hutchinson(), ()
+        return BUILT_IN[0], ()
     observed = observed_collectors(observations)
-    best = AUTO_ORDER[0]
-    for indicator in AUTO_ORDER:
+    best = BUILT_IN[0]
+    for indicator in BUILT_IN:
         if set(observed).issuperset(indicator.collectors):
             if indicator is best:
                 return indicator, ()
@@ -128,6 +124,6 @@ def automatic(observations: Observations | None) -> tuple[Indicator, tuple[str, 
     )
     raise ObservationError(
         f"the observations of {observations.model} hold terms of {', '.join(observed) or 'no collector'}, and the default "
-        f"indicators ({', '.join(indicator.name for indicator in AUTO_ORDER)}) read none of these; "
+        f"indicators ({', '.join(indicator.name for indicator in BUILT_IN)}) read none of these; "
         f"{allow}'qsync observe' with the collector {best.name} makes those of the best one{truth}"
     )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 import attrs
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile, StepMeasurement
@@ -78,8 +78,7 @@ def calibrated_model(
     floor = _memory_floor([step.peak_bytes for step in profile.steps])
     calibration = attrs.evolve(_fit_base(dag, profile, plain, base_step, base), memory_floor_bytes=floor)
     if base_step.peak_bytes:
-        every = {operator.op_id: _in_rung(operator, base_step.variant, base) for operator in dag.adjustable}
-        memory_bytes, saved_bytes = _missing_memory(dag, profile, calibration, base_step, every)
+        memory_bytes, saved_bytes = _missing_memory(dag, profile, calibration, base_step, _all_in(dag, base_step.variant, base))
         calibration = attrs.evolve(calibration, memory_bytes=memory_bytes, saved_bytes=saved_bytes)
     rungs: dict[tuple[int, Variant], Correction] = {}
     # Operators that may not deliver 16 bits run as those of the rung that delivers float32, where that was measured too.
@@ -102,10 +101,8 @@ def _fit_alternating(
         return {}
     without_plan, adjustable = CostModel(dag, profile, calibration), dag.adjustable
     model = CostModel(dag, profile, calibration, lowers=True)
-    lowered = {
-        operator.op_id: _in_rung(operator, measured.variant, base) if number % 2 else base
-        for number, operator in enumerate(adjustable)
-    }
+    every = _all_in(dag, measured.variant, base)
+    lowered = {op_id: variant if number % 2 else base for number, (op_id, variant) in enumerate(every.items())}
     staying = len(adjustable) - len(adjustable) // 2
     try:
         ends = [uniform_times(dag, of, variant) for of, variant in ((without_plan, base), (model, measured.variant))]
@@ -159,11 +156,6 @@ def _optimizer(profile: Profile, step: StepMeasurement) -> tuple[int, int]:
     return (0, dispatch + compute) if profile.device.is_synchronous else (dispatch, compute)
 
 
-def _uniform(dag: PrecisionDag, model: CostModel, variant: Variant) -> CostMapper:
-    base = Variant.plain(dag.base)
-    return CostMapper(dag, model, {operator.op_id: _in_rung(operator, variant, base) for operator in dag.adjustable})
-
-
 def _modelled(mapper: CostMapper) -> PhaseTimes:
     forward, backward = sequence(mapper.forward), sequence(mapper.backward)
     return PhaseTimes(forward.dispatch_ns, forward.compute_ns, backward.dispatch_ns, backward.compute_ns)
@@ -175,11 +167,11 @@ def uniform_times(dag: PrecisionDag, model: CostModel, variant: Variant) -> Phas
     Raises:
         PlanError: when an operator was not measured so.
     """
-    return _modelled(_uniform(dag, model, variant))
+    return _modelled(CostMapper(dag, model, _all_in(dag, variant, Variant.plain(dag.base))))
 
 
 def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepMeasurement, base: Variant) -> Calibration:
-    variants = {operator.op_id: _in_rung(operator, step.variant, base) for operator in dag.adjustable}
+    variants = _all_in(dag, step.variant, base)
     mapper = CostMapper(dag, plain, variants)
     optimizer = _optimizer(profile, step)
 
@@ -293,7 +285,7 @@ def _fit_rung(
     dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement, base: Variant
 ) -> dict[tuple[int, Variant], Correction]:
     """What operators take beyond their parts where all run in a rung; where some of them alone were measured in it, those first."""
-    every = {operator.op_id: _in_rung(operator, step.variant, base) for operator in dag.adjustable}
+    every = _all_in(dag, step.variant, base)
     alone = [mixed for mixed in profile.mixed if mixed.step.variant == step.variant and every.keys() >= set(mixed.lowered)]
     found: dict[tuple[int, Variant], Correction] = {}
     for mixed in alone:
@@ -310,9 +302,9 @@ def _fit_rung(
     return found
 
 
-def _in_rung(operator: Operator, rung: Variant, base: Variant) -> Variant:
-    """What an operator ran in where a whole step was measured in a rung: one that does not run in it stayed at the base."""
-    return rung if operator.runs_in(rung) else base
+def _all_in(dag: PrecisionDag, rung: Variant, base: Variant) -> dict[OpId, Variant]:
+    """What operators ran in where a whole step was measured in a rung: those that do not run in it stayed at the base."""
+    return {operator.op_id: rung if operator.runs_in(rung) else base for operator in dag.adjustable}
 
 
 def _fit(

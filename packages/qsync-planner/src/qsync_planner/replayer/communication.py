@@ -50,15 +50,6 @@ def hop_of(model: CollectiveModel) -> Hop | None:
     return Hop(max(0.0, model.alpha_ns) / rounds, max(0.0, model.beta_ns_per_byte) * n / rounds)
 
 
-def collective_ns(cluster: Cluster, profiles: Mapping[str, Profile], nbytes: int) -> dict[str, int]:
-    """Predict each group's part of an all-reduce: :meth:`AllReduce.group_ns` of the cluster's ranks.
-
-    Raises:
-        ClusterError: when several ranks are to communicate and neither a profile nor a link says how fast.
-    """
-    return AllReduce(cluster, profiles).group_ns(nbytes)
-
-
 class AllReduce:
     """The all-reduces of all ranks of a cluster.
 

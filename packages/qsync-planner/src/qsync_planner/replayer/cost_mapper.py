@@ -55,8 +55,8 @@ class ChargedCost(NamedTuple):
 
 SlotCast = tuple[int, int]
 """Where an operator reads a tensor (its first input that does), and the number under which the tensor's readers share the cast."""
-Reading = tuple[int, int, bool]
-"""One use of a tensor: the number and the bytes of the cast copy that is read (-1: none is made), whether autograd keeps it."""
+Copy = tuple[int, int, bool]
+"""A cast copy of a tensor that is read: its number and bytes, and whether autograd keeps it."""
 
 
 class OpState:
@@ -68,44 +68,32 @@ class OpState:
     Attributes:
         format: a number for the format of its output.
         shared: the casts that it shares with other readers of its inputs, each with a bit of its own.
-        readings: by slot (the first input that reads a tensor), how the tensor is used.
-        copies: by slot the cast copies of it that are read, each once: number, bytes, whether autograd keeps it.
+        copies: by slot (the first input that reads a tensor) the cast copies of it that are read, each once.
         kept: the slots whose tensors autograd keeps as they are.
 
     Args:
         slots: per input its slot.
     """
 
-    __slots__ = ("_charges", "_slots", "copies", "evaluation", "format", "kept", "readings", "shared")
+    __slots__ = ("_charges", "_slots", "copies", "evaluation", "format", "kept", "shared")
 
     def __init__(self, evaluation: Evaluation, slots: Sequence[int]) -> None:
         self.evaluation = evaluation
         self._slots = slots
         self.format = _NUMBER[evaluation.output]
         self.shared: dict[SlotCast, int] = {}
-        self.readings: dict[int, tuple[Reading, ...]] = {}
-        kept = {saved.input_index for saved in evaluation.saved_inputs}
+        copies: dict[int, dict[int, Copy]] = {}
+        saved_inputs = {saved.input_index for saved in evaluation.saved_inputs}
         for priced in evaluation.casts:
             if priced.share >= 0:
                 slot = slots[priced.cast.input_index]
                 self.shared.setdefault((slot, priced.share), 1 << len(self.shared))
                 if priced.cast.site is CastSite.INPUT:
-                    reading = (priced.share, priced.nbytes, priced.cast.input_index in kept)
-                    self.readings[slot] = (*self.readings.get(slot, ()), reading)
-        for saved in evaluation.saved_inputs:
-            if saved.share < 0:
-                slot = slots[saved.input_index]
-                self.readings[slot] = (*self.readings.get(slot, ()), (-1, 0, True))
-        self.copies: dict[int, tuple[Reading, ...]] = {}
-        self.kept: set[int] = set()
-        for slot, readings in self.readings.items():
-            copies: dict[int, Reading] = {}
-            for share, nbytes, keeps in readings:
-                if share >= 0:
-                    copies[share] = (share, nbytes, keeps or (share in copies and copies[share][2]))
-                else:
-                    self.kept.add(slot)
-            self.copies[slot] = tuple(copies.values())
+                    of_slot = copies.setdefault(slot, {})
+                    keeps = priced.cast.input_index in saved_inputs or (priced.share in of_slot and of_slot[priced.share][2])
+                    of_slot[priced.share] = (priced.share, priced.nbytes, keeps)
+        self.copies = {slot: tuple(of_slot.values()) for slot, of_slot in copies.items()}
+        self.kept = {slots[saved.input_index] for saved in evaluation.saved_inputs if saved.share < 0}
         self._charges: dict[int, ChargedCost] = {}
 
     def charge(self, elsewhere: int) -> ChargedCost:
@@ -160,7 +148,6 @@ class CostMapper:
 
     Attributes:
         states: per operator how it now runs.
-        charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
     """
 
@@ -187,10 +174,14 @@ class CostMapper:
         for position in range(len(dag.operators)):
             self.states.append(self._state(position))
         self._costs = [self._charge(position) for position in range(len(dag.operators))]
-        self.charged: list[tuple[PricedCast, ...]] = [cost.casts for cost in self._costs]
         self.forward: list[Work] = [cost.forward for cost in self._costs]
         self.backward: list[Work] = [cost.backward for cost in self._costs]
         self._undo: _Undo | None = None
+
+    @property
+    def charged(self) -> list[tuple[PricedCast, ...]]:
+        """The casts charged to each operator, in the order in which they happen."""
+        return [cost.casts for cost in self._costs]
 
     @property
     def is_synchronous(self) -> bool:
@@ -362,7 +353,7 @@ class CostMapper:
 
     def _set_cost(self, position: int, cost: ChargedCost) -> None:
         self._costs[position] = cost
-        self.charged[position], self.forward[position], self.backward[position] = cost
+        _, self.forward[position], self.backward[position] = cost
 
     def commit(self) -> None:
         """Keep the pending update."""

@@ -63,9 +63,8 @@ class MemoryEstimate:
     Attributes:
         static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's buckets (as of the second step).
         saved_bytes: kept for backward when the forward pass ends.
-        transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
-            calibration's correction (which may make it negative).
-        peak_bytes: the sum of the three.
+        peak_bytes: both, and what the peak moment has beyond them: gradients made until then, living activations, workspace, and
+            the calibration's correction (which may make that negative).
         parts: the peak by what is alive at its moment.
         process: what a process takes beside its tensors.
         moments: bytes of all that is not static, at every moment.
@@ -73,7 +72,6 @@ class MemoryEstimate:
 
     static_bytes: int
     saved_bytes: int
-    transient_bytes: int
     peak_bytes: int
     parts: Mapping[str, int] = attrs.field(factory=dict, eq=False)
     process: ProcessMemory = attrs.field(factory=ProcessMemory)
@@ -97,8 +95,7 @@ class MemoryEstimate:
             _BESIDE: max(beside, ceil(share * beside)),
         }
         static, saved = self.static_bytes - self.parts["batch"] + parts["batch"], ceil(share * self.saved_bytes)
-        peak = sum(parts.values())
-        return MemoryEstimate(static, saved, peak - static - saved, peak, parts, self.process, batch_size=batch_size)
+        return MemoryEstimate(static, saved, sum(parts.values()), parts, self.process, batch_size=batch_size)
 
     def _highest(self, share: Fraction) -> Moment:
         """The first moment at which most is alive, with this share of the samples."""
@@ -353,14 +350,13 @@ class MemoryLedger:
             delay = state.evaluation.delay
             delayed |= delay > 0
             served = False
-            for share, nbytes, keeps in state.readings.get(slot, ()):
+            if slot in state.kept:
+                kept_until = max(kept_until, self._backward_of[reader + delay])
+            for share, nbytes, keeps in state.copies.get(slot, ()):
                 end = self._backward_of[reader + delay] if keeps else reader + delay
-                if share < 0:
-                    kept_until = max(kept_until, end)
-                else:
-                    served = share == evaluation.written and mapper.serves(position, reader)
-                    first, last, _ = copies.get(share, (reader, 0, 0))
-                    copies[share] = (first, max(last, end), nbytes)
+                served = share == evaluation.written and mapper.serves(position, reader)
+                first, last, _ = copies.get(share, (reader, 0, 0))
+                copies[share] = (first, max(last, end), nbytes)
             if not served:
                 read_until = max(read_until, reader + delay)
         for reader, slot in self._layout.indirect_reads.get(position, ()):
@@ -368,7 +364,7 @@ class MemoryLedger:
             delay = state.evaluation.delay
             delayed |= delay > 0
             read_until = max(read_until, reader + delay)
-            if any(share < 0 and keeps for share, _, keeps in state.readings.get(slot, ())):
+            if slot in state.kept:
                 kept_until = max(kept_until, self._backward_of[reader + delay])
         for other in self._layout.handing_on.get(position, ()):
             if mapper.states[other].evaluation.saves_output:
@@ -515,8 +511,7 @@ class MemoryLedger:
         moments = [(own, work, own + work if own + work > whole + beside else whole + beside) for own, work, whole in pieces]
         saved, peak, process = self.saved_bytes(), self.peak_bytes(), ProcessMemory.of(layout.profile)
         parts = self._parts(peak, max(moments, key=itemgetter(2)))
-        transient = peak - self.static_bytes - saved
-        return MemoryEstimate(self.static_bytes, saved, transient, peak, parts, process, moments, layout.dag.batch_size)
+        return MemoryEstimate(self.static_bytes, saved, peak, parts, process, moments, layout.dag.batch_size)
 
     def _parts(self, peak_bytes: int, highest: Moment) -> dict[str, int]:
         """The peak by what is alive at its moment, each at least 0 but for the last, which is what calibration adds."""

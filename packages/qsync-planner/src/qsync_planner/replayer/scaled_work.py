@@ -40,11 +40,11 @@ class ScaledWork:
             [model.cost_number(operator, run) for operator, run in zip(operators, self._runs, strict=True)], dtype=np.int64
         )
         self._products = mapper.dag.once(_products)
-        forward = range(len(operators))
-        self._forward = _Kernels(mapper.charged, self._begins, [*forward], (BEFORE_FORWARD, AFTER_FORWARD))
+        forward, charged = range(len(operators)), mapper.charged
+        self._forward = _Kernels(charged, self._begins, [*forward], (BEFORE_FORWARD, AFTER_FORWARD))
         ends = [*self._begins, len(operators)]
         backward = [*chain.from_iterable(reversed(range(begin, end)) for begin, end in pairwise(ends))]
-        self._backward = _Kernels(mapper.charged, self._begins, backward, (BEFORE_BACKWARD, AFTER_BACKWARD))
+        self._backward = _Kernels(charged, self._begins, backward, (BEFORE_BACKWARD, AFTER_BACKWARD))
 
     def condensed(self, dispatch_ns: Integers, compute_ns: Integers, calibration: Calibration) -> Condensed:
         """The work with kernels of these times.

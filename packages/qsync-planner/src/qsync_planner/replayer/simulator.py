@@ -168,7 +168,7 @@ class _Builder:
     def __init__(self, mapper: CostMapper) -> None:
         self.nodes: list[DfgNode] = []
         self.last_compute: tuple[int, ...] = ()
-        self._mapper = mapper
+        self._mapper, self._charged = mapper, mapper.charged
         self._waits_for: tuple[int, ...] = ()
 
     def level(self) -> None:
@@ -208,7 +208,6 @@ class _Builder:
         op_id, entry = self._mapper.dag.operators[position].op_id, self._mapper.states[position].evaluation
         forward = phase is Phase.FORWARD
         before, after = (BEFORE_FORWARD, AFTER_FORWARD) if forward else (BEFORE_BACKWARD, AFTER_BACKWARD)
-        charged = self._mapper.charged[position]
 
         def run(name: str, work: Work) -> None:
             if work != NOTHING:
@@ -219,7 +218,7 @@ class _Builder:
                 self.compute(name, op_id, phase, work.compute_ns, deps)
 
         def run_casts(sites: Sequence[CastSite]) -> None:
-            for priced in charged:
+            for priced in self._charged[position]:
                 if priced.cast.site in sites:
                     run(f"cast {priced.cast.key.source}→{priced.cast.key.target} ({priced.cast.site})", priced.work)
 

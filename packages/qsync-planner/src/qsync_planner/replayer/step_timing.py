@@ -46,7 +46,6 @@ class StepShape:
 
     Attributes:
         ready_after: per bucket the position of the operator after whose backward it is ready.
-        cuts: the distinct ones of those, in order of the backward pass (descending).
         host_work_ns: per bucket the compute time that its collective and its copies take from what is left of this rank's own
             backward (0 for the last one: nothing is left to delay).
         optimizer: the optimizer step, after the copies of the last bucket.
@@ -58,7 +57,6 @@ class StepShape:
     """
 
     ready_after: tuple[int, ...]
-    cuts: tuple[int, ...]
     host_work_ns: tuple[int, ...]
     optimizer: Work
     left_ns: tuple[int, ...]
@@ -94,13 +92,7 @@ class StepShape:
             if copies[-1]:  # its gradients come back after its collective
                 optimizer = device_only(copies[-1]).then(optimizer)
         left = tuple(accumulate(reversed(collective_ns)))[::-1]
-        cuts = tuple(sorted(set(ready), reverse=True))
-        return cls(ready, cuts, tuple(host), optimizer, left, collective_ns, slowdown, start_delay_ns, micro_batches)
-
-    @property
-    def without_exchange(self) -> StepShape:
-        """A micro-batch whose gradients stay on the rank, and which no optimizer follows."""
-        return StepShape.of((), (), 0.0, NOTHING)
+        return cls(ready, tuple(host), optimizer, left, collective_ns, slowdown, start_delay_ns, micro_batches)
 
     @property
     def is_joint(self) -> bool:
@@ -111,11 +103,16 @@ class StepShape:
     def at_cuts(self) -> dict[int, tuple[int, int]]:
         """The operators after which buckets are ready: the compute time that their collectives take from what follows, and how
         long the collectives from the first of them on take."""
-        found: dict[int, tuple[int, int]] = dict.fromkeys(self.cuts, (0, 0))
+        found = dict.fromkeys(self.ready_after, (0, 0))
         for position, work, left in zip(self.ready_after, self.host_work_ns, self.left_ns, strict=True):
             host, longest = found[position]
             found[position] = host + work, max(longest, left)
         return found
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The operators after which buckets are ready, each once."""
+        return tuple(self.at_cuts)
 
     def host_work_after(self, cut: int) -> int:
         """Compute time that collectives of buckets ready at this operator take from what follows it."""
@@ -152,10 +149,7 @@ class Condensed:
 
     def shape(self, whole: StepShape) -> StepShape:
         """The step's shape, with runs for operators."""
-        run_of = self.run_of
-        return attrs.evolve(
-            whole, ready_after=tuple(run_of[p] for p in whole.ready_after), cuts=tuple(run_of[p] for p in whole.cuts)
-        )
+        return attrs.evolve(whole, ready_after=tuple(self.run_of[position] for position in whole.ready_after))
 
 
 class StepTimes(NamedTuple):
@@ -218,7 +212,8 @@ class StepTiming:
         self._tree = SequenceTree(len(work.forward), self._fold, _join, stays=stays or isinstance(work, Condensed))
         self._before_last: StepTiming | None = None
         if shape.micro_batches > 1:
-            self._before_last = StepTiming(work, shape.without_exchange, synchronises=synchronises, stays=stays)
+            # Their gradients stay on the rank, and no optimizer follows.
+            self._before_last = StepTiming(work, StepShape.of((), (), 0.0, NOTHING), synchronises=synchronises, stays=stays)
 
     def _fold(self, first: int, last: int) -> Node:
         """A few operators: forward; then backward in reverse, after each the buckets that are ready and what they take here."""

@@ -18,6 +18,8 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_core.units import format_bytes, format_estimate, format_ns
 from qsync_planner.reporting.marks import (
+    DOWN,
+    OWN_COLOUR,
     Bar,
     Piece,
     Rows,
@@ -145,8 +147,6 @@ def precisions_figure(dag: PrecisionDag, plan: PrecisionPlan) -> Figure:
         {"y": top + line * height + height / 2 - 1, "text": name} for line, (name, _) in enumerate(rows) if name != previous[line]
     ]
     across = {"field": "x", "type": "quantitative", "scale": {"domain": [0, 1], "nice": False}, "axis": None}
-    down = {"field": "y", "type": "quantitative", "scale": None, "axis": None}
-    text = {"baseline": "middle", "fontSize": 11}
     spec = chart(
         [
             {
@@ -155,9 +155,9 @@ def precisions_figure(dag: PrecisionDag, plan: PrecisionPlan) -> Figure:
                 "encoding": {
                     "x": across,
                     "x2": {"field": "x2"},
-                    "y": down,
+                    "y": DOWN,
                     "y2": {"field": "y2"},
-                    "fill": {"field": "colour", "type": "nominal", "scale": None},
+                    "fill": OWN_COLOUR,
                     "tooltip": tooltips(cells),
                 },
             },
@@ -170,9 +170,9 @@ def precisions_figure(dag: PrecisionDag, plan: PrecisionPlan) -> Figure:
                     "fontSize": 12,
                     "limit": {"expr": f"width * {lane:.4f}"},
                 },
-                "encoding": {"x": across, "y": down, "text": {"field": "text"}},
+                "encoding": {"x": across, "y": DOWN, "text": {"field": "text"}},
             },
-            _labels(labels, down, text),
+            _labels(labels),
         ],
         top + len(rows) * height,
         padding={"left": _label_px(labels), "right": 2, "top": 2, "bottom": 2},
@@ -189,6 +189,8 @@ def precisions_figure(dag: PrecisionDag, plan: PrecisionPlan) -> Figure:
 
 _CHARACTER_PX = 6.2
 """The width of a label's character, on average."""
+_NAME = 26
+"""Characters of a label, at most."""
 
 
 def _label_px(labels: Sequence[Mapping[str, Any]]) -> int:
@@ -196,20 +198,21 @@ def _label_px(labels: Sequence[Mapping[str, Any]]) -> int:
     return 12 + round(_CHARACTER_PX * max(len(shorten(label["text"])) for label in labels))
 
 
-def _labels(labels: Sequence[Mapping[str, Any]], down: Spec, text: Spec) -> Spec:
+def _labels(labels: Sequence[Mapping[str, Any]]) -> Spec:
     """Names on the left of a chart, in its padding."""
-    mark = {"type": "text", "align": "right", "x": -6, "limit": _label_px(labels) - 8, "color": "var(--soft)", **text}
+    mark: Spec = {"type": "text", "align": "right", "baseline": "middle", "x": -6, "limit": _label_px(labels) - 8}
+    mark |= {"color": "var(--soft)", "fontSize": 11}
     shortened = [{**label, "text": shorten(label["text"])} for label in labels]
-    return {"data": {"values": shortened}, "mark": mark, "encoding": {"y": down, "text": {"field": "text"}}}
+    return {"data": {"values": shortened}, "mark": mark, "encoding": {"y": DOWN, "text": {"field": "text"}}}
 
 
-def shorten(name: str, most: int = 26) -> str:
+def shorten(name: str) -> str:
     """A long name of an operator or a layer from its layer's number on, or its end, which says more than its beginning."""
-    if len(name) <= most:
+    if len(name) <= _NAME:
         return name
     layer = layer_of(OpId.parse(name))  # a module that runs again has the number of its call
     short = name[layer.rfind(".") + 1 :] if layer.rpartition(".")[2].isdecimal() else name
-    return f"…{short}" if len(short) < most else f"…{short[1 - most :]}"
+    return f"…{short}" if len(short) < _NAME else f"…{short[1 - _NAME :]}"
 
 
 def _lowered(group: GroupPlan) -> int:
@@ -244,7 +247,6 @@ def sensitivity_figure(sensitivity: Sensitivity, plan: PrecisionPlan) -> Figure 
                 "Used by": ", ".join(users) or "no group",
             }
             dots.append({"x": omega, "y": y, "colour": fill, "fill": fill if users else "var(--paper)", **says})
-    down = {"field": "y", "type": "quantitative", "scale": None, "axis": None}
     lines = [{"y": label["y"]} for label in labels]
     powers = [10.0**power for power in range(*_decades([dot["x"] for dot in dots]))]
     spec = chart(
@@ -252,7 +254,7 @@ def sensitivity_figure(sensitivity: Sensitivity, plan: PrecisionPlan) -> Figure 
             {
                 "data": {"values": lines},
                 "mark": {"type": "rule", "stroke": "var(--line)", "x": 0, "x2": {"expr": "width"}},
-                "encoding": {"y": down},
+                "encoding": {"y": DOWN},
             },
             {
                 "data": {"values": sorted(dots, key=lambda dot: dot["fill"] != "var(--paper)")},
@@ -265,13 +267,13 @@ def sensitivity_figure(sensitivity: Sensitivity, plan: PrecisionPlan) -> Figure 
                         "scale": {"type": "log", "nice": False, "padding": 8},
                         "axis": {"format": ".0e", "values": powers},
                     },
-                    "y": down,
-                    "stroke": {"field": "colour", "type": "nominal", "scale": None},
+                    "y": DOWN,
+                    "stroke": OWN_COLOUR,
                     "fill": {"field": "fill", "type": "nominal", "scale": None},
                     "tooltip": tooltips(dots),
                 },
             },
-            _labels(labels, down, {"baseline": "middle", "fontSize": 11}),
+            _labels(labels),
         ],
         len(shown) * height,
         padding={"left": _label_px(labels), "right": 8, "top": 2, "bottom": 2},

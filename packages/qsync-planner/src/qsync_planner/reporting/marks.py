@@ -116,12 +116,12 @@ def bars_chart(
         {
             "data": {"values": pieces},
             "mark": {"type": "rect", "stroke": "var(--paper)", "strokeWidth": edge_px},
-            "encoding": {"x": x, "x2": {"field": "x2"}, **_PIXELS, "fill": _OWN_COLOUR, "tooltip": tooltips(pieces)},
+            "encoding": {"x": x, "x2": {"field": "x2"}, **_PIXELS, "fill": OWN_COLOUR, "tooltip": tooltips(pieces)},
         },
         {
             "data": {"values": names},
             "mark": {"type": "text", "align": "left", "baseline": "alphabetic", "x": 0, "limit": {"expr": "width"}, **_NAME_FONT},
-            "encoding": {"y": _PIXELS["y"], "text": {"field": "text"}},
+            "encoding": {"y": DOWN, "text": {"field": "text"}},
         },
     ]
     if marks:
@@ -160,11 +160,10 @@ def _tooltip(says: Mapping[str, str]) -> dict[str, str]:
     return {name[0].upper() + name[1:]: text for name, text in says.items()}
 
 
-_PIXELS = {
-    "y": {"field": "y", "type": "quantitative", "scale": None, "axis": None},
-    "y2": {"field": "y2"},
-}
-_OWN_COLOUR = {"field": "colour", "type": "nominal", "scale": None}
+DOWN = {"field": "y", "type": "quantitative", "scale": None, "axis": None}
+"""Where a mark is, in pixels from the top."""
+OWN_COLOUR = {"field": "colour", "type": "nominal", "scale": None}
+_PIXELS = {"y": DOWN, "y2": {"field": "y2"}}
 _NAME_FONT = {"fontSize": 12, "fontWeight": {"expr": "datum.weight"}}
 _CONFIG = {
     "font": "system-ui, -apple-system, 'Segoe UI', sans-serif",

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.atomic_file import write_or_refuse
 from qsync_core.artifacts.files import load
 from qsync_core.artifacts.perfetto import comparison_to_perfetto, to_perfetto
 from qsync_core.artifacts.whole_file import read_whole
@@ -81,10 +81,11 @@ def write_job_report(
         PlanError: when qsync-planner's extra ``report`` is not installed, or the folder cannot be written.
     """
     predicted = predicted_timeline(job)
-    _write(run.report, render(report_page(job, predicted, measured, plans, first=first, title=title)).encode())
+    page = render(report_page(job, predicted, measured, plans, first=first, title=title))
+    write_or_refuse(run.report, page.encode(), PlanError)
     if timeline := predicted or measured:
         trace = comparison_to_perfetto(predicted, measured) if predicted and measured else to_perfetto(timeline)
-        _write(run.trace, json.dumps(trace).encode())
+        write_or_refuse(run.trace, json.dumps(trace).encode(), PlanError)
     else:  # one that lies there is of another plan
         run.trace.unlink(missing_ok=True)
     return run.report
@@ -123,13 +124,6 @@ def _start_section(run: RunFolder) -> list[Section]:
         return [Section("How to train", (), (Lines(text.strip()),))]
     except (OSError, UnicodeDecodeError) as reason:
         raise ArtifactError(f"cannot read {run.start}: {reason}") from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as reason:
-        raise PlanError(f"cannot write {path}: {reason.strerror or reason}") from None
 
 
 def report_page(
@@ -202,9 +196,8 @@ def _facts(job: Job, ways: Sequence[WayToRun], measured: Timeline | None) -> lis
         facts.append(Fact("Gradient error Σ Ω", f"{plan.objective:.3g}", below))
     for group in plan.groups:
         if group.memory_budget_bytes:
-            used = sum(plan.memory.get(group.group, {}).values()) or group.predicted_peak_bytes
             beside = f"of {format_bytes(group.memory_budget_bytes)}"
-            facts.append(Fact(f"Memory on {group.group}", format_bytes(used), beside))
+            facts.append(Fact(f"Memory on {group.group}", format_bytes(plan.process_bytes(group)), beside))
     return facts
 
 
@@ -267,9 +260,7 @@ def _subsets_section(job: Job, plans: Sequence[tuple[Sequence[str], PrecisionPla
         samples = job.dag.accumulate * batches
         period = plan.predicted_iteration_ns
         rate = f"{samples * 1e9 / period:,.1f}" if period else ""
-        memory = ", ".join(
-            f"{g.group} {format_bytes(sum(plan.memory.get(g.group, {}).values()) or g.predicted_peak_bytes)}" for g in plan.groups
-        )
+        memory = ", ".join(f"{group.group} {format_bytes(plan.process_bytes(group))}" for group in plan.groups)
         rows.append((", ".join(names), format_ns(period), rate, " ".join(_lowered_sentences(plan)), memory))
     if len(rows) < 2:
         return []

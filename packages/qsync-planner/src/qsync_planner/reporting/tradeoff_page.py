@@ -9,12 +9,13 @@ from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.search import PROVEN_GAP
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint
 from qsync_planner.estimating.marks import estimate_notes
-from qsync_planner.reporting.marks import Spec, chart, colour, size_unit, time_unit, tooltips
+from qsync_planner.reporting.marks import OWN_COLOUR, Spec, chart, colour, size_unit, time_unit, tooltips
 from qsync_planner.reporting.page import Figure, Key, Page, Section, Table, render
 
 _DECADES = 6
 """An Ω this many powers of ten below the largest is drawn as 0."""
 _HEIGHT = 320
+_ROW = {"field": "row", "type": "nominal"}
 _INTRODUCTION = (
     "Every dot is a plan of which no other is better in gradient error (Ω), step time and memory. Point at one for its figures; "
     "a click leads to its row of the table, which says how to get the plan."
@@ -58,12 +59,9 @@ def tradeoff_section(tradeoff: Tradeoff, title: str, chosen_ns: int | None = Non
 def tradeoff_figure(tradeoff: Tradeoff, chosen_ns: int | None = None) -> Figure:
     """Ω against step time: a curve for each memory budget, a dot for each plan."""
     unit = time_unit(max(point.iteration_ns for point in tradeoff.points))
-    zero, ticks = _zero(tradeoff)
+    zero, up = _up(tradeoff, padding=10)
     along: Spec = {"field": "x", "type": "quantitative", "title": f"predicted step time ({unit.name})"}
     along["scale"] = {"zero": False, "nice": False, "padding": 14}
-    up: Spec = {"field": "y", "type": "quantitative", "title": "Ω, gradient error"}
-    up["scale"] = {"type": "log", "nice": False, "padding": 10}
-    up["axis"] = {"values": ticks, "labelExpr": f"datum.value <= {zero} ? '0' : format(datum.value, '.0e')"}
     steps, dots = [], []
     for level in range(len(tradeoff.budgets)):
         curve = [(unit.of(point.iteration_ns), max(zero, point.omega)) for point in tradeoff.curve(level)]
@@ -82,17 +80,16 @@ def tradeoff_figure(tradeoff: Tradeoff, chosen_ns: int | None = None) -> Figure:
                 "Operators": "; ".join(operators_lines(point)),
             }
         )
-    own: Spec = {"field": "colour", "type": "nominal", "scale": None}
     layers: list[Spec] = [
         {
             "data": {"values": steps},
             "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.6, "opacity": 0.8},
-            "encoding": {"x": along, "y": up, "stroke": own, "detail": {"field": "level", "type": "nominal"}},
+            "encoding": {"x": along, "y": up, "stroke": OWN_COLOUR, "detail": {"field": "level", "type": "nominal"}},
         },
         {
             "data": {"values": dots},
             "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1, "stroke": "var(--paper)", "cursor": "pointer"},
-            "encoding": {"x": along, "y": up, "fill": own, "tooltip": tooltips(dots), "href": {"field": "row", "type": "nominal"}},
+            "encoding": {"x": along, "y": up, "fill": OWN_COLOUR, "tooltip": tooltips(dots), "href": _ROW},
         },
     ]
     lines = [(f"{name} precision", duration_ns) for name, duration_ns in sorted(tradeoff.baselines.items())]
@@ -105,10 +102,7 @@ def tradeoff_figure(tradeoff: Tradeoff, chosen_ns: int | None = None) -> Figure:
 
 def memory_figures(tradeoff: Tradeoff) -> list[Figure]:
     """Ω against the memory of each inference group, with each rung for all operators as a point of its own."""
-    zero, ticks = _zero(tradeoff)
-    up: Spec = {"field": "y", "type": "quantitative", "title": "Ω, gradient error"}
-    up["scale"] = {"type": "log", "nice": False, "padding": 14}
-    up["axis"] = {"values": ticks, "labelExpr": f"datum.value <= {zero} ? '0' : format(datum.value, '.0e')"}
+    zero, up = _up(tradeoff, padding=14)
     found = []
     for group in next(iter(tradeoff.points)).variants:
         unit = size_unit(max(point.peak_bytes[group] for point in tradeoff.uniform))
@@ -133,10 +127,9 @@ def memory_figures(tradeoff: Tradeoff) -> list[Figure]:
         dot: Spec = {"type": "point", "filled": True, "size": 90, "opacity": 1, "fill": colour(0), "cursor": "pointer"}
         cross: Spec = {"type": "point", "shape": "cross", "filled": True, "size": 110, "opacity": 1, "fill": colour(1)}
         place = {"x": along, "y": up}
-        href = {"field": "row", "type": "nominal"}
         layers: list[Spec] = [
             {"data": {"values": front}, "mark": step, "encoding": place},
-            {"data": {"values": front}, "mark": dot, "encoding": {**place, "tooltip": tooltips(front), "href": href}},
+            {"data": {"values": front}, "mark": dot, "encoding": {**place, "tooltip": tooltips(front), "href": _ROW}},
             {"data": {"values": uniform}, "mark": cross, "encoding": place},
             {
                 "data": {"values": uniform},
@@ -178,6 +171,14 @@ def _limits(lines: Sequence[tuple[str, int]], along: Spec, of: Callable[[float],
         {"data": {"values": values}, "mark": rule, "encoding": x},
         {"data": {"values": values}, "mark": text, "encoding": {**x, "text": {"field": "text"}}},
     ]
+
+
+def _up(tradeoff: Tradeoff, padding: int) -> tuple[float, Spec]:
+    """Where Ω of 0 is drawn, and the axis of Ω."""
+    zero, ticks = _zero(tradeoff)
+    axis = {"values": ticks, "labelExpr": f"datum.value <= {zero} ? '0' : format(datum.value, '.0e')"}
+    scale = {"type": "log", "nice": False, "padding": padding}
+    return zero, {"field": "y", "type": "quantitative", "title": "Ω, gradient error", "scale": scale, "axis": axis}
 
 
 def _zero(tradeoff: Tradeoff) -> tuple[float, list[float]]:

@@ -54,17 +54,6 @@ def dequantize_product(
         out.copy_(value)
 
 
-def _int8_output(
-    x_MK: torch.Tensor,
-    x_scale: torch.Tensor,
-    w_NK: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-) -> None:
-    dequantize_product(int8_product(x_MK, w_NK), x_scale, w_scale, bias_N, out_MN)
-
-
 def correct_zero_point(product: torch.Tensor, zero_point: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Σ (x - z)·w from the int32 sums Σ x·w, exactly: less z times the sum of each output channel's weights.
 
@@ -77,51 +66,18 @@ def correct_zero_point(product: torch.Tensor, zero_point: torch.Tensor, w: torch
     return product.sub_(zero_point.to(torch.int32)[:, None] * sums)
 
 
-def _affine_int8_output(
-    x_MK: torch.Tensor,
-    x_scale: torch.Tensor,
-    w_NK: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-) -> None:
-    scale, zero_point = affine_parts(x_scale)
-    product = correct_zero_point(int8_product(x_MK, w_NK), zero_point, w_NK)
-    dequantize_product(product, scale, w_scale, bias_N, out_MN)
-
-
-def _float_output(
-    x_MK: torch.Tensor,
-    x_scale: torch.Tensor,
-    w_NK: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-) -> None:
-    out_MN.copy_(float_products.product(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype), None))
-
-
-def _float8_output(
-    x_MK: torch.Tensor,
-    x_scale: torch.Tensor,
-    w_NK: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-) -> None:
-    (m, k), n = x_MK.shape, w_NK.shape[0]
-    if m == 0 or n == 0:
-        return
-    if k == 0:
-        out_MN.zero_() if bias_N is None else out_MN.copy_(bias_N.expand_as(out_MN))
-        return
+def _float8_product(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """``x_MK @ w_NK.T`` in float32."""
+    n = w_NK.shape[0]
+    if not x_MK.numel() or not n:
+        return torch.zeros((x_MK.shape[0], n), dtype=torch.float32, device=x_MK.device)
     x, w = _float8_padded(x_MK, 1), _float8_padded(w_NK, _FLOAT8_MULTIPLE)
     one = torch.ones((), dtype=torch.float32, device=x.device)
     # Accumulation in float32 throughout; the fast path of the tensor cores keeps 14 bits between partial sums.
     product = torch.nn.functional.scaled_mm(
         x, w.t(), one, _ONE_SCALE, one, _ONE_SCALE, output_dtype=torch.float32, use_fast_accum=False
     )
-    dequantize_product(product[:, :n], x_scale, w_scale, bias_N, out_MN)
+    return product[:, :n]
 
 
 _ONE_SCALE = torch.nn.functional.ScalingType.TensorWise
@@ -138,9 +94,27 @@ def _float8_padded(x: torch.Tensor, row_multiple: int) -> torch.Tensor:
 
 def build_linear_output(variant: Variant) -> Callable[..., None]:
     """The product and, for 8-bit operands, dequantization."""
-    if variant.compute is Precision.INT8:
-        return _int8_output if variant.symmetric else _affine_int8_output
-    return _float8_output if variant.compute is Precision.FLOAT8_E4M3FN else _float_output
+    is_affine, in_8_bit = not variant.symmetric, {Precision.INT8: int8_product, Precision.FLOAT8_E4M3FN: _float8_product}
+    multiply = in_8_bit.get(variant.compute)
+
+    def kernel(
+        x_MK: torch.Tensor,
+        x_scale: torch.Tensor,
+        w_NK: torch.Tensor,
+        w_scale: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        out_MN: torch.Tensor,
+    ) -> None:
+        if multiply is None:
+            out_MN.copy_(float_products.product(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype), None))
+            return
+        product = multiply(x_MK, w_NK)
+        if is_affine:
+            x_scale, zero_point = affine_parts(x_scale)
+            product = correct_zero_point(product, zero_point, w_NK)
+        dequantize_product(product, x_scale, w_scale, bias_N, out_MN)
+
+    return kernel
 
 
 def saved_activation(

@@ -88,12 +88,12 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
 def build_copy(variant: Variant) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Offset], None]:
     """Quantization of one tensor with the random numbers of a given stream: ``write_copy(x, q_out, scale_out, seed, stream)``."""
     precision, granularity, rounding = variant.compute, variant.x_granularity, variant.rounding
-    find, write = (find_scale, write_rounded) if variant.symmetric else (find_affine_scale, write_affine)
+    symmetric, find = variant.symmetric, find_scale if variant.symmetric else find_affine_scale
 
     def write_copy(x: torch.Tensor, q_out: torch.Tensor, scale_out: torch.Tensor, seed: int, stream: Offset) -> None:
         find(x, precision, granularity, scale_out)
         require_finite(x, scale_out, precision)
-        write(x, scale_out, precision, granularity, rounding, seed, stream, q_out)
+        write_rounded(x, scale_out, precision, granularity, rounding, seed, stream, q_out, symmetric)
 
     return write_copy
 
@@ -158,6 +158,7 @@ def write_rounded(
     seed: int,
     stream: Offset,
     q_out: torch.Tensor,
+    symmetric: bool = True,
 ) -> None:
     """Write ``x / scale``, rounded, into ``q_out`` of the same layout (see :func:`quantizable`).
 
@@ -167,12 +168,20 @@ def write_rounded(
         precision, granularity, rounding: of the copy.
         seed, stream: which random numbers; element i in memory order takes number i.
         q_out: written.
+        symmetric: else ``scale`` also holds the zero points of :func:`find_affine_scale`, which are added.
     """
     groups, q_groups = _grouped(x, granularity), _grouped(q_out, granularity)
+    zero_point = None
+    if not symmetric:
+        scale, zero_point = affine_parts(scale)
     if x.device.type == "cpu" and precision is Precision.INT8:
-        _round_int8_cpu(groups, scale, q_groups, rounding, seed, stream)
+        _round_int8_cpu(groups, scale, q_groups, rounding, seed, stream, zero_point)
     elif x.numel():
         draws = _uniform(groups, seed, stream) if rounding is Rounding.STOCHASTIC else None
+        if zero_point is not None:
+            y = _rounded(groups.to(torch.float32), scale[:, None], rounding, draws).add_(zero_point[:, None])
+            q_groups.copy_(y.clamp_(-128.0, 127.0))
+            return
         round_ = _round_float8 if precision is Precision.FLOAT8_E4M3FN else _round_int8
         q_groups.copy_(round_(groups, scale[:, None], rounding, draws))
 
@@ -261,26 +270,6 @@ def find_affine_scale(x: torch.Tensor, precision: Precision, granularity: Granul
     low, high = low.to(torch.float32).clamp(max=0.0), high.to(torch.float32).clamp(min=0.0)
     scale.copy_(affine_scale(low, high))
     zero_point.copy_((-low / scale).ceil_().sub_(128.0).clamp_(max=127.0))
-
-
-def write_affine(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    precision: Precision,
-    granularity: Granularity,
-    rounding: Rounding,
-    seed: int,
-    stream: Offset,
-    q_out: torch.Tensor,
-) -> None:
-    """:func:`write_rounded` with the scales and zero points of :func:`find_affine_scale`; the same draws."""
-    groups, q_groups, (scales, zero_points) = _grouped(x, granularity), _grouped(q_out, granularity), affine_parts(scale)
-    if x.device.type == "cpu":
-        _round_int8_cpu(groups, scales, q_groups, rounding, seed, stream, zero_points)
-    elif x.numel():
-        draws = _uniform(groups, seed, stream) if rounding is Rounding.STOCHASTIC else None
-        y = _rounded(groups.to(torch.float32), scales[:, None], rounding, draws).add_(zero_points[:, None])
-        q_groups.copy_(y.clamp_(-128.0, 127.0))
 
 
 def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:

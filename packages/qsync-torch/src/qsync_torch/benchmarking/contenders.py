@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,7 +13,7 @@ from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
-from qsync_torch.benchmarking.limited_backend import LimitedBackend, library_of
+from qsync_torch.benchmarking.limited_backend import LimitedBackend
 from qsync_torch.benchmarking.problems import Problem
 from qsync_torch.benchmarking.race import Thunk, race, why_failed
 from qsync_torch.benchmarking.shapes import ProductShape
@@ -25,6 +22,7 @@ from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.operands import REPLACED, Arguments, memory_of
 from qsync_torch.kernels.selection import AUTO, find_backends
 from qsync_torch.kinds.products import product, product_gradients
+from qsync_torch.tuning.compiling import Group, build_all, kernel_of
 
 
 @attrs.frozen(eq=False)
@@ -179,19 +177,11 @@ def build_side_by_side(todo: Sequence[tuple[KernelBackend, KernelRequest, Kernel
 
     Threads that want one library wait for each other, so that each library is built once before any is asked for again.
     """
-    first: dict[tuple[str, str, str, str], tuple[KernelBackend, KernelRequest, KernelConfig]] = {}
-    by_request: dict[tuple[str, KernelRequest, str], tuple[KernelBackend, KernelRequest, KernelConfig]] = {}
-    for item in todo:
-        backend, request, config = item
-        library = library_of(config)
-        first.setdefault((backend.name, request.op, str(request.variant), library), item)
-        by_request.setdefault((backend.name, request, library), item)
-
-    def build(item: tuple[KernelBackend, KernelRequest, KernelConfig]) -> None:
-        backend, request, config = item
-        with contextlib.suppress(Exception):
-            backend.build(request, config)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build, first.values()))
-        list(pool.map(build, by_request.values()))
+    first: dict[Group, tuple[KernelBackend, KernelRequest, str]] = {}
+    by_request: dict[Group, tuple[KernelBackend, KernelRequest, str]] = {}
+    for backend, request, config in todo:
+        library = kernel_of(config.text)
+        first.setdefault((backend.name, request.op, str(request.variant), library), (backend, request, config.text))
+        by_request.setdefault((backend.name, request, library), (backend, request, config.text))
+    for wanted in (first, by_request):
+        build_all(wanted, lambda built, every: None)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelBackend, KernelConfig, KernelRequest, KernelSpec, Op
+from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest, Op
+from qsync_torch.tuning.compiling import kernel_of
 
-_RUN_TIME = re.compile(r";(raster|swizzle|splits)=[^;]*")
-"""Knobs that one compiled library takes as arguments."""
 _MOST = 24
 
 
@@ -29,11 +27,8 @@ class LimitedBackend:
         """
         self._backend, self._libraries, self._just_in_time = backend, libraries, just_in_time
         self.name, self.api_version = backend.name, backend.api_version
+        self.kernel_specs, self.build = backend.kernel_specs, backend.build
         self.compiles = isinstance(backend, CompilingBackend)
-
-    def kernel_specs(self) -> Sequence[KernelSpec]:
-        """The backend's."""
-        return self._backend.kernel_specs()
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
         """The backend's, and that it is left out."""
@@ -53,22 +48,13 @@ class LimitedBackend:
             return configs[: max(1, self._just_in_time)]
         return first_libraries(configs, self._libraries)[:_MOST]
 
-    def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
-        """The backend's kernel, whatever the configuration."""
-        return self._backend.build(request, config)
-
-
-def library_of(config: KernelConfig) -> str:
-    """What names the compiled library of a configuration, for one operator in one variant."""
-    return _RUN_TIME.sub("", config.text)
-
 
 def first_libraries(configs: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
     """The configurations of the first ``count`` compiled libraries, in their order."""
     kept: list[KernelConfig] = []
     libraries: set[str] = set()
     for config in configs:
-        library = library_of(config)
+        library = kernel_of(config.text)
         if library in libraries or len(libraries) < count:
             libraries.add(library)
             kept.append(config)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import os
-import re
 import runpy
 import sys
-import tokenize
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +18,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from qsync_core.errors import JobError, QSyncError
-from qsync_core.ir.profile import Compiled, Compiler
 from qsync_torch.caller import Caller
+from qsync_torch.capturing.script_text import ScriptText
 from qsync_torch.capturing.sources import may_have_line
-from qsync_torch.capturing.wrapper import said_of_wrapper
 from qsync_torch.distributed.meeting import store_of_environment
 from qsync_torch.distributed.process_group import backend_without_nccl, in_process_group
 from qsync_torch.distributed.ranks import is_of_lost_rank
@@ -33,13 +29,6 @@ from qsync_torch.job import Job
 LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
 _TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
-_AUTOCAST = re.compile(r"\bautocast \(")
-_COMPILE = re.compile(r"\b(?!re\b|regex\b)(\w+) \. compile\b")
-"""PyTorch's ways and QSync's.  Adapters read their trainer's settings (:attr:`~qsync_torch.job.Job.compiles`)."""
-_WRAP = re.compile(r"\b(?:DistributedDataParallel|DDP) \(")
-_WORDS = frozenset({tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)})
-"""Tokens that say something to people."""
-_OURS = ("qsync", "qsync_torch")
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
 
@@ -151,63 +140,23 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Said:
             f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
         )
     sys.modules["__main__"] = handover.main
-    job, how = handover.job, handover.job.compiles
+    job, text, how = handover.job, ScriptText(path), handover.job.compiles
     if how is not None or not handover.says_compiled:
-        by_text = _compiles(path)
-        how = by_text or how if handover.says_compiled else how or by_text
-    reads = job.reads_loss or _reads_loss(path)
-    job = attrs.evolve(job, compiles=how, reads_loss=reads, communication=job.communication or said_of_wrapper(path))
+        how = text.compiles or how if handover.says_compiled else how or text.compiles
+    job = attrs.evolve(
+        job, compiles=how, reads_loss=job.reads_loss or text.reads_loss, communication=job.communication or text.communication
+    )
     return Said(job, handover.caller, handover.backend)
 
 
 def unsaid_autocast(path: str | Path, job: Job) -> str:
     """A sentence on a script that calls autocast, and says nothing of it in its line; empty for others."""
-    if job.amp is not None or not _AUTOCAST.search(_code(Path(path))):
+    if job.amp is not None or not ScriptText(path).calls_autocast:
         return ""
     return (
         f"{path} calls autocast, and its line was not reached under it: where the loop trains under autocast, write "
         "qsync.hybrid(..., amp='bfloat16'), or its training is refused under this plan, which is for float32"
     )
-
-
-def _compiles(path: Path) -> Compiled | None:
-    """How a script's text compiles its model; of a trainer that does, its adapter knows.
-
-    What is called first in the text is inside the other, the compiled model or DistributedDataParallel.
-    """
-    text = _code(path)
-    calls = [*_COMPILE.finditer(text)]
-    if not calls:
-        return None
-    call, wrap = next((one for one in calls if one[1] in _OURS), calls[0]), _WRAP.search(text)
-    between = "" if wrap is None else text[wrap.end() : call.start(1)]
-    by = Compiler.QSYNC if call[1] in _OURS else Compiler.TORCH
-    return Compiled(by, around_ddp=between.count(")") > between.count("("))  # else it is an argument, or stands before
-
-
-def _reads_loss(path: Path) -> bool:
-    """Whether the loop or function that calls ``backward`` reads a number each time (``loss.item()``), and not behind an ``if``."""
-    nodes = ast.walk(ast.parse(path.read_bytes()))
-    places = [node for node in nodes if isinstance(node, (ast.For, ast.While, ast.FunctionDef))]
-    return any({"backward", "item"} <= set(_methods_of(place)) for place in places)
-
-
-def _methods_of(place: ast.For | ast.While | ast.FunctionDef) -> Iterator[str]:
-    """The methods that a pass through a loop or a function calls in any case, but in loops and functions inside."""
-    left: list[ast.AST] = list(place.body)
-    while left:
-        node = left.pop()
-        if isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            continue
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield node.func.attr
-        left += [node.test] if isinstance(node, (ast.If, ast.IfExp)) else ast.iter_child_nodes(node)
-
-
-def _code(path: Path) -> str:
-    """The tokens of a script that has run, with spaces between, but comments and strings: these may speak of something else."""
-    with path.open("rb") as file:
-        return " ".join(token.string for token in tokenize.tokenize(file.readline) if token.type not in _WORDS)
 
 
 def _run(path: Path, handover: _Handover) -> None:

@@ -50,14 +50,14 @@ def _rewrite(graph: Graph, node: Node) -> bool:
     binding, value = cast(ProducerBinding, BOUND[str(node.args[5])]), made.meta["val"][0]
     if not (binding.saves_copy and binding.writes_copy):
         return False
-    if binding.with_copy_again.reasons_backward(value.device, tuple(value.shape)):
+    if binding.backward_with(copy_again=True).reasons_backward(value.device, tuple(value.shape)):
         return False
     q, scale, stream = (_part(graph, made, name) for name in ("q", "scale", "stream"))
     before = needs(node)
     readers = [(reader, layouts) for reader, layouts in _readers(q) if reader not in before]
     if not readers:
         return False
-    arguments = (*node.args[:5], binding.with_copy_again.key, scale, stream_key(seed, AGAIN), stream)
+    arguments = (*node.args[:5], binding.backward_with(copy_again=True).key, scale, stream_key(seed, AGAIN), stream)
     with graph.inserting_before(node):
         again = graph.call_function(_WITH_COPY, arguments)
     again.meta |= _described_as(node) | {"val": (*node.meta["val"], q.meta["val"])}
@@ -98,7 +98,7 @@ def _described_as(node: Node) -> dict[str, Any]:
 def _part(graph: Graph, made: Node, name: str) -> Node:
     """The node of one tensor that a gated unit's forward writes."""
     binding = cast(ProducerBinding, BOUND[str(made.args[2])])
-    place = binding.names(bool(made.args[3])).index(name)
+    place = binding.names[bool(made.args[3])].index(name)
     for user in made.users:
         if user.target is operator.getitem and user.args[1] == place:
             return user

@@ -58,7 +58,7 @@ def _first_quantization(node: Node) -> Node | None:
             and target.rounding is binding.variant.rounding
             and isinstance(quantize.args[2], int)
             and node not in needs(quantize, {gradient})
-            and not binding.with_grad_copy.reasons_backward(value.device, tuple(value.shape))
+            and not binding.backward_with(grad_copy=True).reasons_backward(value.device, tuple(value.shape))
         ):
             return quantize
     return None
@@ -69,7 +69,7 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 
 
 def _replace(graph: Graph, node: Node, quantize: Node) -> None:
-    key = cast(ProducerBinding, BOUND[_arguments(node)[-2]]).with_grad_copy.key
+    key = cast(ProducerBinding, BOUND[_arguments(node)[-2]]).backward_with(grad_copy=True).key
 
     def both(of_norm: Sequence[Any], of_copy: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of the two nodes as those of the one."""

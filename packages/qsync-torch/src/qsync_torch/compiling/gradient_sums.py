@@ -72,7 +72,7 @@ def _is_written(node: Node) -> bool:
 
 def _replace(graph: Graph, node: Node, grad: Node, other: Node) -> None:
     """Put a gradient in two parts in the place of one."""
-    key, place = _binding(node).with_grad_sum.key, GRADIENT_BINDING
+    key, place = _binding(node).backward_with(grad_sum=True).key, GRADIENT_BINDING
 
     def of_parts(grad: Any, other: Any, operands: Any) -> tuple[Any, ...]:
         """The arguments with both parts."""

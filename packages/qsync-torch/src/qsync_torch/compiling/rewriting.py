@@ -221,9 +221,10 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
     binding = producer_binding(chain.producer, variant, choice, chain.form)
     if chain.producer is Producer.BATCH_NORM:
         # Known by their keys to backward graphs that inductor has in its cache.
-        _ = binding.with_grad_sum, binding.with_grad_copy.with_grad_sum
+        binding.backward_with(grad_sum=True)
+        binding.backward_with(grad_copy=True).backward_with(grad_sum=True)
     if chain.producer is Producer.GLU:
-        _ = binding.with_copy_again
+        binding.backward_with(copy_again=True)
     return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 

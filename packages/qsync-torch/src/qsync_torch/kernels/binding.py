@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from qsync_core.geometry import NEUTRAL, Geometry
+from qsync_core.ir.chain import ALONE, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
@@ -53,6 +54,7 @@ class Bound:
 
     variant: Variant
     choice: KernelChoice
+    chain: ChainForm = ALONE
     geometry: Geometry = NEUTRAL
     multiplied: bool = False
     transposed: bool = False
@@ -66,9 +68,8 @@ class Bound:
         """What a call with these operand shapes asks of a backend."""
         kind, capability = device_facts(device)
         sizes = tuple(tuple(shape) for shape in shapes)
-        return KernelRequest(
-            op, self.variant, sizes, self.geometry, kind, capability, multiplied=self.multiplied, transposed=self.transposed
-        )
+        flags = {"multiplied": self.multiplied, "transposed": self.transposed}
+        return KernelRequest(op, self.variant, sizes, self.geometry, kind, capability, chain=self.chain, **flags)
 
     def kernel(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> Kernel:
         """The kernel for a call, built once per operator, device and operand shapes.

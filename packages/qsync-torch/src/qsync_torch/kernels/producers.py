@@ -16,10 +16,9 @@ import torch
 from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import Kernel, KernelRequest, Op
+from qsync_core.kernels.backend import Op
 from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, KernelChoice
 from qsync_torch.aten.random_bits import as_kernels_take
-from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import BOUND, Bound
 from qsync_torch.kernels.library_ops import define
@@ -35,8 +34,8 @@ class Produced(NamedTuple):
         q, scale: its 8-bit copy; stream: one int64, the offset for those who quantize because of it.
         mean, spread: the statistics; ``spread`` is a batch norm's biased variance, another norm's 1 / deviation, or 1 / root mean
             square.
-        kept, kept_scale: what backward reads in the place of the argument: the sum that a norm of rows normalizes, or the
-            normalized input (of an activation: the input) in 8 bit.
+        summed: the sum that a norm of rows normalizes, kept for backward in a float format.
+        kept, kept_scale: the normalized input (of an activation: the input) in 8 bit, kept for backward.
         open: one bit per element, whether ReLU let it pass.
         factor, factor_scale: of a gated unit, the second tensor in 8 bit.
     """
@@ -48,11 +47,27 @@ class Produced(NamedTuple):
     stream: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     spread: torch.Tensor | None = None
+    summed: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     kept_scale: torch.Tensor | None = None
     open: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     factor_scale: torch.Tensor | None = None
+
+    def read_backward(self, x: torch.Tensor) -> torch.Tensor:
+        """What backward reads in the place of the argument ``x``, or that itself."""
+        return next(kept for kept in (self.kept, self.summed, x) if kept is not None)
+
+
+_COPY = "q scale stream"
+_WRITTEN = {
+    Producer.BATCH_NORM: f"mean spread out absmax {_COPY} kept kept_scale open",
+    Producer.LAYER_NORM: f"summed mean spread out {_COPY} kept kept_scale",
+    Producer.RMS_NORM: f"summed spread out {_COPY} kept kept_scale",
+    Producer.ACTIVATION: f"out {_COPY} kept kept_scale",
+    Producer.GLU: f"out {_COPY} kept kept_scale factor factor_scale",
+}
+"""What the forward kernels write, in the order of their arguments (docs/design/fused-chains.md#kernels)."""
 
 
 class ProducerBinding(Bound):
@@ -62,6 +77,8 @@ class ProducerBinding(Bound):
         producer: what the chain is built around.
         variant: formats of the copy (``compute``), the result (``output``), what is kept (``saved``) and the gradient of the input.
         writes_copy, saves_copy: the result, and what is kept, are written in 8 bit.
+        written: fields of :class:`Produced` as the forward kernel takes them; names: those that it writes and its operator lists,
+            by whether a backward pass may follow.
     """
 
     def __init__(self, producer: Producer, variant: Variant, choice: KernelChoice, chain: ChainForm) -> None:
@@ -72,13 +89,9 @@ class ProducerBinding(Bound):
         )
         self.writes_copy, self.saves_copy = variant.compute.needs_scale, variant.saved.needs_scale
         self.saved = TORCH_DTYPE[variant.saved]
+        self.written = _WRITTEN[producer].split()
+        self.names = {keep: self._written(keep) for keep in (False, True)}
         self._register("producer", producer, variant, choice.backend, choice.config, chain)
-
-    def request(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> KernelRequest:
-        """What a call asks of a backend."""
-        kind, capability = device_facts(device)
-        sizes = tuple(tuple(shape) for shape in shapes)
-        return KernelRequest(op, self.variant, sizes, device_kind=kind, compute_capability=capability, chain=self.chain)
 
     def reasons_against(self, device: torch.device, shape: tuple[int, ...]) -> list[str]:
         """Why no backend of the choice runs it, forward or backward; empty where one does."""
@@ -88,57 +101,36 @@ class ProducerBinding(Bound):
         """Why no backend of the choice runs it backward."""
         return reasons_against(self.request(self.grad_op, device, shape), self.choice)
 
-    @functools.cached_property
-    def with_grad_copy(self) -> ProducerBinding:
-        """The binding of the same batch norm with a backward kernel that also writes its input's gradient in int8."""
-        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_copy=True))
+    def backward_with(self, **form: Any) -> ProducerBinding:
+        """The binding of the same producer whose backward kernel does more, named as in :class:`~qsync_core.ir.chain.ChainForm`."""
+        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, **form))
 
     def adds_gradients(self, device: torch.device, shape: tuple[int, ...]) -> bool:
         """Whether the backend that runs its backward takes the gradient in two parts; another would take over the whole of it."""
         runs = backend_of(self.request(self.grad_op, device, shape), self.choice)
-        summing = self.with_grad_sum
+        summing = self.backward_with(grad_sum=True)
         return runs != "" and runs == backend_of(summing.request(self.grad_op, device, shape), summing.choice)
 
-    @functools.cached_property
-    def with_grad_sum(self) -> ProducerBinding:
-        """The binding of the same batch norm with a backward kernel that takes the gradient of its result in two parts."""
-        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_sum=True))
-
-    @functools.cached_property
-    def with_copy_again(self) -> ProducerBinding:
-        """The binding of the same gated unit with a backward kernel that also writes the copy of its result again."""
-        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, copy_again=True))
-
-    def names(self, keep: bool) -> tuple[str, ...]:
+    def _written(self, keep: bool) -> tuple[str, ...]:
         """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""
-        chain, normalizes = self.chain, self.producer not in (Producer.ACTIVATION, Producer.GLU)
-        is_image = self.producer is Producer.BATCH_NORM
+        chain, kept, copies = self.chain, keep and self.saves_copy, self.writes_copy
         wanted = {
-            "out": chain.float_result,
-            "absmax": chain.float_result and is_image,
-            "q": self.writes_copy,
-            "scale": self.writes_copy,
-            "stream": self.writes_copy,
-            "mean": normalizes and self.producer is not Producer.RMS_NORM,
-            "spread": normalizes,
-            "kept": keep and (self.saves_copy or (self.producer.normalizes_rows and chain.residual)),
-            "kept_scale": keep and self.saves_copy,
-            "open": keep and is_image and chain.activation is Activation.RELU and (chain.residual or self.saves_copy),
-            "factor": keep and self.saves_copy and self.producer is Producer.GLU,
-            "factor_scale": keep and self.saves_copy and self.producer is Producer.GLU,
-        }
-        return tuple(name for name in Produced._fields if wanted[name])
+            "out": chain.float_result, "absmax": chain.float_result, "q": copies, "scale": copies, "stream": copies,
+            "mean": True, "spread": True, "summed": keep and chain.residual and not self.saves_copy,
+            "kept": kept, "kept_scale": kept, "factor": kept, "factor_scale": kept,
+            "open": keep and chain.activation is Activation.RELU and (chain.residual or self.saves_copy),
+        }  # fmt: skip
+        return tuple(name for name in Produced._fields if name in self.written and wanted[name])
 
     def named(self, tensors: Sequence[torch.Tensor], keep: bool) -> Produced:
         """The tensors of an operator's list by their names."""
-        return Produced(**dict(zip(self.names(keep), tensors, strict=True)))
+        return Produced(**dict(zip(self.names[keep], tensors, strict=True)))
 
     def allocate(self, x: torch.Tensor, keep: bool) -> Produced:
         """Tensors to be written, for an input that is dense: channels-last, or rows."""
         is_image = self.producer is Producer.BATCH_NORM
         groups = x.shape[1] if is_image else x.shape[0]
         copy_scales = x.shape[0] if self.variant.x_granularity is Granularity.PER_ROW else 1
-        kept_dtype = self.saved if self.saves_copy else TORCH_DTYPE[self.variant.saved]
         make: dict[str, Callable[[], torch.Tensor]] = {
             "out": lambda: torch.empty_like(x, dtype=self.output),
             "absmax": lambda: x.new_empty(1, dtype=torch.float32),
@@ -147,13 +139,14 @@ class ProducerBinding(Bound):
             "stream": lambda: x.new_empty(1, dtype=torch.int64),
             "mean": lambda: x.new_empty(groups, dtype=torch.float32),
             "spread": lambda: x.new_empty(groups, dtype=torch.float32),
-            "kept": lambda: torch.empty_like(x, dtype=kept_dtype),
+            "summed": lambda: torch.empty_like(x, dtype=self.saved),
+            "kept": lambda: torch.empty_like(x, dtype=self.saved),
             "kept_scale": lambda: x.new_empty(groups, dtype=torch.float32),
             "open": lambda: x.new_empty(x.shape[0], x.shape[2], x.shape[3], (x.shape[1] + 7) // 8, dtype=torch.uint8),
-            "factor": lambda: torch.empty_like(x, dtype=kept_dtype),
+            "factor": lambda: torch.empty_like(x, dtype=self.saved),
             "factor_scale": lambda: x.new_empty(groups, dtype=torch.float32),
         }
-        return Produced(**{name: make[name]() for name in self.names(keep)})
+        return Produced(**{name: make[name]() for name in self.names[keep]})
 
 
 producer_binding = functools.lru_cache(maxsize=4096)(ProducerBinding)
@@ -174,149 +167,84 @@ def producer_choice(choice: KernelChoice) -> KernelChoice:
     return KernelChoice(tuple(dict.fromkeys((quantizer.backend, *rest))), pins)
 
 
-def _binding(key: str) -> ProducerBinding:
-    return cast(ProducerBinding, BOUND[key])
+def _listed(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
-def _written(produced: Produced) -> list[torch.Tensor]:
-    return [tensor for tensor in produced if tensor is not None]
+Operands = Sequence[Any]
+"""The input first; of a gradient, behind that of the result."""
+Written = tuple[torch.Tensor, ...]
+Function = Callable[..., Any]
 
 
-def _kept_args(binding: ProducerBinding, p: Produced) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``x_q_out`` and ``x_scale_out``."""
-    return (p.kept, p.kept_scale) if binding.saves_copy else (None, None)
+def _define(name: str, operands: str, more: str, run: Function, fake: Function, results: str = "Tensor[]") -> None:
+    """Make an operator of operands, which its kernel takes as they come, of the key of a binding, and of more.
+
+    ``run`` and ``fake``, which allocates what is written, get the operands together, the binding, and the rest.
+    """
+    place = operands.count(",") + 1
+
+    def of_binding(function: Function) -> Function:
+        return lambda *args: function(args[:place], cast(ProducerBinding, BOUND[args[place]]), *args[place + 1 :])
+
+    define(f"{name}({operands}, str key{more}) -> {results}", of_binding(run), of_binding(fake))
 
 
-def _opened(x: torch.Tensor, key: str, keep: bool) -> tuple[ProducerBinding, Produced, Kernel]:
-    """The binding of a forward call, what it writes, and its kernel."""
-    binding = _binding(key)
-    return binding, binding.allocate(x, keep), binding.kernel(binding.output_op, x.device, x.shape)
+def _output(operands: Operands, binding: ProducerBinding, keep: bool, *seeds: Any) -> list[torch.Tensor]:
+    x, p = operands[0], binding.allocate(operands[0], keep)
+    written = [getattr(p, name) for name in binding.written]
+    binding.kernel(binding.output_op, x.device, x.shape)(*operands, *written, *seeds[:-1], as_kernels_take(seeds[-1]))
+    return _listed(p)
 
 
-def _operator(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make an operator ``qsync::*`` of a function, with its name and schema; ``fake`` allocates what it writes."""
-
-    def make(run: Callable[..., Any]) -> Callable[..., Any]:
-        define(run.__name__.lstrip("_") + torch.library.infer_schema(run, mutates_args=()), run, fake)
-        return run
-
-    return make
+def _fake_output(operands: Operands, binding: ProducerBinding, keep: bool, *seeds: Any) -> list[torch.Tensor]:
+    return _listed(binding.allocate(operands[0], keep))
 
 
-def _allocated(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-    """Make what a forward operator writes, from its arguments: the binding, and then whether a backward pass may follow."""
-    place = next(index for index, argument in enumerate(args) if isinstance(argument, str))
-    return _written(_binding(args[place]).allocate(x, args[place + 1]))
+_SEEDS = ", bool keep, SymInt seed, SymInt x_seed"
+for _name, _operands, _more in (
+    ("batch_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? residual, Tensor? residual_absmax", _SEEDS),
+    ("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? residual", _SEEDS),
+    ("rms_norm", "Tensor x, Tensor? weight, float eps, Tensor? residual", _SEEDS),
+    ("activation", "Tensor x", _SEEDS),
+    ("glu", "Tensor x, Tensor factor", f"{_SEEDS}, SymInt factor_seed"),
+):
+    _define(f"{_name}_output", _operands, f"{_more}, Tensor offset", _output, _fake_output)
 
 
-@_operator(_allocated)
-def _batch_norm_output(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-    residual_absmax: torch.Tensor | None,
-    key: str,
-    keep: bool,
-    seed: int,
-    x_seed: int,
-    offset: torch.Tensor,
-) -> list[torch.Tensor]:
-    binding, p, kernel = _opened(x, key, keep)
-    kernel(
-        x, weight, bias, eps, residual, residual_absmax, p.mean, p.spread, p.out, p.absmax, p.q, p.scale, p.stream,
-        *_kept_args(binding, p), p.open, seed, x_seed, as_kernels_take(offset),
-    )  # fmt: skip
-    return _written(p)
+_GRADIENTS = {Producer.BATCH_NORM: (0, 1, 2, 3), Producer.LAYER_NORM: (0, 2, 3), Producer.RMS_NORM: (0, 2)}
+"""Which gradients the backward kernel of a norm takes, of those of input, residual, weight and bias."""
 
 
-@_operator(_allocated)
-def _layer_norm_output(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-    key: str,
-    keep: bool,
-    seed: int,
-    x_seed: int,
-    offset: torch.Tensor,
-) -> list[torch.Tensor]:
-    binding, p, kernel = _opened(x, key, keep)
-    summed = p.kept if residual is not None and not binding.saves_copy else None
-    kernel(
-        x, weight, bias, eps, residual, summed, p.mean, p.spread, p.out, p.q, p.scale, p.stream,
-        *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset),
-    )  # fmt: skip
-    return _written(p)
+def _gradients(x: torch.Tensor, binding: ProducerBinding, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Tensors for the gradients of input, residual, weight and bias; None where one is not wanted."""
+    like = functools.partial(torch.empty_like, x, dtype=binding.grad_input)
+    vector = functools.partial(x.new_empty, x.shape[1], dtype=torch.float32)
+    return [make() if is_wanted else None for make, is_wanted in zip((like, like, vector, vector), wanted, strict=True)]
 
 
-@_operator(_allocated)
-def _rms_norm_output(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-    key: str,
-    keep: bool,
-    seed: int,
-    x_seed: int,
-    offset: torch.Tensor,
-) -> list[torch.Tensor]:
-    binding, p, kernel = _opened(x, key, keep)
-    summed = p.kept if residual is not None and not binding.saves_copy else None
-    kernel(
-        x, weight, eps, residual, summed, p.spread, p.out, p.q, p.scale, p.stream,
-        *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset),
-    )  # fmt: skip
-    return _written(p)
-
-
-@_operator(_allocated)
-def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
-    binding, p, kernel = _opened(x, key, keep)
-    kernel(x, p.out, p.q, p.scale, p.stream, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
-    return _written(p)
-
-
-@_operator(_allocated)
-def _glu_output(
-    x: torch.Tensor, factor: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, factor_seed: int, offset: torch.Tensor
-) -> list[torch.Tensor]:
-    binding, p, kernel = _opened(x, key, keep)
-    copies = *_kept_args(binding, p), p.factor, p.factor_scale
-    kernel(x, factor, p.out, p.q, p.scale, p.stream, *copies, seed, x_seed, factor_seed, as_kernels_take(offset))
-    return _written(p)
-
-
-def _gradients(
-    x: torch.Tensor, binding: ProducerBinding, wanted: Sequence[bool]
-) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Tensors for the gradients of input, residual, weight and bias, None where one is not wanted; and those that are."""
-    like, vector = functools.partial(torch.empty_like, x, dtype=binding.grad_input), functools.partial(x.new_empty, x.shape[1])
-    makes = (like, like, functools.partial(vector, dtype=torch.float32), functools.partial(vector, dtype=torch.float32))
-    made = [make() if is_wanted else None for make, is_wanted in zip(makes, wanted, strict=True)]
-    return made, [tensor for tensor in made if tensor is not None]
-
-
-def _wanted_gradients(*args: Any) -> list[torch.Tensor]:
-    """Make the wanted gradients of a norm, from the arguments of its operator: the binding, and then which are wanted."""
-    place = next(index for index, argument in enumerate(args) if isinstance(argument, str))
-    return _gradients(args[1], _binding(args[place]), args[place + 1])[1]
-
-
-GRADIENT_BINDING = 9
-"""Which argument of a batch norm's gradient names its binding."""
-
-
-def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """The gradient of a result, as kernels take it whole or in two parts.
+def _parts(grad: torch.Tensor, other: torch.Tensor | None) -> list[torch.Tensor]:
+    """The gradient of a result, as kernels take it: that of images whole or in two parts.
 
     Dense already, unless the graph was made with a layout that the operator before it does not give.
     """
-    return tuple(part.contiguous(memory_format=torch.channels_last) for part in (grad, other) if part is not None)
+    if grad.ndim != 4:
+        return [grad]
+    return [part.contiguous(memory_format=torch.channels_last) for part in (grad, other) if part is not None]
+
+
+def _norm_grad_input(
+    operands: Operands, binding: ProducerBinding, wanted: Sequence[bool], other: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    grad, x, *rest = operands
+    four = _gradients(x, binding, wanted)
+    written = [four[place] for place in _GRADIENTS[binding.producer]]
+    binding.kernel(binding.grad_op, x.device, x.shape)(*_parts(grad, other), x, *rest, *written)
+    return _listed(four)
+
+
+def _fake_norm_grad_input(operands: Operands, binding: ProducerBinding, wanted: Sequence[bool], *other: Any) -> list[torch.Tensor]:
+    return _listed(_gradients(operands[1], binding, wanted))
 
 
 def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
@@ -324,132 +252,77 @@ def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(x, dtype=torch.int8), x.new_empty(1, dtype=torch.float32)]
 
 
-@_operator(_wanted_gradients)
-def _batch_norm_grad_input(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    open: torch.Tensor | None,
-    key: str,
-    wanted: Sequence[bool],
-    other: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    binding = _binding(key)
-    all_four, out = _gradients(x, binding, wanted)
-    kernel = binding.kernel(binding.grad_op, x.device, x.shape)
-    kernel(*_parts(grad, other), x, x_scale, mean, var, weight, bias, eps, open, *all_four)
-    return out
-
-
-@_operator(lambda *args: [*_wanted_gradients(*args), *_grad_copy(args[1])])
 def _batch_norm_grad_copy(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    open: torch.Tensor | None,
-    key: str,
+    operands: Operands,
+    binding: ProducerBinding,
     wanted: Sequence[bool],
     multiplier: torch.Tensor | None,
     seed: int,
     offset: torch.Tensor,
     other: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    binding = _binding(key)
-    all_four, out = _gradients(x, binding, wanted)
-    copy = _grad_copy(x)
-    kernel = binding.kernel(binding.grad_op, x.device, x.shape)
-    operands = (*_parts(grad, other), x, x_scale, mean, var, weight, bias, eps, open, *all_four)
-    kernel(*operands, multiplier, *copy, seed, as_kernels_take(offset))
-    return [*out, *copy]
+    grad, x, *rest = operands
+    four, copy, kernel = _gradients(x, binding, wanted), _grad_copy(x), binding.kernel(binding.grad_op, x.device, x.shape)
+    kernel(*_parts(grad, other), x, *rest, *four, multiplier, *copy, seed, as_kernels_take(offset))
+    return [*_listed(four), *copy]
 
 
-@_operator(_wanted_gradients)
-def _layer_norm_grad_input(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    key: str,
-    wanted: Sequence[bool],
-) -> list[torch.Tensor]:
-    binding = _binding(key)
-    (grad_input, _, grad_weight, grad_bias), out = _gradients(x, binding, wanted)
-    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, mean, rstd, weight, grad_input, grad_weight, grad_bias)
+_OF_BATCH_NORM = (
+    "Tensor grad, Tensor x, Tensor? x_scale, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps, Tensor? open"
+)
+GRADIENT_BINDING = 9
+"""Which argument of a batch norm's gradient names its binding."""
+for _name, _operands, _more in (
+    ("batch_norm", _OF_BATCH_NORM, ", Tensor? other=None"),
+    ("layer_norm", "Tensor grad, Tensor x, Tensor? x_scale, Tensor mean, Tensor rstd, Tensor? weight", ""),
+    ("rms_norm", "Tensor grad, Tensor x, Tensor? x_scale, Tensor rstd, Tensor? weight", ""),
+):
+    _define(f"{_name}_grad_input", _operands, f", bool[] wanted{_more}", _norm_grad_input, _fake_norm_grad_input)
+_define(
+    "batch_norm_grad_copy",
+    _OF_BATCH_NORM,
+    ", bool[] wanted, Tensor? multiplier, SymInt seed, Tensor offset, Tensor? other=None",
+    _batch_norm_grad_copy,
+    lambda operands, binding, wanted, *more: [*_fake_norm_grad_input(operands, binding, wanted), *_grad_copy(operands[1])],
+)
+
+
+def _activation_grad_input(operands: Operands, binding: ProducerBinding) -> torch.Tensor:
+    x, out = operands[1], _fake_activation_grad_input(operands, binding)
+    binding.kernel(binding.grad_op, x.device, x.shape)(*operands, out)
     return out
 
 
-@_operator(_wanted_gradients)
-def _rms_norm_grad_input(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    key: str,
-    wanted: Sequence[bool],
-) -> list[torch.Tensor]:
-    binding = _binding(key)
-    (grad_input, _, grad_weight, _), out = _gradients(x, binding, wanted)
-    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, rstd, weight, grad_input, grad_weight)
-    return out
+def _fake_activation_grad_input(operands: Operands, binding: ProducerBinding) -> torch.Tensor:
+    return torch.empty_like(operands[1], dtype=binding.grad_input)
 
 
-@_operator(lambda grad, x, x_scale, key: torch.empty_like(x, dtype=_binding(key).grad_input))
-def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor | None, key: str) -> torch.Tensor:
-    binding = _binding(key)
-    out = torch.empty_like(x, dtype=binding.grad_input)
-    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, out)
-    return out
-
-
-def _glu_gradients_and_copy(x: torch.Tensor, key: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make the tensors that a gated unit's backward writes, its result's copy among them."""
-    binding = _binding(key)
-    grad_input, grad_factor = (torch.empty_like(x, dtype=binding.grad_input) for _ in range(2))
-    return grad_input, grad_factor, torch.empty_like(x, dtype=binding.dtype)
-
-
-@_operator(lambda grad, x, x_scale, factor, factor_scale, key: _glu_gradients_and_copy(x, key)[:2])
-def _glu_grad_input(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    factor: torch.Tensor,
-    factor_scale: torch.Tensor | None,
-    key: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    binding = _binding(key)
-    both = torch.empty_like(x, dtype=binding.grad_input), torch.empty_like(x, dtype=binding.grad_input)
-    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, factor, factor_scale, *both)
+def _glu_grad_input(operands: Operands, binding: ProducerBinding) -> Written:
+    x, both = operands[1], _fake_glu_grad_input(operands, binding)
+    binding.kernel(binding.grad_op, x.device, x.shape)(*operands, *both)
     return both
 
 
-@_operator(lambda grad, x, x_scale, factor, factor_scale, key, *rest: _glu_gradients_and_copy(x, key))
-def _glu_grad_copy(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    factor: torch.Tensor,
-    factor_scale: torch.Tensor | None,
-    key: str,
-    scale: torch.Tensor,
-    seed: int,
-    offset: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    binding = _binding(key)
-    written = _glu_gradients_and_copy(x, key)
+def _fake_glu_grad_input(operands: Operands, binding: ProducerBinding) -> Written:
+    return tuple(torch.empty_like(operands[1], dtype=binding.grad_input) for _ in range(2))
+
+
+def _glu_grad_copy(operands: Operands, binding: ProducerBinding, scale: torch.Tensor, seed: int, offset: torch.Tensor) -> Written:
+    x, written = operands[1], _fake_glu_grad_copy(operands, binding)
     kernel = binding.kernel(binding.grad_op, x.device, x.shape)
-    kernel(grad, x, x_scale, factor, factor_scale, *written[:2], scale, written[2], seed, as_kernels_take(offset))
+    kernel(*operands, *written[:2], scale, written[2], seed, as_kernels_take(offset))
     return written
+
+
+def _fake_glu_grad_copy(operands: Operands, binding: ProducerBinding, *more: Any) -> Written:
+    return *_fake_glu_grad_input(operands, binding), torch.empty_like(operands[1], dtype=binding.dtype)
+
+
+_OF_ACTIVATION = "Tensor grad, Tensor x, Tensor? x_scale"
+_OF_GLU = f"{_OF_ACTIVATION}, Tensor factor, Tensor? factor_scale"
+_define("activation_grad_input", _OF_ACTIVATION, "", _activation_grad_input, _fake_activation_grad_input, "Tensor")
+_define("glu_grad_input", _OF_GLU, "", _glu_grad_input, _fake_glu_grad_input, "(Tensor, Tensor)")
+_define(
+    "glu_grad_copy", _OF_GLU, ", Tensor scale, SymInt seed, Tensor offset", _glu_grad_copy, _fake_glu_grad_copy,
+    "(Tensor, Tensor, Tensor)",
+)  # fmt: skip

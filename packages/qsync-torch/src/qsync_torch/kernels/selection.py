@@ -244,14 +244,7 @@ def _say_once(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-_OFFSET = {
-    Op.QUANTIZE: 5,
-    Op.BATCH_NORM_OUTPUT: -1,
-    Op.LAYER_NORM_OUTPUT: -1,
-    Op.RMS_NORM_OUTPUT: -1,
-    Op.ACTIVATION_OUTPUT: -1,
-    Op.GLU_OUTPUT: -1,
-}
+_OFFSET = {Op.QUANTIZE: 5} | {op: -1 for op in Op.PRODUCERS if op.endswith(".output")}
 """Where the kernels of an operator take the offset of their random numbers."""
 
 

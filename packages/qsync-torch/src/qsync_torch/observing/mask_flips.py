@@ -13,6 +13,7 @@ flips alone.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +29,7 @@ WINDOW = 0.02
 """Half width of the window, in standard deviations of what it is taken of: narrow enough for p(0), with many elements in it."""
 FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
 """What squares of the response are multiplied with, beside the inverse of the relative noise σ/std."""
-
-
 _pool: Callable[..., Any] = F.max_pool2d
-_row_pool: Callable[..., Any] = F.max_pool1d
 """Max pooling without its overloads, which accept literals only."""
 
 
@@ -139,6 +137,8 @@ def _relu_in_place(masks: Masks, a: torch.Tensor) -> torch.Tensor:
 
 
 def _max_pool(
+    pool: Callable[..., Any],
+    dimensions: int,
     masks: Masks,
     a: torch.Tensor,
     kernel_size: Any,
@@ -148,29 +148,14 @@ def _max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    if a.dim() != 4 or return_indices:
-        return _pool(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-    kernel = _pair(kernel_size)
-    geometry = (kernel, _pair(stride) if stride not in (None, [], ()) else kernel, _pair(padding), _pair(dilation), ceil_mode)
-    return _MaxPool.apply(a, geometry, masks.add(a))  # type: ignore[no-untyped-call]
-
-
-def _max_pool_of_rows(
-    masks: Masks,
-    a: torch.Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """``F.max_pool1d``, as a pooling of images of one row."""
-    if a.dim() != 3 or return_indices:
-        return _row_pool(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-    kernel, steps = _pair(kernel_size)[1], stride if stride not in (None, [], ()) else kernel_size
-    row = (0, _pair(padding)[1]), (1, _pair(dilation)[1])
-    return _max_pool(masks, a.unsqueeze(2), (1, kernel), (1, _pair(steps)[1]), *row, ceil_mode).squeeze(2)
+    """``F.max_pool2d``, and ``F.max_pool1d`` as a pooling of images of one row."""
+    if a.dim() != 2 + dimensions or return_indices:
+        return pool(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    pairs = [_pair(size) for size in (kernel_size, kernel_size if stride in (None, [], ()) else stride, padding, dilation)]
+    if dimensions == 2:
+        return _MaxPool.apply(a, (*pairs, ceil_mode), masks.add(a))  # type: ignore[no-untyped-call]
+    a, of_row = a.unsqueeze(2), [(first, pair[1]) for first, pair in zip((1, 1, 0, 1), pairs, strict=True)]
+    return _MaxPool.apply(a, (*of_row, ceil_mode), masks.add(a)).squeeze(2)  # type: ignore[no-untyped-call]
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -183,10 +168,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.relu: _relu_of,
     torch.relu_: _relu_in_place,
     torch.Tensor.relu_: _relu_in_place,
-    F.max_pool2d: _max_pool,
-    torch.max_pool2d: _max_pool,
-    F.max_pool1d: _max_pool_of_rows,
-    torch.max_pool1d: _max_pool_of_rows,
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), functools.partial(_max_pool, _pool, 2)),
+    **dict.fromkeys((F.max_pool1d, torch.max_pool1d), functools.partial(_max_pool, F.max_pool1d, 1)),
 }
 
 

@@ -39,10 +39,6 @@ _SAME_LOSS = {"cpu": 1e-3, "cuda": 2e-2}
 """The part of the largest recorded loss by which an update trained again may differ: a GPU adds in another order each time."""
 
 
-def _device(named: str | torch.device) -> torch.device:
-    return parse_device(str(named))
-
-
 @attrs.frozen
 class ObserveRequest:
     """What is observed, and how.
@@ -62,7 +58,7 @@ class ObserveRequest:
     warmup: int = WARMUP
     steps: int = STEPS
     batch_size: int | None = None
-    device: torch.device = attrs.field(default=torch.device("cpu"), converter=_device)
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=parse_device)
     collectors: Sequence[AnyCollector] | None = None
     settled: SettledRule | None = SettledRule()  # noqa: RUF009 (frozen)
     seed: int = 0

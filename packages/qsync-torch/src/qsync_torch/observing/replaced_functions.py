@@ -11,6 +11,7 @@ the rest of a model; here they are computed anew where they are needed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -57,7 +58,8 @@ def _random_mask(x: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
     return kept if x.is_cuda else kept.to(x.dtype)
 
 
-def _paired_attention(
+def _attention(
+    lean: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -67,36 +69,22 @@ def _paired_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if dropout_p == 0.0 or enable_gqa:
+    """Attention of :class:`LeanAttention`, or of :class:`PairedDropout`."""
+    if enable_gqa or (attn_mask is not None and attn_mask.requires_grad if lean else dropout_p == 0.0):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     mask, reading = _without_empty_rows(query, key, attn_mask, is_causal)
-    weights = _scores(query, key, mask, _factor(query, scale)).float().softmax(-1).to(value.dtype)
-    output = (weights * _random_mask(weights, weights.shape, dropout_p)).to(value.dtype) @ value
-    return output if reading is None else output * reading
-
-
-def _lean_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    mask, reading = _without_empty_rows(query, key, attn_mask, is_causal)
+    factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+    if not lean:
+        weights = _scores(query, key, mask, factor).float().softmax(-1).to(value.dtype)
+        output = (weights * _random_mask(weights, weights.shape, dropout_p)).to(value.dtype) @ value
+        return output if reading is None else output * reading
     kept = None
     if dropout_p > 0:
         shape = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         kept = _random_mask(query, torch.Size((*shape, query.shape[-2], key.shape[-2])), dropout_p) != 0
-    options = _Options(mask, reading, kept, dropout_p, _factor(query, scale))
+    options = _Options(mask, reading, kept, dropout_p, factor)
     return _Attention.apply(query, key, value, options)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -106,18 +94,14 @@ class PairedDropout(ReplacedFunctions):
     replacements: ClassVar = {
         F.dropout: _dropout,
         F.dropout2d: _dropout2d,
-        F.scaled_dot_product_attention: _paired_attention,
+        F.scaled_dot_product_attention: functools.partial(_attention, False),
     }
 
 
 class LeanAttention(ReplacedFunctions):
     """While active, scaled dot-product attention computes its probabilities anew in backward, with PairedDropout's masks."""
 
-    replacements: ClassVar = {F.scaled_dot_product_attention: _lean_attention}
-
-
-def _factor(query: torch.Tensor, scale: float | None) -> float:
-    return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+    replacements: ClassVar = {F.scaled_dot_product_attention: functools.partial(_attention, True)}
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, factor: float) -> torch.Tensor:

@@ -54,7 +54,8 @@ def _results(ctx: Any, p: Produced, x: torch.Tensor, binding: ProducerBinding) -
     out = p.out
     if out is None:
         out = torch.empty_strided(x.shape, (0,) * x.ndim, dtype=binding.output, device=x.device)
-    rest = tuple(tensor for tensor in (p.q, p.scale, p.stream, p.absmax, p.mean, p.spread) if tensor is not None)
+    of_images = (p.mean, p.spread) if binding.producer is Producer.BATCH_NORM else ()
+    rest = tuple(tensor for tensor in (p.q, p.scale, p.stream, p.absmax, *of_images) if tensor is not None)
     ctx.mark_non_differentiable(*rest)
     ctx.set_materialize_grads(False)
     return (out, *rest)
@@ -79,7 +80,7 @@ class BatchNormChain(torch.autograd.Function):
         keep = any(ctx.needs_input_grad)
         arguments = _arguments(binding, streams, keep)
         p = binding.named(_OPS.batch_norm_output(x, weight, bias, eps, residual, residual_absmax, *arguments), keep)
-        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale, p.mean, p.spread, weight, bias, p.open)
+        ctx.save_for_backward(p.read_backward(x), p.kept_scale, p.mean, p.spread, weight, bias, p.open)
         ctx.eps, ctx.binding, ctx.dtypes = eps, binding, (x.dtype, None if residual is None else residual.dtype)
         return _results(ctx, p, x, binding)
 
@@ -97,8 +98,8 @@ class BatchNormChain(torch.autograd.Function):
         return _as(grad_x, ctx.dtypes[0]), grad_w, grad_b, _as(grad_r, ctx.dtypes[1]), None, None, None, None
 
 
-class LayerNormChain(torch.autograd.Function):
-    """A layer norm of matrices: the float result, the copy with its scales, and the statistics of each row."""
+class RowNormChain(torch.autograd.Function):
+    """A layer norm or RMS norm of matrices: the float result, and the copy with its scales."""
 
     @staticmethod
     def forward(
@@ -113,9 +114,14 @@ class LayerNormChain(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Add, normalize, round."""
         keep = any(ctx.needs_input_grad)
-        arguments = _arguments(binding, streams, keep)
-        p = binding.named(_OPS.layer_norm_output(x, weight, bias, eps, residual, *arguments), keep)
-        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale, p.mean, p.spread, weight)
+        arguments = (eps, residual, *_arguments(binding, streams, keep))
+        if binding.producer is Producer.RMS_NORM:
+            p = binding.named(_OPS.rms_norm_output(x, weight, *arguments), keep)
+            statistics = [p.spread]
+        else:
+            p = binding.named(_OPS.layer_norm_output(x, weight, bias, *arguments), keep)
+            statistics = [p.mean, p.spread]
+        ctx.save_for_backward(p.read_backward(x), p.kept_scale, *statistics, weight)
         ctx.binding, ctx.dtypes = binding, (x.dtype, None if residual is None else residual.dtype)
         return _results(ctx, p, x, binding)
 
@@ -123,46 +129,13 @@ class LayerNormChain(torch.autograd.Function):
     @_of_float_result
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of input, weight, bias and residual; input and residual share theirs."""
-        x, x_scale, mean, rstd, weight = ctx.saved_tensors
+        run = _OPS.rms_norm_grad_input if ctx.binding.producer is Producer.RMS_NORM else _OPS.layer_norm_grad_input
         need_x, need_w, need_b, need_r = ctx.needs_input_grad[:4]
         wanted = [need_x or need_r, False, need_w, need_b]
-        found = iter(_OPS.layer_norm_grad_input(grad.contiguous(), x, x_scale, mean, rstd, weight, ctx.binding.key, wanted))
+        found = iter(run(grad.contiguous(), *ctx.saved_tensors, ctx.binding.key, wanted))
         grad_s, _, grad_w, grad_b = (next(found) if is_wanted else None for is_wanted in wanted)
         grad_x, grad_r = (_as(grad_s, dtype) if need else None for need, dtype in zip((need_x, need_r), ctx.dtypes, strict=True))
         return grad_x, grad_w, grad_b, grad_r, None, None, None
-
-
-class RmsNormChain(torch.autograd.Function):
-    """An RMS norm of matrices: the float result, the copy with its scales, and 1 / root mean square of each row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        eps: float,
-        binding: ProducerBinding,
-        streams: Streams,
-    ) -> tuple[torch.Tensor, ...]:
-        """Add, normalize, round."""
-        keep = any(ctx.needs_input_grad)
-        p = binding.named(_OPS.rms_norm_output(x, weight, eps, residual, *_arguments(binding, streams, keep)), keep)
-        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale, p.spread, weight)
-        ctx.binding, ctx.dtypes = binding, (x.dtype, None if residual is None else residual.dtype)
-        return _results(ctx, p, x, binding)
-
-    @staticmethod
-    @_of_float_result
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of input, weight and residual; input and residual share theirs."""
-        x, x_scale, rstd, weight = ctx.saved_tensors
-        need_x, need_w, need_r = ctx.needs_input_grad[:3]
-        wanted = [need_x or need_r, False, need_w, False]
-        found = iter(_OPS.rms_norm_grad_input(grad.contiguous(), x, x_scale, rstd, weight, ctx.binding.key, wanted))
-        grad_s, grad_w = (next(found) if is_wanted else None for is_wanted in (wanted[0], need_w))
-        grad_x, grad_r = (_as(grad_s, dtype) if need else None for need, dtype in zip((need_x, need_r), ctx.dtypes, strict=True))
-        return grad_x, grad_w, grad_r, None, None, None
 
 
 class ActivationChain(torch.autograd.Function):
@@ -173,7 +146,7 @@ class ActivationChain(torch.autograd.Function):
         """The function of every element, rounded."""
         keep = ctx.needs_input_grad[0]
         p = binding.named(_OPS.activation_output(x, *_arguments(binding, streams, keep)), keep)
-        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale)
+        ctx.save_for_backward(p.read_backward(x), p.kept_scale)
         ctx.binding, ctx.dtype = binding, x.dtype
         return _results(ctx, p, x, binding)
 
@@ -274,7 +247,7 @@ def _layer_norm_chain(
     offset: torch.Tensor,
 ) -> list[torch.Tensor]:
     matrix, added = (None if t is None else rows(t).contiguous() for t in (x, residual))
-    *results, _, _ = apply_of(LayerNormChain)(matrix, weight, bias, added, eps, _binding(key), (seed, offset))
+    results = apply_of(RowNormChain)(matrix, weight, bias, added, eps, _binding(key), (seed, offset))
     return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
 
 
@@ -287,9 +260,7 @@ def _rms_norm_chain(
     seed: int,
     offset: torch.Tensor,
 ) -> list[torch.Tensor]:
-    matrix, added = (None if t is None else rows(t).contiguous() for t in (x, residual))
-    *results, _ = apply_of(RmsNormChain)(matrix, weight, added, eps, _binding(key), (seed, offset))
-    return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
+    return _layer_norm_chain(x, weight, None, eps, residual, key, seed, offset)
 
 
 def _activation_chain(x: torch.Tensor, images: bool, key: str, seed: int, offset: torch.Tensor) -> list[torch.Tensor]:

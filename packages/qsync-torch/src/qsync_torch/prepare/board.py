@@ -95,13 +95,18 @@ class Board:
         elif self._show is not None:
             self._show(0, 1, 1, took)
 
-    def note(self, text: str, *, of_job: bool = False) -> None:
-        """A sentence that rank 0 prints: of this rank, unless it is of the whole job."""
-        text = text if of_job else f"{self.label}{text}"
+    def note(self, text: str) -> None:
+        """A sentence of this rank, which rank 0 prints."""
+        text = f"{self.label}{text}"
         if self.rank == 0:
             self._say(text)
             return
         self._tell(text)
+
+    def note_of_job(self, text: str) -> None:
+        """A sentence of the whole job, which rank 0 prints; others, and where it is empty all, say nothing."""
+        if text and self.rank == 0:
+            self._say(text)
 
     def _tell(self, said: str | list[Any]) -> None:
         """What rank 0 is to show whatever follows it: a note, or a state."""

@@ -232,20 +232,18 @@ class _Flow:
             facts["optimizer"] = describe_optimizer(job)
             facts[KIND_OF_DEVICE] = request.device.type
             self.board.stage("loading the job")(1, 1, "")
-        if folder.rank == 0 and is_script(request.job) and (note := unsaid_autocast(request.job, job)):
-            self.board.note(note, of_job=True)
+        if is_script(request.job):
+            self.board.note_of_job(unsaid_autocast(request.job, job))
         self._communication = job.communication
-        if folder.rank == 0 and job.communication:
-            self.board.note(
+        if job.communication:
+            self.board.note_of_job(
                 f"{request.job} gives its DistributedDataParallel nothing of the plan's, so plans are for the way in which it "
-                "communicates by itself; with **applied.ddp_options() there they choose the fastest",
-                of_job=True,
+                "communicates by itself; with **applied.ddp_options() there they choose the fastest"
             )
-        if folder.rank == 0 and job.compiles:
-            self.board.note(
+        if job.compiles:
+            self.board.note_of_job(
                 f"{request.job} compiles its model, and whole steps are measured so ({job.compiles}, in its default mode); where "
-                "training does not, say qsync.hybrid(..., compiles=False)",
-                of_job=True,
+                "training does not, say qsync.hybrid(..., compiles=False)"
             )
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)
@@ -260,13 +258,11 @@ class _Flow:
         described = self._described()
         groups = find_groups(participants, described) if described else form_groups(participants, request.wishes)
         self._groups = groups
-        if folder.rank == 0 and (warning := crowded(participants)):
-            self.board.note(warning, of_job=True)
+        self.board.note_of_job(crowded(participants))
         known = [name.removeprefix("profile ") for name in folder.parts if name.startswith("profile ")]
-        if folder.rank == 0 and described is None and not request.wishes and (told := of_one_kind(groups)):
-            self.board.note(told, of_job=True)
-        if folder.rank == 0 and (warning := renamed(known, [group.name for group in groups])):
-            self.board.note(warning, of_job=True)
+        if described is None and not request.wishes:
+            self.board.note_of_job(of_one_kind(groups))
+        self.board.note_of_job(renamed(known, [group.name for group in groups]))
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
@@ -276,23 +272,22 @@ class _Flow:
                 bench.check_base(own)
         self._communicate(bench, groups, own)
         cluster = self._agree_on_cluster(bench, groups, described)
-        if folder.rank == 0 and described is None and (told := compared(groups, self._probes_of(groups), dag.base)):
-            self.board.note(told, of_job=True)
+        if described is None:
+            self.board.note_of_job(compared(groups, self._probes_of(groups), dag.base))
         self._measure(bench, groups, cluster)
         while described is None and (settled := self._agree_on_cluster(bench, groups, None)) != cluster:
             # The groups that had not been expected to infer are measured in their ladders: each of them once.
             if folder.rank == 0:
-                self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base), of_job=True)
+                self.board.note_of_job(otherwise(cluster, settled, self._profiled(dag, cluster), dag.base))
             cluster = settled
             self._measure(bench, groups, cluster)
         if folder.rank == 0:
             probes, profiled = self._probes_of(groups), self._profiled(dag, cluster)
-            if described is None and (told := alike_at_last(groups, probes, profiled, dag.base)):
-                self.board.note(told, of_job=True)
+            if described is None:
+                self.board.note_of_job(alike_at_last(groups, probes, profiled, dag.base))
             # Of groups that are alike the profiles may say either.
-            of_person = described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes))
-            if of_person and (warning := contradiction(cluster, profiled, dag.base)):
-                self.board.note(warning, of_job=True)
+            if described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes)):
+                self.board.note_of_job(contradiction(cluster, profiled, dag.base))
         self._plan(bench, groups, cluster, "person" if described else "prepare")
         self._compile(bench, own)
         return cluster

@@ -206,7 +206,7 @@ class Planning:
         except InfeasibleError as error:
             if len(names) == len(self.cluster.groups):
                 raise
-            self.board.note(f"no plan for {', '.join(names)} alone: {error}", of_job=True)
+            self.board.note_of_job(f"no plan for {', '.join(names)} alone: {error}")
             return {f"plan {key}": Made(inputs, value=str(error))}
         made = {f"plan {key}": Made(inputs, to_bytes(found))}
         if set(found.local_batches.values()) <= {self.dag.batch_size}:  # of others no single operator's cost is known
@@ -254,7 +254,7 @@ class Planning:
         try:
             require_pages()
         except PlanError as error:
-            self.board.note(f"no report: {error}", of_job=True)
+            self.board.note_of_job(f"no report: {error}")
             return {}, []
         self.board.stage("writing the report")(0, 1, "")
         run = self.folder.run
@@ -278,10 +278,9 @@ class Planning:
         counts = {group: self.cluster.group(group).count for group in names}
         if dict(costs.ranks) == counts:
             return costs
-        self.board.note(
+        self.board.note_of_job(
             f"{key_of(names)}: planned without the measured collectives, which were those of "
-            f"{', '.join(f'{count} ranks of {group}' for group, count in costs.ranks.items())}",
-            of_job=True,
+            f"{', '.join(f'{count} ranks of {group}' for group, count in costs.ranks.items())}"
         )
         return None
 

@@ -150,7 +150,7 @@ def measure_communication(
     check_not_alone(job_group)
     variables = " ".join(f"{name}={os.environ[name]}" for name in CHANNEL_VARIABLES if os.environ.get(name))
     with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}, group=job_group) as facts:
-        target = parse_device(str(device))
+        target = parse_device(device)
         facts[KIND_OF_DEVICE] = target.type
         check_same_model(job, dag)
         sizes = bucket_sizes(dag)

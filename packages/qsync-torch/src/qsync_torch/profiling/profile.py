@@ -70,10 +70,6 @@ _KINDS, _COMPILE_S = 3, 300
 Note = Callable[[str], None]
 
 
-def _device(named: str | torch.device) -> torch.device:
-    return parse_device(str(named))
-
-
 @attrs.frozen
 class ProfileRequest:
     """What is measured, and how.
@@ -95,7 +91,7 @@ class ProfileRequest:
         QSyncError: when the device is not there.
     """
 
-    device: torch.device = attrs.field(default=torch.device("cpu"), converter=_device)
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=parse_device)
     share: float = 1.0
     memory_cap_bytes: int = 0
     ladder: Sequence[Variant] = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32)

@@ -25,25 +25,18 @@ class BindingRows:
         self._program = program
         self._deadlines: list[int] = []
         self._moments: list[int] = []
-        self._dispatch = self._apart = False
+        self._apart = False
 
-    def add_deadline(self, number: int) -> bool:
-        """Add a deadline; False where it is there already."""
-        if number in self._deadlines:
-            return False
+    def add_deadline(self, number: int) -> None:
+        """Begin with a deadline."""
         self._deadlines.append(number)
-        return True
 
     def add_late(self, values: Numbers, limit_ns: float, rounding_ns: float = 0.0) -> bool:
-        """Add the deadlines that columns of these values miss, and the CPU's; False where none is new."""
-        program = self._program
-        late = program.lateness(values, 0) - limit_ns
-        added = [self.add_deadline(int(number)) for number in np.flatnonzero(late > rounding_ns)]
-        amounts, constant = dense(program.dispatch, program.program.columns)
-        if amounts @ values + constant > limit_ns + rounding_ns and not self._dispatch:
-            self._dispatch = True
-            return True
-        return any(added)
+        """Add the deadlines that columns of these values miss; False where none is new."""
+        late = np.flatnonzero(self._program.least_limits(values) - limit_ns > rounding_ns)
+        new = [number for number in late.tolist() if number not in self._deadlines]
+        self._deadlines += new
+        return bool(new)
 
     def add_known_moments(self) -> None:
         """Add the moments that earlier searches added to the program: they mostly bind again."""
@@ -101,10 +94,7 @@ class BindingRows:
 
     def of_time(self, network: Network, limit_ns: float) -> list[Row]:
         """The rows of time that were added."""
-        found = [network.row(*self._program.deadline(number), limit_ns) for number in self._deadlines]
-        if self._dispatch:
-            found.append(network.row(*dense(self._program.dispatch, self._program.program.columns), limit_ns))
-        return found
+        return [network.row(*self._program.deadline(number), limit_ns) for number in self._deadlines]
 
     def of_memory(self, network: Network, budget_bytes: float) -> list[Row]:
         """The rows of memory that were added."""

@@ -22,10 +22,10 @@ from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastTarget, ChainResult, chain_result, readable_copy
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
+from qsync_planner.allocator.exact.program import ALWAYS, Indicator, Program, all_of, combined, total
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.cost_mapper import OpState
-from qsync_planner.replayer.cost_model import CostModel, Evaluation
+from qsync_planner.replayer.cost_model import CostModel, Evaluation, PricedCast
 
 MAX_COMBINATIONS = 1024
 """Combinations of formats and rungs of one operator; a concatenation of a dozen free tensors has more than a program should."""
@@ -103,6 +103,19 @@ class Choices:
         """Whether an operator is the last of a chain that may be fused."""
         return position in self.chain_of and self._model.chains.members[self.chain_of[position][0]][-1] == position
 
+    def uses(self, reader: int, slot: int) -> dict[int, tuple[PricedCast, Indicator]]:
+        """The shared casts of the tensor at ``slot`` that a reader may use, by share number, with the indicator that it does."""
+        slots = self.wiring.slots[reader]
+        found: dict[int, tuple[PricedCast, list[Indicator]]] = {}
+        for state, chosen, _ in self.of[reader]:
+            needed: dict[int, PricedCast] = {}
+            for cast in state.evaluation.casts:
+                if cast.share >= 0 and slots[cast.cast.input_index] == slot:
+                    needed.setdefault(cast.share, cast)
+            for share, cast in needed.items():
+                found.setdefault(share, (cast, []))[1].append(chosen)
+        return {share: (cast, total(terms)) for share, (cast, terms) in found.items()}
+
     def needs(self, producer: int, reader: int, share: int, used: Indicator) -> Indicator:
         """Say where a reader that uses a cast of a result needs it made: no fused chain writes that copy for it."""
         if not self.ends_chain(producer) or reader not in self._model.chains.product_readers[self.chain_of[producer][0]]:
@@ -112,17 +125,7 @@ class Choices:
             return used
         found = self._needs.get((reader, share))
         if found is None:
-            column = self._program.derived([combined((used, 1), (written, -1))])
-            for row, bounds in (
-                ([(used, -1), (written, 1)], {"lower": 0}),
-                ([(used, -1)], {"upper": 0}),
-                ([(written, 1)], {"upper": 1}),
-            ):
-                expression: Expression = {column: 1}
-                for term, sign in row:
-                    add(expression, term, sign)
-                self._program.row(expression, **bounds)
-            found = self._needs[reader, share] = {column: 1}
+            found = self._needs[reader, share] = self._all_of([used, combined((written, -1), constant=1)])
         return found
 
     def _add(self, position: int) -> None:
@@ -184,7 +187,7 @@ class Choices:
                     found.append((wide, rung))
                     continue
                 alike = [other for other, _ in rungs if self._model.variant(other).output is output]
-                narrow = together if len(alike) == 1 else self._both(rung, together)
+                narrow = together if len(alike) == 1 else self._all_of([rung, together])
                 found += [(number, narrow), (wide, combined((rung, 1), (narrow, -1)))]
         return found
 
@@ -213,18 +216,12 @@ class Choices:
         found = self._delivering[key] = self._all_of(terms)
         return found
 
-    def _both(self, one: Indicator, other: Indicator) -> Indicator:
-        return self._all_of([one, other])
-
     def _all_of(self, terms: Sequence[Indicator]) -> Indicator:
         """A column that is 1 where all of these are."""
-        least = combined(*((term, 1) for term in terms), constant=1 - len(terms))
-        column = self._program.derived([least])
-        for term, bounds in [(least, {"lower": 0}), *((term, {"upper": 0}) for term in terms)]:
-            row: Expression = {column: 1}
-            add(row, term, -1)
-            self._program.row(row, **bounds)
-        return {column: 1}
+        found = self._program.largest_of([all_of(terms)])
+        for term in terms:
+            self._program.row(combined((found, 1), (term, -1)), upper=0)
+        return found
 
     def _in_chain(
         self, position: int, by_input: _Source, formats: Sequence[tuple[Precision, ...]]
@@ -317,16 +314,12 @@ class Choices:
         if found is None:
             columns = {}
             for combination in itertools.product(*(range(len(outcomes)) for _, outcomes in sources)):
-                least: Expression = {CONSTANT: 1 - len(free)}
-                for place in free:
-                    add(least, sources[place][1][combination[place]])
-                columns[combination] = self._program.derived([{column: factor for column, factor in least.items() if factor}])
+                chosen = [sources[place][1][combination[place]] for place in free]
+                columns[combination] = self._program.derived([all_of(chosen)])
             for place in free:
                 for i, indicator in enumerate(sources[place][1]):
-                    row = {column: 1 for combination, column in columns.items() if combination[place] == i}
-                    for column, coefficient in indicator.items():
-                        row[column] = row.get(column, 0) - coefficient
-                    self._program.row(row, lower=0, upper=0)
+                    marginal = {column: 1 for combination, column in columns.items() if combination[place] == i}
+                    self._program.row(combined((marginal, 1), (indicator, -1)), lower=0, upper=0)
             found = self._joint[key] = {combination: {column: 1} for combination, column in columns.items()}
         return found
 

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from qsync_planner.allocator.exact.binding import BindingRows
-from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.labels import best_path
 from qsync_planner.allocator.exact.network import Network, Priced, Row, best_prices
 
@@ -72,12 +72,10 @@ class ExtremeSearch:
         """
         if self._budget or self._quantity is Quantity.MEMORY:
             self._rows.add_known_moments()
-        if self._quantity is Quantity.TIME:
-            self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
-        else:
+        if self._quantity is Quantity.MEMORY:
             self._rows.add_moment(self.best.peak_moment)
-            if self._limit_ns:
-                self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
+        if self._limit_ns or self._quantity is Quantity.TIME:
+            self._rows.add_deadline(self._program.latest_deadline(self.best.rungs))
         for _ in range(0 if self.is_near() else _ROUNDS):
             network, sums, limits, priced = self._priced()
             if self.is_near() or self._is_late() or not self._look(network, sums, limits, priced):
@@ -94,9 +92,7 @@ class ExtremeSearch:
 
     def _offer(self, plan: Replayed) -> bool:
         """Take a plan for the best if it keeps the limits and is smaller."""
-        if (self._budget and plan.peak_bytes > self._budget) or (self._limit_ns and plan.period_ns > self._limit_ns):
-            return False
-        if self.size(plan) >= self.size(self.best):
+        if not plan.keeps(self._limit_ns or ANY_TIME_NS, self._budget) or self.size(plan) >= self.size(self.best):
             return False
         self.best = plan
         return True
@@ -110,7 +106,7 @@ class ExtremeSearch:
         program, rows = self._program, self._rows
         while True:
             columns = program.program.columns
-            network = Network(program.stages(), np.zeros(columns), 0.0, math.inf)
+            network = Network(program.stages(), np.zeros(columns), math.inf)
             sums, limits = rows.of_time(network, 0.0), rows.of_memory(network, float(self._budget))
             if self._quantity is Quantity.MEMORY:
                 sums, limits = rows.of_memory(network, 0.0), rows.of_time(network, float(self._limit_ns))

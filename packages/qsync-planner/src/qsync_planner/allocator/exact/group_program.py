@@ -18,7 +18,7 @@ from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, s
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import CONSTANT, Limits, OnImproved, Program, Solved
 from qsync_planner.allocator.exact.stages import KnownTables, Stage, stages_of
-from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
+from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, unit_ns
 from qsync_planner.allocator.problem import GroupProblem, Unit
 from qsync_planner.replayer.contention import joint_step
 from qsync_planner.replayer.cost_mapper import OpState
@@ -66,6 +66,10 @@ class Replayed:
     peak_bytes: int
     peak_moment: int
 
+    def keeps(self, limit_ns: float, budget_bytes: float) -> bool:
+        """Whether it is within a time limit and a memory budget (0: none)."""
+        return self.period_ns <= limit_ns and (not budget_bytes or self.peak_bytes <= budget_bytes)
+
 
 class GroupProgram:
     """Builds a group's program and reads plans off its solutions.
@@ -80,7 +84,7 @@ class GroupProgram:
         apart: the rungs of a step without a plan, where its operators cost something else than beside lowered ones.  The program
             is of all other plans then, and this one is replayed beside it; None where the program has it too.
         memory: rows that hold the memory of single moments below the budget.
-        deadlines, dispatch: as in :class:`~qsync_planner.allocator.exact.time_rows.TimeRows`; none where they are no sums.
+        deadlines: as in :class:`~qsync_planner.allocator.exact.time_rows.MomentRows`; none where they are no sums.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class GroupProgram:
             self._shape = relaxed(shape, segments_of(steps, shape), max(optimizers)) if shape.is_joint else shape
             if self._shape is not shape:
                 self._slowest_ns += sum(self._shape.host_work_ns) + sum(self._shape.left_ns[:1]) + self._shape.optimizer.compute_ns
-            rows = TimeRows(self.program, self._limit, self._shape, time_after(self._shape), self._unit_ns)
+            rows = TimeRows(self.program, self._limit, self._shape, self._unit_ns)
         else:
             self._shape, self._slowest_ns = shape, ANY_TIME_NS
             rows = JointRows(self.program, self._limit, shape, rest, self._unit_ns)
@@ -125,8 +129,7 @@ class GroupProgram:
             rows.add_synchronising(steps)
         else:
             rows.add_free_running(steps)
-        self.deadlines = rows.deadlines if isinstance(rows, TimeRows) else []
-        self.dispatch = rows.dispatch if isinstance(rows, TimeRows) else {}
+        self.deadlines, self._dispatch = rows.deadlines, rows.dispatch
         self._order = sorted(range(len(group.units)), key=lambda unit: self._first_position(group.units[unit]))
         self._stages: tuple[int, list[Stage]] | None = None
         self._work: tuple[Values, Values] | None = None
@@ -188,14 +191,17 @@ class GroupProgram:
         return self._stages[1]
 
     def deadline(self, number: int) -> tuple[Values, float]:
-        """What is done and to come at a deadline, T at most: by column, and a constant, in nanoseconds."""
+        """What is done and to come at a deadline, T at most: by column, and a constant, in nanoseconds.
+
+        The one after the last of :attr:`deadlines` is the CPU's, of all dispatches.
+        """
         work, after = self._work_until()
         amounts = np.zeros(self.program.columns)
         amounts[: work.shape[1] - 1] = work[number, :-1]
         return amounts, float(work[number, -1] + after[number])
 
     def latest_deadline(self, rungs: Sequence[int]) -> int:
-        """The deadline that a plan passes after all others, up to what follows them.
+        """The deadline of the device that a plan passes after all others, up to what follows them.
 
         Raises:
             NoStages: where the units hang together too much.
@@ -205,21 +211,23 @@ class GroupProgram:
             arc = stage.arc(state, [rungs[unit] for unit in stage.units])
             values[stage.columns] = stage.table.values[arc]
             state = int(stage.target[arc])
-        return int(np.argmax(self.lateness(values, 0)))
+        return int(np.argmax(self.least_limits(values)[: len(self.deadlines)]))
 
-    def lateness(self, values: Values, limit_ns: int) -> Values:
-        """The nanoseconds by which the columns' values miss each deadline."""
+    def least_limits(self, values: Values) -> Values:
+        """The least T in nanoseconds that columns of these values keep, by deadline, the CPU's last."""
         work, after = self._work_until()
-        return work[:, :-1] @ values[: work.shape[1] - 1] + work[:, -1] + after - limit_ns
+        return work[:, :-1] @ values[: work.shape[1] - 1] + work[:, -1] + after
 
     def _work_until(self) -> tuple[Values, Values]:
         """The work until each deadline, by column and, last, the constant; and what follows."""
         if self._work is None:
-            columns = 1 + max((column for work, _ in self.deadlines for column in work), default=CONSTANT)
-            work = np.zeros((len(self.deadlines), columns + 1))
-            for row, (expression, _) in zip(work, self.deadlines, strict=True):
+            expressions = [*(work for work, _ in self.deadlines), self._dispatch]
+            columns = 1 + max((column for work in expressions for column in work), default=CONSTANT)
+            work = np.zeros((len(expressions), columns + 1))
+            for row, expression in zip(work, expressions, strict=True):
                 row[list(expression)] = list(expression.values())  # a constant's key is the last place
-            self._work = np.cumsum(work, axis=0), np.asarray([float(after) for _, after in self.deadlines])
+            work[:-1] = np.cumsum(work[:-1], axis=0)
+            self._work = work, np.asarray([*(float(after) for _, after in self.deadlines), 0.0])
         return self._work
 
     def _first_position(self, unit: Unit) -> int:

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 import attrs
 
 from qsync_planner.allocator.exact.program import CONSTANT, Expression, Program, add
-from qsync_planner.allocator.exact.time_rows import Clock, Step, StepExpressions
+from qsync_planner.allocator.exact.time_rows import Clock, MomentRows, Step, StepExpressions
 from qsync_planner.replayer.contention import PARTS, RankStep
 from qsync_planner.replayer.max_plus import device_only
 from qsync_planner.replayer.step_timing import StepShape
@@ -73,9 +73,9 @@ def segments_of(steps: StepExpressions, shape: StepShape) -> list[Segment]:
             if ready[number] == position:
                 found.append(Segment(work, least, most))
                 work, least, most = {}, 0, 0
-        if position in shape.cuts and (host := shape.host_work_after(position)):
-            add(work, {CONSTANT: host})
-            least, most = least + host, most + host
+        host = shape.host_work_after(position)
+        add(work, {CONSTANT: host})
+        least, most = least + host, most + host
     return [*found, Segment(work, least, most)]
 
 
@@ -124,18 +124,18 @@ class Rest:
     limit_ns: int
 
 
-class JointRows:
+class JointRows(MomentRows):
     """Rows that keep a job's step within T, a column of the program.
 
     Args:
-        limit: T's column.
+        limit, unit: as of all rows of moments.
         shape: of the group's step.
         rest: the other ranks.
-        unit: of T's column and of all others for moments, in nanoseconds.
     """
 
     def __init__(self, program: Program, limit: int, shape: StepShape, rest: Rest, unit: int) -> None:
-        self._program, self._limit, self._shape, self._rest, self._unit = program, limit, shape, rest, unit
+        super().__init__(program, limit, unit)
+        self._shape, self._rest = shape, rest
         self._delay = shape.start_delay_ns
         self.spare = program.column(upper=0.0)
         """How much later than it does the group begins, to leave out plans that the rows allow and the replayer does not."""
@@ -145,9 +145,9 @@ class JointRows:
         # The latest end of each collective that keeps T.
         self._latest = [rest.limit_ns - self._after - left for left in (*shape.left_ns[1:], 0)][: len(self._ends)]
         for (before, end), duration in zip(pairwise(self._ends), shape.collective_ns[1:], strict=True):
-            self._at_least(end, {before: 1}, {CONSTANT: duration})
+            self.then(before, {CONSTANT: duration}, end)
         if self._ends:
-            self._within({self._ends[-1]: 1}, self._after)
+            self.within({self._ends[-1]: 1}, self._after)
 
     def add_rest(self) -> None:
         """Rows of all other ranks."""
@@ -174,7 +174,7 @@ class JointRows:
         relaxation, so bounds hold, and a plan that takes longer when it is replayed is left out.
         """
         shape = self._shape
-        clock = Clock(self._moment)
+        clock = Clock(self)
         work: list[Segment] = []
         least, before = (shape.micro_batches - 1) * sum(step.least_ns for step in steps.all), 0
         micro_batch = self._level_micro_batch(steps) if shape.micro_batches > 1 else None
@@ -198,53 +198,44 @@ class JointRows:
             least += sum(step.least_ns for step in steps.backward[position])
             while len(work) < len(ready) and ready[len(work)] == position:
                 until(clock.device())
-            host = shape.host_work_after(position) if position in shape.cuts else 0
+            host = shape.host_work_after(position)
             clock.delay_device(host)
             least += host
         finished = self._program.column(upper=math.inf)
         for moment, after_ns in ((clock.device(), 0), (clock.host(), shape.optimizer.dispatch_ns)):
-            self._at_least(finished, {} if moment is None else {moment: 1}, {CONSTANT: after_ns})
+            self.then(moment, {CONSTANT: after_ns}, finished)
         until(finished)
         self._add_rank(work, shape.slowdown, shape.optimizer.compute_ns)
 
     def _level_micro_batch(self, steps: StepExpressions) -> int:
         """How long a micro-batch without an exchange takes at least; CPU and device are level before and after it."""
-        clock = Clock(self._moment)
+        clock = Clock(self)
         clock.run(steps.all)
         taken = self._program.column(upper=math.inf)
         for moment in (clock.device(), clock.host()):
-            self._at_least(taken, {} if moment is None else {moment: 1}, {})
+            self.then(moment, {}, taken)
         return taken
-
-    def _moment(self, before: int | None, work: Expression, column: int | None = None) -> int:
-        """A column (or the given one) that is at least the time ``before`` plus the work."""
-        if column is None:
-            column = self._program.column(upper=math.inf)
-        self._at_least(column, {} if before is None else {before: 1}, work)
-        return column
 
     def _add_rank(self, segments: Sequence[Segment], slowdown: int, optimizer_ns: int) -> None:
         start = 0 if self._delay else optimizer_ns
         first, *later = segments
-        ready = self._program.column(upper=math.inf)
-        self._at_least(ready, {}, {**first.work, CONSTANT: first.work.get(CONSTANT, 0) + start})
+        ready = self.then(None, {**first.work, CONSTANT: first.work.get(CONSTANT, 0) + start})
         earliest = start + first.least_ns
         for number, segment in enumerate(later):
             end, duration = self._ends[number], self._shape.collective_ns[number]
-            self._at_least(end, {ready: 1}, {CONSTANT: duration})
+            self.then(ready, {CONSTANT: duration}, end)
             if segment.most_ns:
                 open_ns = max(0, self._latest[number] - earliest)
-                ready = self._then(ready, end, segment, slowdown, duration, open_ns)
+                ready = self._delayed(ready, end, segment, slowdown, duration, open_ns)
                 earliest += segment.least_ns + least_delay_ns(slowdown, duration, segment.least_ns)
-        self._within({ready: 1}, optimizer_ns + self._delay if self._delay else 0)
+        self.within({ready: 1}, optimizer_ns + self._delay if self._delay else 0)
 
-    def _then(self, ready: int, end: int, segment: Segment, slowdown: int, duration_ns: int, open_ns: int) -> int:
+    def _delayed(self, ready: int, end: int, segment: Segment, slowdown: int, duration_ns: int, open_ns: int) -> int:
         """The end of a segment that begins at ``ready``, while a collective is open until ``end``, for ``open_ns`` at most.
 
         Delays are rounded down to nanoseconds by the replayer, so rows ask for one nanosecond less.
         """
-        after = self._program.column(upper=math.inf)
-        self._at_least(after, {ready: 1}, segment.work)
+        after = self.then(ready, segment.work)
         if not slowdown:
             return after
         rest = PARTS - slowdown
@@ -255,10 +246,10 @@ class JointRows:
         if by_end > least_whole and slowdown * duration_ns // PARTS < most_whole:
             choice = self._program.column(integer=True)
         if least:
-            self._at_least(after, {ready: 1}, {**segment.work, CONSTANT: segment.work.get(CONSTANT, 0) + least})
+            self.then(ready, {**segment.work, CONSTANT: segment.work.get(CONSTANT, 0) + least}, after)
         if choice is not None or by_end <= least_whole:
             # after - ready - s - c (end - ready) + (by_end - least) z ≥ -1
-            row = self._scaled(segment.work, -PARTS)
+            row = {column: -PARTS * coefficient for column, coefficient in segment.work.items()}
             add(row, {CONSTANT: PARTS, after: PARTS * self._unit})
             add(row, {ready: (slowdown - PARTS) * self._unit, end: -slowdown * self._unit})
             if choice is not None:
@@ -266,28 +257,9 @@ class JointRows:
             self._program.row(row, lower=0, unit=PARTS * self._unit)
         if choice is not None or by_end > least_whole:
             # after - ready - s / (1 - c) + (most_whole - least) (1 - z) ≥ -1
-            row = self._scaled(segment.work, -PARTS)
+            row = {column: -PARTS * coefficient for column, coefficient in segment.work.items()}
             add(row, {CONSTANT: rest, after: rest * self._unit, ready: -rest * self._unit})
             if choice is not None:
                 add(row, {CONSTANT: rest * (most_whole - least), choice: -rest * (most_whole - least)})
             self._program.row(row, lower=0, unit=rest * self._unit)
         return after
-
-    @staticmethod
-    def _scaled(work: Expression, factor: int) -> Expression:
-        return {column: factor * coefficient for column, coefficient in work.items()}
-
-    def _at_least(self, column: int, moments: Expression, work: Expression) -> None:
-        """``column ≥ moments + work``."""
-        row = self._scaled(work, -1)
-        for moment, factor in moments.items():
-            row[moment] = row.get(moment, 0) - factor * self._unit
-        row[column] = row.get(column, 0) + self._unit
-        self._program.row(row, lower=0, unit=self._unit)
-
-    def _within(self, moments: Expression, after_ns: int) -> None:
-        """``moments + after_ns ≤ T``."""
-        row: Expression = {CONSTANT: after_ns, self._limit: -self._unit}
-        for moment, factor in moments.items():
-            row[moment] = factor * self._unit
-        self._program.row(row, upper=0, unit=self._unit)

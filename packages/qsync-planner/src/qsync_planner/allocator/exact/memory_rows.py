@@ -16,7 +16,7 @@ import numpy as np
 
 from qsync_core.ir.precision import Precision
 from qsync_planner.allocator.exact.choices import Choices
-from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, all_of, total
 from qsync_planner.replayer.memory import MemoryLayout
 
 _UNIT = 2**20
@@ -225,19 +225,11 @@ class MemoryRows:
         if not self._choices.ends_chain(producer) or reader not in self._choices.wiring.readers[producer]:
             return ALWAYS
         found: Expression = dict(ALWAYS)
-        for share, used in self._uses(producer, reader).items():
+        slot = dict(self._choices.wiring.reads[producer])[reader]
+        for share, (_, used) in self._choices.uses(reader, slot).items():
             add(found, used, -1)
             add(found, self._choices.needs(producer, reader, share, used))
         return {column: coefficient for column, coefficient in found.items() if coefficient}
-
-    def _uses(self, producer: int, reader: int) -> dict[int, Indicator]:
-        """The cast copies of an operator's output that a reader may use, each with the indicator that it does."""
-        slot = dict(self._choices.wiring.reads[producer])[reader]
-        found: dict[int, list[Indicator]] = {}
-        for state, chosen, _ in self._choices.of[reader]:
-            for share, _, _ in state.copies.get(slot, ()):
-                found.setdefault(share, []).append(chosen)
-        return {share: total(terms) for share, terms in found.items()}
 
     def _kept_output(self, position: int, precision: Precision, whole: Indicator, moment: int) -> Indicator:
         """Indicate that the output has this format and an operator keeps it for its backward, which is not over before a moment."""
@@ -322,12 +314,7 @@ class MemoryRows:
             return other
         if other == ALWAYS:
             return one
-        column = self._program.derived([combined((one, 1), (other, 1), constant=-1)])
-        row: Expression = {column: 1}
-        add(row, one, -1)
-        add(row, other, -1)
-        self._program.row(row, lower=-1)
-        return {column: 1}
+        return self._program.largest_of([all_of([one, other])])
 
     def _any_of(self, producer: int, what: object, terms: Terms) -> Indicator:
         """1 where any of the terms is: a column that is at least each of them, which memory then holds down."""
@@ -341,10 +328,5 @@ class MemoryRows:
             return distinct[0] if distinct else {}
         key = (producer, what, tuple(terms))
         if key not in self._kept:
-            column = self._program.derived(distinct)
-            for term in distinct:
-                row: Expression = {column: 1}
-                add(row, term, -1)
-                self._program.row(row, lower=0)
-            self._kept[key] = {column: 1}
+            self._kept[key] = self._program.largest_of(distinct)
         return self._kept[key]

@@ -97,15 +97,13 @@ class Network:
 
     Args:
         costs: of the program's columns.
-        constant: what every path costs beside.
         most_alone: arcs that cost more by themselves are left out.
     """
 
-    def __init__(self, stages: Sequence[Stage], costs: Numbers, constant: float, most_alone: float) -> None:
+    def __init__(self, stages: Sequence[Stage], costs: Numbers, most_alone: float) -> None:
         self.stages = stages
         tables = self._tables = _Tables(stages)
         own = tables.sums(costs)
-        own[: tables.begins[1]] += constant
         kept = np.flatnonzero(np.concatenate([stage.table.allowed for stage in stages]) & (own <= most_alone))
         states = np.concatenate([[0], np.cumsum([stage.states for stage in stages])])
         self.states = int(states[-1]) + 1
@@ -190,9 +188,13 @@ class Network:
         cheapest = np.flatnonzero(costs == np.asarray(least)[self._group_of])
         return rest[0], cheapest[np.searchsorted(self._group_of[cheapest], groups)]
 
+    def with_prices(self, rows: Sequence[Row], prices: Numbers) -> Numbers:
+        """The cost of every arc with what it takes of the rows, at some prices."""
+        return self.cost + sum((price * row.amounts for price, row in zip(prices, rows, strict=True) if price), np.zeros(1))
+
     def priced(self, rows: Sequence[Row], prices: Numbers) -> Priced:
         """The bound and every arc's excess at some prices."""
-        costs = self.cost + sum((price * row.amounts for price, row in zip(prices, rows, strict=True) if price), np.zeros(1))
+        costs = self.with_prices(rows, prices)
         least = self._group_least(costs)
         before, after = np.asarray(self._forward(least)), np.asarray(self._backward(least))
         whole = float(after[0])
@@ -267,23 +269,22 @@ def best_prices(
         scale: what costs are divided by.
         shares: so many rows, the first ones, have prices that are 1 together: what the largest of them takes is minimised.
     """
-    master, paths = _Master(rows, scale, shares), list(known)
+    master, paths = _Master(network, rows, scale, shares), list(known)
     for path in known:
-        master.add(network.cost[path].sum(), [row.amounts[path].sum() - row.most for row in rows])
+        master.add(path)
     best, prices, weights = -math.inf, np.zeros(len(rows)), np.zeros(0)
     prices[:shares] = 1 / max(1, shares)
     if paths:
         _, prices, weights = master.solve()
     found = prices
     for _ in range(_DUAL_ROUNDS):
-        costs = network.cost + sum((price * row.amounts for price, row in zip(prices, rows, strict=True) if price), np.zeros(1))
-        whole, path = network.shortest(costs)
+        whole, path = network.shortest(network.with_prices(rows, prices))
         if not math.isfinite(whole):
             break
         bound = whole - sum(price * row.most for price, row in zip(prices, rows, strict=True))
         if bound > best:
             best, found = bound, prices
-        master.add(network.cost[path].sum(), [row.amounts[path].sum() - row.most for row in rows])
+        master.add(path)
         paths.append(path)
         asked = prices
         highest, prices, weights = master.solve()
@@ -298,9 +299,9 @@ def best_prices(
 class _Master:
     """maximise η  subject to  η ≤ cost[p] + λ · g[p] for every path p,  λ ≥ 0,  and the first ``shares`` of λ are 1 together."""
 
-    def __init__(self, rows: Sequence[Row], scale: float, shares: int) -> None:
+    def __init__(self, network: Network, rows: Sequence[Row], scale: float, shares: int) -> None:
         self._solver: Any = silent_solver()
-        self._scale = scale
+        self._network, self._rows, self._scale = network, rows, scale
         self._units = [max(1.0, float(np.ptp(row.amounts)) if len(row.amounts) else 1.0) for row in rows]
         self._units[:shares] = [scale] * shares
         self._shares, count = shares, len(rows)
@@ -311,12 +312,13 @@ class _Master:
         if shares:
             self._solver.addRow(1.0, 1.0, shares, np.arange(shares, dtype=np.int32), np.ones(shares))
 
-    def add(self, cost: float, over: Sequence[float]) -> None:
-        """A path of this cost that takes so much more of each row than there is."""
-        count = len(over)
+    def add(self, path: Indices) -> None:
+        """A path: its cost, and how much more of each row it takes than there is."""
+        count = len(self._rows)
+        over = (row.amounts[path].sum() - row.most for row in self._rows)
         values = np.append([-entry / unit for entry, unit in zip(over, self._units, strict=True)], 1.0)
         indices = np.arange(count + 1, dtype=np.int32)
-        self._solver.addRow(-math.inf, cost / self._scale, count + 1, indices, values)
+        self._solver.addRow(-math.inf, self._network.cost[path].sum() / self._scale, count + 1, indices, values)
 
     def solve(self) -> tuple[float, Numbers, Numbers]:
         """The highest η, its λ, and by path how much of it is in the mixture."""

@@ -54,9 +54,9 @@ def least_memory_plan(
         budgets[group.name] = smallest.peak_bytes
         state.move_to(group.name, smallest.rungs)
     starts = state.all_rungs()
-    bound = adopt(state, answer(state, programs, starts, limit_ns, effort, budgets=budgets, seconds=left.share(1)))
+    bound = adopt(state, answer(state, programs, starts, limit_ns, effort, budgets=budgets, seconds=left.share()))
     if state.prediction.iteration_ns > limit_ns:
-        within = attrs.evolve(effort, seconds=left.share(1))
+        within = attrs.evolve(effort, seconds=left.share())
         bound = max(bound, solve_jointly(state, starts, limit_ns, within, programs, budgets=budgets))
     return _as_found(state, limit_ns, bound, "the least memory found within the time limit; of such plans, ")
 

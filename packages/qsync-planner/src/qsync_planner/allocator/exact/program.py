@@ -61,6 +61,11 @@ def combined(*parts: tuple[Indicator, int], constant: int = 0) -> Indicator:
     return {column: coefficient for column, coefficient in found.items() if coefficient}
 
 
+def all_of(terms: Sequence[Indicator]) -> Indicator:
+    """An expression that is 1 where all indicators are 1, and else at most 0."""
+    return combined(*((term, 1) for term in terms), constant=1 - len(terms))
+
+
 def is_installed() -> bool:
     """Whether HiGHS is there (``qsync-planner[exact]``)."""
     return importlib.util.find_spec("highspy") is not None
@@ -164,10 +169,17 @@ class Program:
     def derived(self, terms: Sequence[Indicator]) -> int:
         """A new column that, where the ones before it are integers, is the largest of 0 and these expressions of them.
 
-        No row says so: it comes with those that the relaxation needs.
+        No row says so: it comes with those that the relaxation needs; see also :meth:`largest_of`.
         """
         column = self.column()
         self.definitions[column] = tuple(terms)
+        return column
+
+    def largest_of(self, terms: Sequence[Indicator]) -> Indicator:
+        """:meth:`derived` with a row for each of the expressions that it is not below; its indicator."""
+        column = {self.derived(terms): 1}
+        for term in terms:
+            self.row(combined((column, 1), (term, -1)), lower=0)
         return column
 
     def forbid(self, chosen: Indicator) -> None:

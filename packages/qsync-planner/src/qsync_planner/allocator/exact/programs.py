@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence, Set
 
 from qsync_planner.allocator.exact.extremes import ExtremeSearch
-from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, Replayed
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, Quantity, Replayed
 from qsync_planner.allocator.exact.joint_rows import Rest
 from qsync_planner.allocator.exact.program import Limits
+from qsync_planner.allocator.exact.search import TimeLeft
 from qsync_planner.allocator.exact.stages import KnownTables, NoStages
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.chains import Variants
@@ -109,45 +109,37 @@ def least(
         gap: relative distance to the least size that is near enough.
         enough: relative distance after which a search by stages is not followed by branch and bound.
     """
-    end = None if seconds is None else time.monotonic() + seconds
-
-    def keeps_limits(plan: Replayed) -> bool:
-        return (not budget_bytes or plan.peak_bytes <= budget_bytes) and (not limit_ns or plan.period_ns <= limit_ns)
-
+    left = TimeLeft(seconds)
+    limits = limit_ns or ANY_TIME_NS, budget_bytes
     if start is None and not limit_ns and not budget_bytes:
         start = [len(columns) - 1 for columns in program.choices.columns]
     known = [program.replay(rungs) for rungs in (start, program.apart) if rungs is not None]
-    best = min(filter(keeps_limits, known), key=lambda plan: _size(plan, quantity), default=None)
+    best = min((plan for plan in known if plan.keeps(*limits)), key=lambda plan: _size(plan, quantity), default=None)
     if best is not None and program.deadlines:
-        search = ExtremeSearch(program, quantity, limit_ns, budget_bytes, best, gap, lambda: _is_past(end))
+        search = ExtremeSearch(program, quantity, limit_ns, budget_bytes, best, gap, lambda: left.is_over)
         with contextlib.suppress(NoStages):
             search.run()
         best = search.best
-        if search.is_near(max(gap, enough)) or _is_past(end):
+        if search.is_near(max(gap, enough)) or left.is_over:
             return best
     program.look_below(None)
     program.limit(limit_ns, budget_bytes)
     program.minimise(quantity)
     try:
         for _ in range(_ROUNDS):
-            left = None if end is None else end - time.monotonic()
-            solved = program.solve(Limits(gap, _NODES, left), None if best is None else best.rungs)
+            solved = program.solve(Limits(gap, _NODES, left.share()), None if best is None else best.rungs)
             if not solved.values.size:
                 return best
             plan = program.replay(program.rungs(solved.values))
-            if keeps_limits(plan) and (best is None or _size(plan, quantity) < _size(best, quantity)):
+            if plan.keeps(*limits) and (best is None or _size(plan, quantity) < _size(best, quantity)):
                 best = plan
             # A moment without a row was not seen by the program: its memory may have been too much, or not the least.
             concerned = quantity is Quantity.MEMORY or (budget_bytes and plan.peak_bytes > budget_bytes)
-            if not concerned or not program.memory.add(plan.peak_moment) or (best is not None and _is_past(end)):
+            if not concerned or not program.memory.add(plan.peak_moment) or (best is not None and left.is_over):
                 return best
         return best
     finally:
         program.minimise(Quantity.OMEGA)
-
-
-def _is_past(end: float | None) -> bool:
-    return end is not None and time.monotonic() >= end
 
 
 def _size(plan: Replayed, quantity: Quantity) -> int:

@@ -15,7 +15,7 @@ import attrs
 from qsync_core.errors import PlanError
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
 from qsync_planner.allocator.exact.program import Limits, Outcome, Solved
-from qsync_planner.allocator.exact.staged import Endurance, StagedSearch, least_omega
+from qsync_planner.allocator.exact.staged import Endurance, StagedSearch
 from qsync_planner.allocator.problem import GroupProblem
 
 PROVEN_GAP = 1e-6
@@ -78,14 +78,14 @@ class TimeLeft:
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
 
-    def share(self, parts: int) -> float | None:
-        """One of so many parts of it, not below 0."""
+    def share(self, parts: int = 1) -> float | None:
+        """One of so many parts of it, not below 0; all of it by default."""
         return None if self._end is None else max(0.0, self._end - time.monotonic()) / parts
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left."""
-        return self.share(1) == 0.0
+        return self.share() == 0.0
 
 
 class Search:
@@ -102,7 +102,8 @@ class Search:
     ) -> None:
         self._group, self._program, self._effort, self._progress = group, program, effort, progress
         self._limit_ns, self._budget = limit_ns, budget_bytes
-        self._begin = time.monotonic()
+        self._left = TimeLeft(effort.seconds)
+        self._left_for_bound = TimeLeft(effort.bound_seconds or effort.seconds)
         self._best: Replayed | None = None
         self._bound = float("-inf")
         self._tightened, self._spare = 0, (0, 0)
@@ -132,9 +133,9 @@ class Search:
                 return Answer(first, float("-inf"))
             if self._bound == float("-inf"):
                 self._bound = earlier
-            if self._is_small() and self._is_well_scaled() and not self._is_done() and not self._is_late():
+            if self._is_small() and self._is_well_scaled() and not self._is_done() and not self._left.is_over:
                 self._branch()
-            left = self._left()  # of this group's own time: the others need a bound as well
+            left = self._left.share()  # of this group's own time: the others need a bound as well
             if self._is_well_scaled() or (left is not None and left < time.monotonic() - began):
                 break
         return Answer(self._best or first, self._bound)
@@ -145,9 +146,8 @@ class Search:
     def _by_stages(self, first: Replayed) -> bool:
         """Search by stages; whether that was enough."""
         enough = 0.0 if self._is_small() else self._effort.enough
-        endurance = Endurance(self._effort.gap, self._effort.labels, enough, is_late=self._is_late, tell=self._show)
-        goal = least_omega(self._group, self._program)
-        found = StagedSearch(self._program, goal, self._limit_ns, self._budget, endurance).run(first)
+        endurance = Endurance(self._effort.gap, self._effort.labels, enough, is_late=lambda: self._left.is_over, tell=self._show)
+        found = StagedSearch(self._group, self._program, self._limit_ns, self._budget, endurance).run(first)
         if found is None:
             return False
         self._bound = max(self._bound, found.bound)
@@ -155,12 +155,12 @@ class Search:
             return False
         self._offer(found.plan)
         omega = self._group.omega(found.plan.rungs)
-        return omega - self._bound <= max(self._effort.gap, self._effort.enough) * omega or self._is_late()
+        return omega - self._bound <= max(self._effort.gap, self._effort.enough) * omega or self._left.is_over
 
     def _is_well_scaled(self) -> bool:
         """Whether the best plan costs about what the program is scaled for, or there is none."""
         low, high = _WELL_SCALED
-        return self._best is None or low < self._program.cost_of(self._group.omega(self._best.rungs)) < high
+        return self._best is None or low < self._program.cost_of(self._omega()) < high
 
     def _approach(self) -> bool:
         """The relaxation's bound, and the best plan that agrees with it wherever it is integral; False where nothing is feasible.
@@ -169,17 +169,17 @@ class Search:
         where one was is cheap, but not after a search for integers.
         """
         for _ in range(_ROUNDS):
-            relaxed = self._program.program.solve(Limits(seconds=self._left_for_bound()), relaxed=True)
+            relaxed = self._program.program.solve(Limits(seconds=self._left_for_bound.share()), relaxed=True)
             if relaxed.outcome is Outcome.INFEASIBLE:
                 return False
             self._raise_bound(relaxed.bound)
-            if not relaxed.values.size or self._left_for_bound() == 0.0 or not self._effort.rounds:
+            if not relaxed.values.size or self._left_for_bound.is_over or not self._effort.rounds:
                 return True
             rounded = self._program.replay(self._program.rungs(relaxed.values))
             self._offer(rounded)
             if self._budget and rounded.peak_bytes > self._budget and self._program.memory.add(rounded.peak_moment):
                 continue
-            near = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._nodes(), self._left_for_bound()))
+            near = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._nodes(), self._left_for_bound.share()))
             if not near.values.size or self._accept(near):
                 return True
         return True
@@ -188,12 +188,12 @@ class Search:
         """Branch and bound over everything."""
         for _ in range(_ROUNDS):
             start = None if self._best is None else self._best.rungs
-            limits = Limits(min(self._effort.gap, _SOLVER_GAP), self._nodes(), self._left())
+            limits = Limits(min(self._effort.gap, _SOLVER_GAP), self._nodes(), self._left.share())
             solved = self._program.solve(limits, start, self._tell_scaled)
             if solved.outcome is Outcome.INFEASIBLE and self._best is not None:
                 return  # there is a plan: the solver's word is no proof of anything
             self._raise_bound(solved.bound)
-            if not solved.values.size or self._accept(solved) or self._is_late():
+            if not solved.values.size or self._accept(solved) or self._left.is_over:
                 return
 
     def _accept(self, solved: Solved) -> bool:
@@ -226,9 +226,9 @@ class Search:
         return False
 
     def _offer(self, plan: Replayed) -> None:
-        if plan.period_ns > self._limit_ns or (self._budget and plan.peak_bytes > self._budget):
+        if not plan.keeps(self._limit_ns, self._budget):
             return
-        if self._best is None or self._group.omega(plan.rungs) < self._group.omega(self._best.rungs):
+        if self._group.omega(plan.rungs) < self._omega():
             self._best = plan
             self._tell()
 
@@ -239,37 +239,26 @@ class Search:
         self._bound = bound
         self._tell()
 
+    def _omega(self) -> float:
+        return math.inf if self._best is None else self._group.omega(self._best.rungs)
+
     def _tell(self) -> None:
-        omega = float("inf") if self._best is None else self._group.omega(self._best.rungs)
-        self._show(omega, self._bound)
+        self._show(self._omega(), self._bound)
 
     def _tell_scaled(self, objective: float, bound: float) -> None:
         """What the solver reports while it runs."""
-        omega = float("inf") if self._best is None else self._group.omega(self._best.rungs)
-        self._show(min(omega, self._program.omega_of(objective)), max(self._bound, self._program.omega_of(bound)))
+        self._show(min(self._omega(), self._program.omega_of(objective)), max(self._bound, self._program.omega_of(bound)))
 
     def _show(self, omega: float, bound: float) -> None:
         gap = f", within {max(0.0, omega - bound) / omega:.2%}" if 0 < omega < float("inf") and bound > 0 else ""
         self._progress(f"{self._group.name}: Σ Ω {omega:.4g}, at least {max(0.0, bound):.4g}{gap}")
 
     def _is_done(self) -> bool:
-        if self._best is None:
-            return False
-        omega = self._group.omega(self._best.rungs)
-        return omega - self._bound <= self._effort.gap * abs(omega)
+        omega = self._omega()
+        return self._best is not None and omega - self._bound <= self._effort.gap * abs(omega)
 
     def _nodes(self) -> int | None:
         return None if self._effort.work is None else max(1, self._effort.work // self._program.program.columns)
-
-    def _left(self) -> float | None:
-        return None if self._effort.seconds is None else max(0.0, self._begin + self._effort.seconds - time.monotonic())
-
-    def _left_for_bound(self) -> float | None:
-        seconds = self._effort.bound_seconds or self._effort.seconds
-        return None if seconds is None else max(0.0, self._begin + seconds - time.monotonic())
-
-    def _is_late(self) -> bool:
-        return self._left() == 0.0
 
 
 class KnownPlans:
@@ -300,11 +289,7 @@ class KnownPlans:
 
     def best(self, limit_ns: int, budget_bytes: int) -> Replayed:
         """The plan of least Σ Ω within the limits; of equal ones the faster, then the leaner."""
-        fitting = (
-            plan
-            for plan in self._plans.values()
-            if plan.period_ns <= limit_ns and (not budget_bytes or plan.peak_bytes <= budget_bytes)
-        )
+        fitting = (plan for plan in self._plans.values() if plan.keeps(limit_ns, budget_bytes))
         return min(fitting, key=lambda plan: (self._group.omega(plan.rungs), plan.period_ns, plan.peak_bytes, plan.rungs))
 
     def bound(self, plan_ns: int, peak_bytes: int) -> float:

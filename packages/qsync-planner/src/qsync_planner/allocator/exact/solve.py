@@ -7,7 +7,6 @@ backward pass, of a duration that no plan changes.  Where that does not hold, th
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -19,7 +18,7 @@ from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.programs import Programs
-from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
+from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search, TimeLeft
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
 from qsync_planner.allocator.recovery import History, Refusal, new_history, overruns, slack_ns, sweep_until_stable
 from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, slack_text
@@ -84,15 +83,15 @@ def solve_exactly(
     """
     require_solver("the exact solver", ", or use --solver greedy")
     check_deadline_form(state.problem.dag)
-    begin = time.monotonic()
+    left = TimeLeft(seconds)
     starts = {name: start.rungs for name, start in uniform.items()}
     answers = answer(state, programs, starts, limit_ns, effort, seconds=seconds, progress=progress)
     alone = bound = adopt(state, answers)
     if state.prediction.iteration_ns > limit_ns:
-        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
-        bound = max(bound, solve_jointly(state, starts, limit_ns, attrs.evolve(effort, seconds=left), programs, progress))
+        within = attrs.evolve(effort, seconds=left.share())
+        bound = max(bound, solve_jointly(state, starts, limit_ns, within, programs, progress))
     fuse_where_faster(state, limit_ns)
-    late = seconds is not None and time.monotonic() - begin > seconds / 2
+    late = seconds is not None and (left.share() or 0.0) < seconds / 2
     solution = with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
     if not programs.contended:
         return solution
@@ -183,16 +182,14 @@ def answer(
     progress: Progress = lambda text: None,
 ) -> dict[str, Answer]:
     """The search of every group from its plan in ``starts``; other memory budgets than the groups' own by name."""
-    begin, groups = time.monotonic(), state.problem.groups
+    left, groups = TimeLeft(seconds), state.problem.groups
     found: dict[str, Answer] = {}
     known: dict[int, list[Answer]] = {}
     # Of groups of one kind the roomiest first: a plan that is the best of more plans, and fits, is the best of fewer.
     sizes = {group.name: (group.group.memory_bytes if budgets is None else budgets[group.name]) or _NO_BUDGET for group in groups}
     for number, group in enumerate(sorted(groups, key=lambda group: -sizes[group.name])):
-        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
-        own = None if left is None else left / (len(groups) - number)
         budget = 0 if sizes[group.name] == _NO_BUDGET else sizes[group.name]
-        share = attrs.evolve(effort, seconds=own, bound_seconds=left)
+        share = attrs.evolve(effort, seconds=left.share(len(groups) - number), bound_seconds=left.share())
         alike = known.setdefault(programs.kind(group), [])
         fitting = [entry for entry in alike if entry.plan.peak_bytes <= sizes[group.name]]
         if not fitting:

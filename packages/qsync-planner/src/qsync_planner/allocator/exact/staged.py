@@ -16,7 +16,7 @@ from qsync_planner.allocator.exact.binding import BindingRows
 from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
 from qsync_planner.allocator.exact.labels import Labelled, best_path
 from qsync_planner.allocator.exact.network import Network, Priced, Row, best_prices
-from qsync_planner.allocator.exact.stages import Indices, NoStages, Numbers
+from qsync_planner.allocator.exact.stages import Indices, NoStages
 from qsync_planner.allocator.problem import GroupProblem
 
 _ROUNDS = 200
@@ -30,7 +30,7 @@ _MANY, _FARTHER, _LEAST = 300, 1.5, 1e-6
 _BETTER = 0.9
 """Part of a distance to the bound down to which a better plan is worth looking again with it."""
 _ROUNDING = 1e-9
-"""Part of a size that sums of numbers of so many sizes may be off by."""
+"""Part of a Σ Ω that sums of numbers of so many sizes may be off by."""
 _RESCALED = 20.0
 """How many times better a plan makes it worth to find prices anew."""
 
@@ -41,24 +41,11 @@ class Found:
 
     Attributes:
         plan: that keeps both limits; None where none was found.
-        bound: no such plan is of a smaller size; infinite where there is no such plan.
+        bound: no such plan has a smaller Σ Ω; infinite where there is no such plan.
     """
 
     plan: Replayed | None
     bound: float
-
-
-@attrs.frozen(eq=False)
-class Goal:
-    """What is minimised.
-
-    Attributes:
-        costs: of the program's columns as they are when it is called, and a constant: together not above the size of the plan.
-        size: of a plan.
-    """
-
-    costs: Callable[[], tuple[Numbers, float]]
-    size: Callable[[Replayed], float]
 
 
 @attrs.frozen
@@ -70,39 +57,26 @@ class Endurance:
         labels: that are kept at once.
         enough: relative distance to the bound after which paths are no longer looked through for a better one.
         is_late: whether to stop.
-        tell: receives the size of the best plan and the bound so far.
+        tell: receives Σ Ω of the best plan and the bound so far.
     """
 
     gap: float
     labels: int
     enough: float = 0.0
     is_late: Callable[[], bool] = lambda: False
-    tell: Callable[[float, float], None] = lambda size, bound: None
-
-
-def least_omega(group: GroupProblem, program: GroupProgram) -> Goal:
-    """Σ Ω of one device."""
-
-    def costs() -> tuple[Numbers, float]:
-        found: Numbers = np.zeros(program.program.columns)
-        for unit, columns in zip(group.units, program.choices.columns, strict=True):
-            found[list(columns)] = unit.omega
-        return found, 0.0
-
-    return Goal(costs, lambda plan: group.omega(plan.rungs))
+    tell: Callable[[float, float], None] = lambda omega, bound: None
 
 
 class StagedSearch:
-    """One group's search within a time limit and a memory budget.
+    """The search for one group's plan of the least Σ Ω, on one device, within a time limit and a memory budget.
 
     Args:
         program: of a group whose deadlines are sums (:attr:`~qsync_planner.allocator.exact.group_program.GroupProgram.deadlines`).
-        goal: what is minimised.
         budget_bytes: 0 for none.
     """
 
-    def __init__(self, program: GroupProgram, goal: Goal, limit_ns: int, budget_bytes: int, endurance: Endurance) -> None:
-        self._program, self._goal, self._limit_ns, self._budget = program, goal, limit_ns, budget_bytes
+    def __init__(self, group: GroupProblem, program: GroupProgram, limit_ns: int, budget_bytes: int, endurance: Endurance) -> None:
+        self._group, self._program, self._limit_ns, self._budget = group, program, limit_ns, budget_bytes
         self._gap, self._labels, self._enough = endurance.gap, endurance.labels, endurance.enough
         self._is_late, self._tell = endurance.is_late, endurance.tell
         self._units = len(program.choices.columns)
@@ -122,7 +96,7 @@ class StagedSearch:
             self._binding.add_moment(first.peak_moment)
         self._known = [first.rungs]
         for _ in range(_ROUNDS):
-            size = self._size()
+            omega = self._omega()
             if self._is_near():
                 break
             try:
@@ -138,12 +112,12 @@ class StagedSearch:
             plan = program.replay(network.rungs(path, self._units))
             self._known.append(plan.rungs)
             if self._offer(plan):
-                if self._size() * _RESCALED < size:
+                if self._omega() * _RESCALED < omega:
                     continue
                 break
             if not self._binding.add_exceeded(network.values(path, program.program.columns), plan, self._limit_ns, self._budget):
                 return None
-        return Found(self._best, min(max(0.0, self._bound), self._size()))
+        return Found(self._best, min(max(0.0, self._bound), self._omega()))
 
     def _priced(self) -> tuple[Network, list[Row], Priced]:
         """Prices of all rows that the mixture of paths of the least Σ Ω does not keep by itself.
@@ -151,9 +125,12 @@ class StagedSearch:
         Raises:
             NoStages: where the units hang together too much.
         """
-        program, best = self._program, self._size()
+        program, best = self._program, self._omega()
         while True:
-            network = Network(program.stages(), *self._goal.costs(), best)
+            stages, costs = program.stages(), np.zeros(program.program.columns)
+            for unit, columns in zip(self._group.units, program.choices.columns, strict=True):
+                costs[list(columns)] = unit.omega
+            network = Network(stages, costs, best)
             rows = self._rows(network)
             scale = best if math.isfinite(best) and best > 0 else max(float(network.cost.max(initial=0.0)), 1e-300)
             known = [path for path in map(network.path, self._known) if path is not None]
@@ -167,25 +144,25 @@ class StagedSearch:
             if not added:
                 return network, rows, priced
 
-    def _size(self) -> float:
-        return math.inf if self._best is None else self._goal.size(self._best)
+    def _omega(self) -> float:
+        return math.inf if self._best is None else self._group.omega(self._best.rungs)
 
     def _is_near(self) -> bool:
-        size = self._size()
-        return math.isfinite(size) and size - max(0.0, self._bound) <= self._gap * size
+        omega = self._omega()
+        return math.isfinite(omega) and omega - max(0.0, self._bound) <= self._gap * omega
 
     def _offer(self, plan: Replayed) -> bool:
-        if plan.period_ns > self._limit_ns or (self._budget and plan.peak_bytes > self._budget):
+        if not plan.keeps(self._limit_ns, self._budget):
             return False
-        if self._goal.size(plan) < self._size():
+        if self._group.omega(plan.rungs) < self._omega():
             self._best = plan
-            self._tell(self._size(), self._bound)
+            self._tell(self._omega(), self._bound)
         return True
 
     def _raise_bound(self, bound: float) -> None:
         if bound > self._bound:
             self._bound = bound
-            self._tell(self._size(), bound)
+            self._tell(self._omega(), bound)
 
     def _rows(self, network: Network) -> list[Row]:
         rows = self._binding
@@ -193,7 +170,7 @@ class StagedSearch:
 
     def _nearest(self, network: Network, rows: list[Row], priced: Priced) -> tuple[Indices | None, float]:
         """The best path that keeps the rows and is better than the best plan, if there is one; and a bound."""
-        most, bound = self._size(), priced.bound
+        most, bound = self._omega(), priced.bound
         if bound == math.inf:
             return None, most
         found: Indices | None = None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from qsync_core.ir.semantics import CastSite
 from qsync_planner.allocator.exact.choices import Choices
-from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined, total
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, combined
 from qsync_planner.replayer.cost_mapper import ALL_ELSEWHERE
 from qsync_planner.replayer.cost_model import PricedCast
 from qsync_planner.replayer.max_plus import NOTHING, Work, device_only
@@ -39,25 +39,10 @@ def charged_casts(choices: Choices, program: Program) -> Iterator[ChargedCast]:
     for producer, reads in enumerate(choices.wiring.reads):
         users: dict[int, list[tuple[int, PricedCast, Indicator]]] = {}
         for reader, slot in reads:
-            for share, (cast, terms) in _uses(choices, reader, slot).items():
-                needed = choices.needs(producer, reader, share, total(terms))
-                users.setdefault(share, []).append((reader, cast, needed))
+            for share, (cast, used) in choices.uses(reader, slot).items():
+                users.setdefault(share, []).append((reader, cast, choices.needs(producer, reader, share, used)))
         for entries in users.values():
             yield from _first_of(entries, program)
-
-
-def _uses(choices: Choices, reader: int, slot: int) -> dict[int, tuple[PricedCast, list[Indicator]]]:
-    """Find the casts of the tensor at ``slot``, by share number, each with the choices of the reader that need it."""
-    slots = choices.wiring.slots[reader]
-    found: dict[int, tuple[PricedCast, list[Indicator]]] = {}
-    for state, chosen, _ in choices.of[reader]:
-        needed: dict[int, PricedCast] = {}
-        for cast in state.evaluation.casts:
-            if cast.share >= 0 and slots[cast.cast.input_index] == slot:
-                needed.setdefault(cast.share, cast)
-        for share, cast in needed.items():
-            found.setdefault(share, (cast, []))[1].append(chosen)
-    return found
 
 
 def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program) -> Iterator[ChargedCast]:
@@ -70,16 +55,8 @@ def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program
             continue
         else:
             # 1 where it is used and no earlier consumer was charged: charges so far add up to whether any of these uses it.
-            column = program.derived([combined((used, 1), *((other, -1) for other in charges))])
-            row: Expression = {column: 1}
-            add(row, used, -1)
-            for other in charges:
-                add(row, other)
-            program.row(row, lower=0)
-            charged = {column: 1}
-            row = {column: 1}
-            add(row, used, -1)
-            program.row(row, upper=0)
+            charged = program.largest_of([combined((used, 1), *((other, -1) for other in charges))])
+            program.row(combined((charged, 1), (used, -1)), upper=0)
         earlier.append(used)
         charges.append(charged)
         yield ChargedCast(position, cast, charged)
@@ -189,25 +166,50 @@ class StepExpressions:
         self.all = [step for steps in (*self.forward, *reversed(self.backward)) for step in steps]
 
 
-class TimeRows:
-    """Rows that keep a step within T, a column of the program.
+class MomentRows:
+    """Rows between moments of a step and T, all of them columns of the program.
 
     Attributes:
-        deadlines: of a free-running group, in the order in which they pass: the work since the one before, and what follows it, in
+        deadlines: where they are sums, in the order in which they pass: the work since the one before, and what follows it, in
             nanoseconds; all work until then and that are T at most.
-        dispatch: its CPU's time of the whole step, without bounds a deadline of its own.
+        dispatch: the CPU's time of the whole step then, without bounds a deadline of its own.
 
     Args:
         limit: T's column.
-        after: see :func:`time_after`.
         unit: of T's column and of all others for moments, in nanoseconds; see :func:`unit_ns`.
     """
 
-    def __init__(self, program: Program, limit: int, shape: StepShape, after: dict[int, int], unit: int) -> None:
-        self._program, self._limit, self._shape, self._after, self._unit = program, limit, shape, after, unit
-        self._micro_batch: int | None = None
+    def __init__(self, program: Program, limit: int, unit: int) -> None:
+        self._program, self._limit, self._unit = program, limit, unit
         self.deadlines: list[tuple[Expression, int]] = []
         self.dispatch: Expression = {}
+
+    def then(self, before: int | None, work: Expression, column: int | None = None) -> int:
+        """A column (or the given one) that is at least the time ``before`` (None: the start) plus the work."""
+        if column is None:
+            column = self._program.column(upper=math.inf)
+        row = dict(work)
+        if before is not None:
+            row[before] = row.get(before, 0) + self._unit
+        row[column] = row.get(column, 0) - self._unit
+        self._program.row(row, upper=0, unit=self._unit)
+        return column
+
+    def within(self, moments: Expression, after_ns: int) -> None:
+        """``moments + after_ns ≤ T``."""
+        row: Expression = {CONSTANT: after_ns, self._limit: -self._unit}
+        for moment, factor in moments.items():
+            row[moment] = factor * self._unit
+        self._program.row(row, upper=0, unit=self._unit)
+
+
+class TimeRows(MomentRows):
+    """Rows that keep a step within T, by deadlines of the group alone."""
+
+    def __init__(self, program: Program, limit: int, shape: StepShape, unit: int) -> None:
+        super().__init__(program, limit, unit)
+        self._shape, self._after = shape, time_after(shape)
+        self._micro_batch: int | None = None
 
     def add_free_running(self, steps: StepExpressions) -> None:
         """Rows of a group whose CPU runs ahead, or runs the kernels itself: sums alone bind."""
@@ -224,13 +226,13 @@ class TimeRows:
                 step.add_to(segment, dispatch)
             if position in self._after:
                 self.deadlines.append((segment, self._after[position]))
-                reached = self._then(reached, segment)
+                reached = self.then(reached, segment)
                 self._within_limit(reached, self._after[position])
                 segment = {CONSTANT: self._shape.host_work_after(position)}
         self.deadlines.append((segment, self._shape.optimizer.compute_ns))
-        self._within_limit(self._then(reached, segment), self._shape.optimizer.compute_ns)
+        self._within_limit(self.then(reached, segment), self._shape.optimizer.compute_ns)
         self.dispatch = {**dispatch, CONSTANT: dispatch.get(CONSTANT, 0) + self._shape.optimizer.dispatch_ns}
-        self._within_limit(self._then(None, dispatch), self._shape.optimizer.dispatch_ns)
+        self._within_limit(self.then(None, dispatch), self._shape.optimizer.dispatch_ns)
 
     def add_synchronising(self, steps: StepExpressions) -> None:
         """Rows of a group that synchronises every step: device time G and CPU time C kernel by kernel.
@@ -239,12 +241,12 @@ class TimeRows:
         micro-batch: each one before that takes as long as one alone.
         """
         if self._shape.micro_batches > 1:
-            self._micro_batch = self._then(None, {})
-            alone = Clock(self._then)
+            self._micro_batch = self.then(None, {})
+            alone = Clock(self)
             alone.run(steps.all)
             for moment in (alone.device(), alone.host()):
-                self._then(moment, {}, self._micro_batch)
-        clock = Clock(self._then)
+                self.then(moment, {}, self._micro_batch)
+        clock = Clock(self)
         for forward in steps.forward:
             clock.run(forward)
         for position in reversed(range(len(steps.backward))):
@@ -256,31 +258,18 @@ class TimeRows:
         self._within_limit(clock.device(), optimizer.compute_ns)
         self._within_limit(clock.host(), optimizer.dispatch_ns + optimizer.compute_ns)
 
-    def _then(self, before: int | None, work: Expression, column: int | None = None) -> int:
-        """A column (or the given one) that is at least the time ``before`` plus the work."""
-        if column is None:
-            column = self._program.column(upper=math.inf)
-        row = dict(work)
-        if before is not None:
-            row[before] = row.get(before, 0) + self._unit
-        row[column] = row.get(column, 0) - self._unit
-        self._program.row(row, upper=0, unit=self._unit)
-        return column
-
     def _within_limit(self, reached: int | None, after_ns: int) -> None:
-        row = {CONSTANT: after_ns, self._limit: -self._unit}
-        if reached is not None:
-            row[reached] = self._unit
+        moments = {} if reached is None else {reached: 1}
         if self._micro_batch is not None:
-            row[self._micro_batch] = (self._shape.micro_batches - 1) * self._unit
-        self._program.row(row, upper=0, unit=self._unit)
+            moments[self._micro_batch] = self._shape.micro_batches - 1
+        self.within(moments, after_ns)
 
 
 class Clock:
     """Device and CPU time after the steps so far: a column each; steps that no plan changes are put together first."""
 
-    def __init__(self, then: Callable[[int | None, Expression, int | None], int]) -> None:
-        self._then = then
+    def __init__(self, rows: MomentRows) -> None:
+        self._then = rows.then
         self._device: int | None = None
         self._host: int | None = None
         self._pending = NOTHING
@@ -316,8 +305,8 @@ class Clock:
             self._advance({CONSTANT: dispatch}, {CONSTANT: compute}, {CONSTANT: max(chain, 0)})
 
     def _advance(self, dispatch: Expression, compute: Expression, chain: Expression) -> None:
-        device = self._then(self._device, compute, None)
+        device = self._then(self._device, compute)
         self._then(self._host, chain, device)
         if dispatch:
-            self._host = self._then(self._host, dispatch, None)
+            self._host = self._then(self._host, dispatch)
         self._device = device

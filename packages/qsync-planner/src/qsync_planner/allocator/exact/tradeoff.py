@@ -117,10 +117,10 @@ class Tradeoff:
     Attributes:
         model: name of the model.
         indicator: what Ω is measured by.
-        budgets: the memory budgets, least first: bytes by inference group (0: none); the last are the cluster file's own.
+        budgets: memory budgets of tensors, least first: bytes by inference group (0: none); the last are the cluster file's own.
+        given: the same as a cluster file has them, where they are for more than tensors.
         points: none dominates another; fastest first.
         baselines: step time in ns of ``full`` and ``uniform`` precision within the cluster file's budgets.
-        given: the budgets as a cluster file has them, where they are for more than tensors.
         estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
         uniform: each rung for all operators, where some rung stores frozen weights in another format.
     """
@@ -128,10 +128,10 @@ class Tradeoff:
     model: str
     indicator: str
     budgets: tuple[Mapping[str, int], ...]
+    given: tuple[Mapping[str, int], ...]
     points: tuple[TradeoffPoint, ...]
     baselines: Mapping[str, int]
     estimated: Mapping[str, str] = attrs.field(factory=dict)
-    given: tuple[Mapping[str, int], ...] = ()
     uniform: tuple[UniformPoint, ...] = ()
 
     def front(self, group: str) -> tuple[TradeoffPoint, ...]:
@@ -152,7 +152,7 @@ class Tradeoff:
 
     def budget_text(self, level: int) -> str:
         """A budget for people."""
-        given = (self.given or self.budgets)[level]
+        given = self.given[level]
         if level == len(self.budgets) - 1:
             limited = {name: nbytes for name, nbytes in given.items() if nbytes}
             return f"memory as in the cluster file: {_sizes(limited)}" if limited else "memory without a limit"
@@ -170,7 +170,7 @@ class Tradeoff:
             "uniform": [attrs.asdict(point) for point in self.uniform],
             "curves": [
                 {"budget_bytes": dict(budget), "points": [positions[id(point)] for point in self.curve(level)]}
-                for level, budget in enumerate(self.given or self.budgets)
+                for level, budget in enumerate(self.given)
             ],
         }
 
@@ -213,10 +213,10 @@ def tradeoff(
         inputs.dag.model,
         inputs.sensitivity.indicator,
         tuple(level.budgets for level in levels),
+        tuple(level.given for level in levels),
         points,
         {"full": curve.full.prediction.iteration_ns, "uniform": levels[-1].uniform_ns},
         estimated_groups(inputs.profiles),
-        tuple(level.given for level in levels),
         curve.uniform(),
     )
 
