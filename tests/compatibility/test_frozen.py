@@ -184,6 +184,43 @@ def test_ranks_load_their_weights_straight_into_their_formats(folder: Path) -> f
     return max(float((value.float() - wanted[name].float()).abs().max()) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_on_the_meta_device_get_values_before_the_base_is_loaded(tmp_path: Path, tied: bool) -> None:
+    """As docs/frozen-weights.md has it; without its lines each is refused with what to write."""
+    from accelerate import init_empty_weights
+    from peft.tuners.lora import LoraLayer
+
+    exact = llama(tied=tied)
+    exact.save_pretrained(tmp_path)
+    with init_empty_weights():
+        model = llama(tied=tied)
+    if tied:
+        model.requires_grad_(False)
+        with pytest.raises(
+            PlanError, match=r"holds no lm_head.weight.* the model ties it .*: call model.tie_weights\(\) after that"
+        ):
+            load_planned(model, {"model.layers.0.mlp.down_proj": "bfloat16@nf4"}, tmp_path, base=Precision.BFLOAT16)
+    model.tie_weights()
+    model = adapted(model)
+    variants = dict.fromkeys((name for name in bases(model) if "lm_head" not in name), "bfloat16@nf4")
+    with pytest.raises(PlanError, match=r"lora_A.default.weight, .* needs values before; PEFT makes adapters on the meta device"):
+        load_planned(model, variants, tmp_path, base=Precision.BFLOAT16)
+    torch.manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for part in (module.lora_A, module.lora_B):
+                part.to_empty(device="cpu")
+            module.reset_lora_parameters("default", init_lora_weights=True)
+            nn.init.normal_(module.lora_B["default"].weight)  # which are zeros, behind which A has no gradient
+    wanted = adapted(exact)
+    for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        if mine.requires_grad:
+            theirs.data.copy_(mine.data)
+    load_planned(model, variants, tmp_path, base=Precision.BFLOAT16)
+    apply_(wanted, variants, base=Precision.BFLOAT16)
+    assert difference(gradients(model), gradients(wanted)) == 0
+
+
 @refused_on_two_ranks
 def test_ranks_that_load_other_weights(folder: Path) -> None:
     from safetensors.torch import load_file, save_file

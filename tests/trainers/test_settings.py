@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from accelerate import Accelerator
@@ -25,11 +26,14 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch import InStepGradScaler, apply_
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.integrations import accelerate, lightning, transformers
+from qsync_torch.integrations.planned_training import PlannedTraining
 from qsync_torch.integrations.torchtitan import HybridConverter
 
 INT8, BFLOAT16 = Precision.INT8, Precision.BFLOAT16
@@ -274,6 +278,18 @@ class TestAccelerate:
         hybrid_accelerator(accelerator, Net(), plan())
         counts = {"qsync/train/float32": 2.0, "qsync/infer/int8": 1.0, "qsync/infer/float32": 1.0}
         assert kept.logged == [({"qsync/predicted_step_ms": 1.5} | counts, 0)]
+
+    def test_stored_weights_are_told_apart(self):
+        whole = plan()
+        (infer,) = (group for group in whole.groups if group.group == "infer")
+        first = OpId("first")
+        stored = {first: attrs.evolve(infer.assignments[first], variant=Variant.named("float32@nf4"))}
+        infer = attrs.evolve(infer, assignments={**infer.assignments, **stored})
+        groups = tuple(infer if group.group == "infer" else group for group in whole.groups)
+        planned = PlannedTraining(None, attrs.evolve(whole, groups=groups))
+        assert planned.metrics() == {"qsync/predicted_step_ms": 1.5} | {
+            "qsync/train/float32": 2.0, "qsync/infer/float32@nf4": 1.0, "qsync/infer/float32": 1.0,
+        }  # fmt: skip
 
     def test_a_prepared_model_is_refused(self):
         accelerator = Accelerator(cpu=True)

@@ -52,19 +52,20 @@ def under_base(cluster: Cluster, dag: PrecisionDag) -> tuple[Cluster, tuple[str,
     base = dag.base
     if base is Precision.FLOAT32:
         return cluster, ()
+    how = f"trains under autocast in {base}" if dag.autocast else f"holds its weights in {base}"
     groups, notes = [], []
     for group in cluster.groups:
         if group.base not in (base, Precision.FLOAT32):
             raise ClusterError(
-                f"group {group.name!r} has base {group.base}, but {dag.model} trains under autocast in {base}, as all ranks must; "
+                f"group {group.name!r} has base {group.base}, but {dag.model} {how}, as all ranks must; "
                 f"write base = {str(base)!r}, or leave it out"
             )
         if problem := precision_problem(group.device, base):
-            raise ClusterError(f"{dag.model} trains under autocast in {base}, which group {group.name!r} cannot run: {problem}")
+            raise ClusterError(f"{dag.model} {how}, which group {group.name!r} cannot run: {problem}")
         kept, cut = ladder_under(base, group.ladder)
         if cut and group.role is Role.INFER:
             labels = ", ".join(rung.label for rung in cut)
-            notes.append(f"group {group.name}: {labels} left off the ladder, for the job trains under autocast in {base}")
+            notes.append(f"group {group.name}: {labels} left off the ladder, for the job {how}")
         groups.append(attrs.evolve(group, base=base, ladder=kept))
     return attrs.evolve(cluster, groups=tuple(groups)), tuple(notes)
 

@@ -41,6 +41,13 @@ def amp_case(seed: int) -> Case:
     return Case(dag, case.cluster, profiles, sensitivity)
 
 
+def test_a_rung_above_the_base_is_cut_for_what_the_job_does() -> None:
+    case = amp_case(0)
+    for autocast, does in ((True, "trains under autocast in bfloat16"), (False, "holds its weights in bfloat16")):
+        _, (note,) = under_base(case.cluster, attrs.evolve(case.dag, autocast=autocast))
+        assert note.endswith(f"float32 left off the ladder, for the job {does}")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_plan_is_the_best_of_all(seed: int) -> None:
     case = amp_case(seed)

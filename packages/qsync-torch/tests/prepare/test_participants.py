@@ -163,12 +163,20 @@ def test_a_wish_is_parsed():
         ("a=share:nan", "a share is above 0 and at most 1"),
         ("a=memory:12", "'memory:12' is not understood: 12 bytes, less than 1 MiB; write its unit, such as '12 GiB'"),
         ("a=memory:much", "'memory:much' is not understood: not a size"),
+        ("a=memory:0", "'memory:0' is not understood: a memory is above 0; leave it out for no limit"),
+        ("a=memory:1GiB,role:infer,memory:2GiB", "'memory:2GiB' is not understood: memory is given twice"),
         ("a=speed:9", "'speed:9' is not understood: known are role, share and memory"),
     ],
 )
 def test_a_wish_that_is_wrong_says_what(text, said):
     with pytest.raises(QSyncError, match=said):
         Wish.parse(text)
+
+
+def test_a_group_that_two_options_speak_of_is_refused():
+    assert Wish.parse_all(["a=role:train", "b=role:infer"]) == {"a": Wish(Role.TRAIN), "b": Wish(Role.INFER)}
+    with pytest.raises(QSyncError, match="--group b is given twice: write all of it in one, as b=role:infer,memory:20GiB"):
+        Wish.parse_all(["b=role:infer", "a=role:train", "b=memory:9GiB"])
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def test_values_come_back_in_a_new_process(tmp_path):
         ({"graph": "d1", "cudnn_tf32": "True"}, "its cudnn_tf32 was not recorded and is True now"),
         ({}, "its graph was d1 and is not recorded now"),
         ({"graph": "int8;out=float32;x=row float32;x=row"}, "its graph was d1 and is int8 float32 now"),
+        ({"graph": "bfloat16;out=bfloat16;x=row;store=nf4 float32;x=row"}, "its graph was d1 and is bfloat16@nf4 float32 now"),
     ],
 )
 def test_other_settings_start_anew_and_say_why(tmp_path, now, why):

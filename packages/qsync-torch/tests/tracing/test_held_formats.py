@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from qsync_core.artifacts.files import from_bytes, to_bytes
+from qsync_core.artifacts.summary import summarize
 from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.semantics import run_precision
 from qsync_core.ir.variant import Variant
+from qsync_torch import apply_
+from qsync_torch.cli.trace import _render
 from qsync_torch.job import Batch, Job, held_format
 from qsync_torch.tracing.trace import trace
 
@@ -120,5 +127,45 @@ def test_what_cannot_be_stored_says_why():
     model[0].weight.requires_grad_(False)
     tied = next(operator for operator in trace(job_of(model)).operators if operator.kind == "linear")
     assert tied.frozen
-    assert "reads it too" in tied.not_stored_as(Storage.NF4)
+    assert tied.not_stored_as(Storage.NF4).endswith(": another module has it too (tied weights)")
     assert not tied.runs_in(Variant.named("float32@nf4"))
+
+
+class Scaled(nn.Module):
+    """Divides by the norm of another module's weight, as PEFT's DoRA does."""
+
+    def forward(self, y: torch.Tensor, other: nn.Linear) -> torch.Tensor:
+        return y / other.weight.norm(dim=1)
+
+
+def test_a_weight_that_others_read_through_its_module_can_be_stored():
+    class Decomposed(Adapted):
+        def __init__(self) -> None:
+            super().__init__(torch.float32)
+            self.scaled = Scaled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.embed(x)
+            return self.head(self.scaled(self.base(h), self.base) + self.up(self.down(h)))
+
+    model = Decomposed()
+    by_name = {operator.op_id.fqn: operator for operator in trace(job_of(model)).operators}
+    assert by_name["scaled.linalg_vector_norm"].parameters == ("base.weight",)
+    assert not by_name["base"].not_stored_as(Storage.NF4)
+    apply_(model, {"base": "float32@nf4"})
+    model(torch.arange(6).view(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("amp", "base", "told"),
+    [
+        (None, "bfloat16, in which weights are held", "It holds its weights in bfloat16."),
+        ("bfloat16", "bfloat16, under autocast", "It trains under autocast in bfloat16, which"),
+    ],
+)
+def test_where_the_base_comes_from_is_told(amp, base, told):
+    dag = trace(job_of(Adapted(torch.bfloat16), amp))
+    assert dict(summarize(dag))["base"] == base
+    printed = io.StringIO()
+    _render(dag, Path("dag.qsync"), Console(file=printed, width=200))
+    assert told in printed.getvalue()

@@ -90,6 +90,18 @@ class Dropped(Layers):
         return x
 
 
+class Kept(Dropped):
+    """As adapters of PEFT drop themselves (LoHa, LoKr)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.e(x)
+        if torch.rand(1) > self.p:
+            x = self.f(x)
+        if torch.rand([]).le(self.p) or not (torch.rand([]) >= self.p):
+            x = self.g(x)
+        return x
+
+
 class Sampled(Layers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.distributions.Normal(self.e(x), F.softplus(self.f(x))).rsample()
@@ -115,6 +127,9 @@ class MaskedInPlace(Layers):
         (Dropped(0.1), ["e", "f"]),
         (Dropped(0.0), ["e", "f"]),
         (Dropped(0.9), ["e", "g"]),
+        (Kept(0.1), ["e", "f"]),
+        (Kept(0.0), ["e", "f"]),
+        (Kept(0.9), ["e", "g"]),
         (Sampled(), ["e", "f"]),
         (MaskedInPlace(), ["e", "f"]),
     ],

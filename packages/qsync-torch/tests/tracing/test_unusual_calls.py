@@ -166,6 +166,28 @@ def test_reentrant_checkpointing_of_an_input_without_gradient_is_named() -> None
         trace(job(WholeCheckpointed(use_reentrant=True)))
 
 
+class Sliced(nn.Module):
+    """Runs parts of its layers, and has a module under two names, as prompts of PEFT have the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.again = self.layers[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[1:][:-1:2]:
+            x = torch.tanh(layer(x))
+        return self.head[1:](x)
+
+
+def test_modules_in_a_slice_have_their_own_names() -> None:
+    operators = {str(operator.op_id): operator.kind for operator in trace(job(Sliced())).operators}
+    linears = [name for name, kind in operators.items() if kind == "linear"]
+    assert linears == ["layers.1#0", "layers.3#0", "head.2#0"]
+    assert operators["head.1#0"] == "relu"
+
+
 class LayerDrop(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()

@@ -34,10 +34,6 @@ def _counts(values: Iterable[Any]) -> str:
     return ", ".join(f"{count} {value}" for value, count in Counter(str(value) for value in values).most_common()) or "none"
 
 
-def _under_autocast(base: Precision) -> Lines:
-    return [] if base is Precision.FLOAT32 else [("base", f"{base}, under autocast")]
-
-
 def _dag(dag: PrecisionDag) -> Lines:
     elements = sum(parameter.numel for parameter in dag.parameters)
     lines = [
@@ -49,7 +45,8 @@ def _dag(dag: PrecisionDag) -> Lines:
         ("gradient buckets", f"{len(dag.buckets)}: {', '.join(format_bytes(bucket.nbytes) for bucket in dag.buckets)}"),
         ("loss", f"{dag.loss} ({dag.loss_reduction})"),
     ]
-    lines += _under_autocast(dag.base)
+    if dag.base is not Precision.FLOAT32:
+        lines.append(("base", f"{dag.base}, {'under autocast' if dag.autocast else 'in which weights are held'}"))
     lines += [(f"not adjustable: {op.op_id}", op.not_applicable) for op in dag.operators if op.not_applicable]
     return lines
 
@@ -142,7 +139,8 @@ def _plan(plan: PrecisionPlan) -> Lines:
         ("iteration", f"{format_ns(plan.predicted_iteration_ns)}, allowed {format_ns(plan.time_limit_ns)}"),
         ("objective", f"{plan.objective:.6g}" + (f", proven bound {plan.bound:.6g}" if plan.bound is not None else "")),
     ]
-    lines += _under_autocast(plan.base)
+    if plan.base is not Precision.FLOAT32:
+        lines.append(("base", str(plan.base)))
     lines += [(f"baseline {name}", format_ns(duration)) for name, duration in sorted(plan.baselines.items())]
     for group in plan.groups:
         budget = f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""

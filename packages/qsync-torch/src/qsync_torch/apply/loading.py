@@ -54,8 +54,13 @@ class Checkpoint:
             trained = [name for name in missing if model.get_parameter(name).requires_grad]
             others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
             advice = "name the model's own checkpoint, or say by rename= what its weights are called there"
-            if trained:
-                advice = "what is trained anew, as adapters are, is made outside of init_empty_weights, so that it has values"
+            if _is_tied_head(model, model.get_parameter(missing[0])):
+                advice = "the model ties it to its embedding, which init_empty_weights undoes: call model.tie_weights() after that"
+            elif trained:
+                advice = (
+                    "what is trained anew, as adapters are, needs values before; PEFT makes adapters on the meta device where the "
+                    "base is there (docs/frozen-weights.md#a-model-that-does-not-fit gives them some)"
+                )
             raise PlanError(
                 f"{self.path} holds no {rename(missing[0])}, which {missing[0]} of this {type(model).__name__} waits for{others}: "
                 f"{advice}"
@@ -138,6 +143,17 @@ class _Loading:
 
 def _without_adapters(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _is_tied_head(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether it is the weight of a head that a model of transformers means to share with its embedding."""
+    for module in model.modules():
+        head_of = getattr(module, "get_output_embeddings", None)
+        if callable(head_of) and getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+            head = head_of()
+            if getattr(head, "weight", None) is parameter:
+                return True
+    return False
 
 
 def _files_of(checkpoint: Path) -> dict[str, Path]:

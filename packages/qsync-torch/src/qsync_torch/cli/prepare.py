@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     "wishes",
     multiple=True,
     metavar="NAME=…",
-    help="What you want of a group: NAME=role:infer,share:0.5,memory:20GiB, each part as needed; repeatable.",
+    help="What you want of a group: NAME=role:infer,share:0.5,memory:20GiB, each part as needed; once per group.",
 )
 @batch_size_option()
 @plan_options
@@ -79,7 +79,7 @@ def prepare(
     from qsync_torch.prepare.folder import WHAT
     from qsync_torch.prepare.participants import Wish
 
-    wanted = dict(map(Wish.parse, wishes))
+    wanted = Wish.parse_all(wishes)
     if cluster_path is not None and wanted:
         raise QSyncError("--cluster and --group both describe groups; use one of them")
     if is_script(job, arguments) and chains:

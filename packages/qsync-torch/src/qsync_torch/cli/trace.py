@@ -86,7 +86,9 @@ def _render(dag: PrecisionDag, output: Path, console: Console) -> None:
         f"loss {dag.loss} ({dag.loss_reduction})"
     )
     if dag.base is not Precision.FLOAT32:
-        console.print(f"It trains under autocast in {dag.base}, which casts what no plan lowers, in place of the rules below.")
+        how = "trains under autocast" if dag.autocast else "holds its weights"
+        casts = ", which casts what no plan lowers, in place of the rules below" if dag.autocast else ""
+        console.print(f"It {how} in {dag.base}{casts}.")
     rows = [
         (op_class, kinds.total(), ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), _MEANING[op_class])
         for op_class, kinds in _kinds_by_class(dag).items()

@@ -14,6 +14,7 @@ from torch import nn
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import STORED, Variant
 from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.apply import apply_for
@@ -58,7 +59,7 @@ class PlannedTraining:
         return any(group.needs_loss_scaling for group in self.plan.groups)
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers for a trainer's logger: the predicted step, and operators by group and precision."""
+        """Return numbers for a trainer's logger: the predicted step, and operators by group, precision and storage."""
         counts = {
             f"qsync/{group}/{precision}": float(count)
             for group, precisions in self._precisions().items()
@@ -67,9 +68,10 @@ class PlannedTraining:
         return {"qsync/predicted_step_ms": self.plan.predicted_iteration_ns / 1e6, **counts}
 
     def _precisions(self) -> dict[str, Counter[str]]:
-        return {
-            group.group: Counter(str(entry.variant.compute) for entry in group.assignments.values()) for group in self.plan.groups
-        }
+        def named(variant: Variant) -> str:
+            return f"{variant.compute}{STORED}{variant.storage}" if variant.storage.is_quantized else str(variant.compute)
+
+        return {group.group: Counter(named(entry.variant) for entry in group.assignments.values()) for group in self.plan.groups}
 
 
 def apply_for_trainer(

@@ -98,19 +98,37 @@ class Wish:
         for part in rest.split(","):
             key, _, value = (piece.strip() for piece in part.partition(":"))
             try:
+                if key in found:
+                    raise ValueError(f"{key} is given twice")
                 if key == "role":
-                    found["role"] = Role(value)
+                    found[key] = Role(value)
                 elif key == "share":
-                    found["share"] = float(value)
+                    found[key] = float(value)
                     if not 0 < float(value) <= 1:
                         raise ValueError("a share is above 0 and at most 1")
                 elif key == "memory":
-                    found["memory_bytes"] = parse_memory(value)
+                    found[key] = parse_memory(value)
+                    if not found[key]:
+                        raise ValueError("a memory is above 0; leave it out for no limit")
                 else:
                     raise ValueError("known are role, share and memory")
             except ValueError as error:
                 raise QSyncError(f"--group {name}: {part.strip()!r} is not understood: {error}") from None
-        return name, cls(**found)  # type: ignore[arg-type]
+        return name, cls(found.get("role"), found.get("share"), found.get("memory", 0))  # type: ignore[arg-type]
+
+    @classmethod
+    def parse_all(cls, texts: Sequence[str]) -> dict[str, Wish]:
+        """What is wished of each group, by name.
+
+        Raises:
+            QSyncError: naming the part that is wrong, or a group that two options speak of.
+        """
+        found: dict[str, Wish] = {}
+        for name, wish in map(cls.parse, texts):
+            if name in found:
+                raise QSyncError(f"--group {name} is given twice: write all of it in one, as {name}=role:infer,memory:20GiB")
+            found[name] = wish
+        return found
 
 
 @attrs.frozen

@@ -22,8 +22,8 @@ _WRITE_EVERY_S = 0.5
 _MAX_BYTES = 256 << 20
 _LONGEST_VALUE = 200
 """Characters of a setting that a sentence shows."""
-_FIELDS_OF_VARIANT = re.compile(r";\S+")
-"""What a variant's text has beside its format."""
+_FIELDS_OF_VARIANT = re.compile(r";\S*?(?:;store=(\S+))?(?!\S)")
+"""What a variant's text has beside its format; its storage is the group."""
 
 
 class ResumeStore:
@@ -108,9 +108,12 @@ def _read(path: Path, settings: dict[str, str]) -> tuple[dict[str, Any], str]:
 
 
 def by_format(before: str, after: str) -> tuple[str, str]:
-    """Two texts that differ, with the format alone of each variant in them where that tells them apart."""
-    named = _FIELDS_OF_VARIANT.sub("", before), _FIELDS_OF_VARIANT.sub("", after)
-    return (before, after) if named[0] == named[1] else named
+    """Two texts that differ, with the format and storage alone of each variant in them where that tells them apart."""
+
+    def named(text: str) -> str:
+        return _FIELDS_OF_VARIANT.sub(lambda fields: f"@{fields[1]}" if fields[1] else "", text)
+
+    return (before, after) if named(before) == named(after) else (named(before), named(after))
 
 
 def _short(text: str) -> str:

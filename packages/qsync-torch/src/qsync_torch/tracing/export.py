@@ -282,8 +282,8 @@ class _AsRecorded(TorchFunctionMode):
                 self._formats_read[id(args[0])] = args[0]
                 FORMAT_READ(args[0])
             return dtype
-        if func in _BELOW and isinstance(args[1], (int, float)) and any(args[0] is drawn for drawn in self._drawn):
-            return torch.tensor(args[1] > 0.5).reshape(args[0].shape)
+        if func in _ORDERS and isinstance(args[1], (int, float)) and any(args[0] is drawn for drawn in self._drawn):
+            return torch.tensor((args[1] > 0.5) is _ORDERS[func]).reshape(args[0].shape)
         if func in _OF_ALL and len(args) == 1 and not kwargs:
             for asked, answer in self._asked:
                 if args[0] is asked:
@@ -323,7 +323,11 @@ def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
+_ORDERS = {
+    **dict.fromkeys((torch.Tensor.__lt__, torch.Tensor.lt, torch.lt, torch.Tensor.__le__, torch.Tensor.le, torch.le), True),
+    **dict.fromkeys((torch.Tensor.__gt__, torch.Tensor.gt, torch.gt, torch.Tensor.__ge__, torch.Tensor.ge, torch.ge), False),
+}
+"""Comparisons, and whether they ask for the smaller one."""
 _OF_ALL = (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any)
 _FINITE = {
     **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),

@@ -37,8 +37,26 @@ class Scopes:
         name = re.sub(r"@\d+", "", name)  # export marks second calls of a module
         if name != MODEL_PREFIX and not name.startswith(MODEL_PREFIX + "."):
             return self.scope_of(outer) if outer is not None else (LOSS_SCOPE, None)
-        module = self._model.get_submodule(name[len(MODEL_PREFIX) + 1 :])
+        module = _submodule(self._model, name[len(MODEL_PREFIX) + 1 :])
         return self._first_name[module], module
+
+
+def _submodule(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """A module by its name in an export, which has slices in it (``layers.slice(None, 2, None).0``) where modules are shared."""
+    module = model
+    for part in name.split(".") if name else ():
+        if not (bounds := _SLICE.fullmatch(part)):
+            module = module.get_submodule(part)
+            continue
+        taken = list(module._modules.items())[slice(*(None if bound == "None" else int(bound) for bound in bounds.groups()))]
+        # A slice of a Sequential keeps the names of its modules, that of a ModuleList counts them anew.
+        names = dict(taken) if isinstance(module, torch.nn.Sequential) else {str(i): child for i, (_, child) in enumerate(taken)}
+        module = torch.nn.Module()
+        module._modules.update(names)
+    return module
+
+
+_SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
 
 
 def name_operators(drafts: Sequence[Draft]) -> list[OpId]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -122,10 +123,7 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
     """Say which operators a script that holds 16 bits runs in another format than most, without autocast, and which frozen weights
     cannot be stored in another one."""
     modules = dict(job.model.named_modules())
-    readers: dict[str, set[str]] = {}
-    for draft in drafts:
-        for name in draft.parameters:
-            readers.setdefault(name, set()).add(draft.address or draft.scope or draft.name)
+    holders = Counter(id(parameter) for module in job.model.modules() for parameter in module._parameters.values())
     holds_16_bits = any(parameter.dtype in LOW_FLOATS for parameter in job.model.parameters())
     for draft in drafts:
         if holds_16_bits and draft.op_class is OpClass.DEPENDENT and draft.name in CASTS:
@@ -139,11 +137,10 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
             )
         if draft.frozen:
             module = modules.get(draft.address)
-            others = sorted(readers[draft.parameters[0]] - {draft.address})
             if module is None or not is_own_forward(module):
                 draft.not_storable = "it is read by a functional call, and weights of modules alone are stored in another format"
-            elif others:
-                draft.not_storable = f"{others[0]} reads it too"
+            elif holders[id(job.model.get_parameter(draft.parameters[0]))] > 1:
+                draft.not_storable = "another module has it too (tied weights)"
             elif KINDS[draft.kind].transposed:
                 draft.not_storable = "the weight of a transposed convolution has its input channels first"
 
