@@ -136,6 +136,47 @@ def test_what_is_loaded_is_stored():
         model.load_state_dict({**other.state_dict(), "frozen.weight": torch.zeros(3, 3)})
 
 
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_pairs_the_parameters_of_layers_of_one_size(made, use_buffers):
+    """PyTorch pairs them by their order, in which a stored weight is missing."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.Linear(64, 64, bias=False)]
+    model = nn.Sequential(*layers)
+    model[1].requires_grad_(False)
+
+    def rule(average, new, count=None):
+        return (average + new) / 2
+
+    if made == "before":
+        average = torch.optim.swa_utils.AveragedModel(model, avg_fn=rule, use_buffers=use_buffers)
+    apply_(model, {"1": "float32@nf4"})
+    if made == "after":
+        average = torch.optim.swa_utils.AveragedModel(model, avg_fn=rule, use_buffers=use_buffers)
+    frozen, optimizer, wanted = average.module[1].weight.clone(), torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for _ in range(3):
+        model(X).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(nn.Sequential(model) if wanted else model)  # as in a wrapper
+        now = dict(model.named_parameters())
+        wanted = {name: rule(wanted[name], value.detach()) if wanted else value.detach().clone() for name, value in now.items()}
+    found = dict(average.module.named_parameters())
+    assert torch.equal(found.pop("1.weight"), frozen)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert len(found) == len(wanted) == 4
+    with pytest.raises(PlanError, match=r"averages a model of other modules than this one, whose plan stores 1\.weight"):
+        torch.optim.swa_utils.AveragedModel(nn.ReLU()).update_parameters(nn.Sequential(model[1]))
+
+
+def test_a_copy_says_that_it_has_more_parameters():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    with pytest.warns(
+        UserWarning, match="the weights that the plan stores are parameters of it and not of the model: pair the two by"
+    ):
+        copy.deepcopy(model)
+
+
 def test_copies_and_pickles_are_plain_models():
     model = Model()
     apply_(model, {"frozen": "float32@nf4"})

@@ -300,7 +300,7 @@ class AppliedPlan:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has no plan; an average of weights, which is one, is to have none."""
         if not any(frame.f_globals.get("__name__") == AveragedModel.__module__ for frame, _ in traceback.walk_stack(None)):
-            _say_plain("the copy of a model that runs under a plan")
+            _say_plain("the copy of a model that runs under a plan", self.in_model.stores_weights)
 
     def __reduce__(self) -> Any:
         """A saved model has no plan, and needs no QSync to be loaded."""
@@ -319,8 +319,10 @@ def _counted(variants: Iterable[Variant]) -> str:
     return ", ".join(f"{count} {label}" for label, count in counts.most_common()) or "none"
 
 
-def _say_plain(what: str) -> None:
-    warnings.warn(f"{what} runs in full precision; apply the plan to it to train it under the plan", stacklevel=4)
+def _say_plain(what: str, stores: bool = False) -> None:
+    pairs = "; the weights that the plan stores are parameters of it and not of the model: pair the two by name, not in their order"
+    text = f"{what} runs in full precision; apply the plan to it to train it under the plan{pairs if stores else ''}"
+    warnings.warn(text, stacklevel=4)
 
 
 def _refuse_to_send(applied: AppliedPlan) -> Any:

@@ -24,7 +24,7 @@ from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, PlannedPass
 from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
 from qsync_torch.apply.place_in_job import PlaceInJob
-from qsync_torch.apply.plan_fit import Planned, check_weights, locate, unplanned
+from qsync_torch.apply.plan_fit import STORED, Planned, check_weights, locate, unplanned
 from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.apply.stored_modules import store_weights, stored_names
@@ -93,6 +93,11 @@ class PlannedModel:
     def holds_base(self) -> bool:
         """Whether weights are held in the base themselves, so that the job may run without autocast."""
         return self._in_force.held
+
+    @property
+    def stores_weights(self) -> bool:
+        """Whether some weights are no parameters of the model, because a group of the plan stores them."""
+        return any(STORED in module.__dict__ for module in self.model.modules())
 
     def take_place(self, place: PlaceInJob) -> None:
         """Know the ranks of the job, as all have told each other, before the operators are installed."""

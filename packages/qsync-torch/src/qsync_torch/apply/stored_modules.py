@@ -23,6 +23,7 @@ from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Storage
+from qsync_torch.apply.averages import pair_averages
 from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
 from qsync_torch.aten.random_bits import checksum
 from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
@@ -272,12 +273,12 @@ class ReadWeight(torch.Tensor):
         if name in ("numpy", "__array__"):
             result.setflags(write=False)  # what is written into it would be lost
             return result
-        read = next((arg for arg in args[:1] if isinstance(arg, ReadWeight)), None)
-        if read is None or (name == "__get__" and isinstance(result, torch.Tensor) and not result._is_view()):  # ``_base``
+        source = args[0] if args else None
+        if not isinstance(source, ReadWeight) or (name == "__get__" and isinstance(result, torch.Tensor) and not result._is_view()):  # ``_base``
             return result
         if type(result) in (list, tuple):
-            return type(result)(_marked(one, read) for one in result)
-        return _marked(result, read)
+            return type(result)(_marked(one, source) for one in result)
+        return _marked(result, source)
 
 
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -332,6 +333,7 @@ def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], 
     hooks: list[RemovableHandle] = []
 
     def hold(module: nn.Module, held: HeldWeight) -> None:
+        pair_averages()
         module._parameters["weight"] = None
         module.__dict__[STORED] = held
         done.append((module, held))
