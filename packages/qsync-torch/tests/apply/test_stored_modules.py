@@ -177,6 +177,17 @@ def test_a_copy_says_that_it_has_more_parameters():
         copy.deepcopy(model)
 
 
+def test_what_is_loaded_in_inference_mode_is_trained_through():
+    model, other = Model(), Model()
+    with torch.no_grad():
+        other.frozen.weight.mul_(3)
+    apply_(model, {"frozen": "float32@nf4"})
+    with torch.inference_mode():
+        model.load_state_dict(other.state_dict())
+    for mine, theirs in zip(step(model), step(dequantized(model)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_copies_and_pickles_are_plain_models():
     model = Model()
     apply_(model, {"frozen": "float32@nf4"})

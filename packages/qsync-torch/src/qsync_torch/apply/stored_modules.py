@@ -95,7 +95,8 @@ class HeldWeight:
 
     def _quantized(self, weight: torch.Tensor) -> StoredWeight:
         try:
-            return quantize_weight(weight, self.storage)
+            with torch.inference_mode(False):  # whose tensors no later step could save for backward
+                return quantize_weight(weight, self.storage)
         except NumericsError as error:
             raise NumericsError(f"{self.fqn}: {error}") from None
 
@@ -274,7 +275,9 @@ class ReadWeight(torch.Tensor):
             result.setflags(write=False)  # what is written into it would be lost
             return result
         source = args[0] if args else None
-        if not isinstance(source, ReadWeight) or (name == "__get__" and isinstance(result, torch.Tensor) and not result._is_view()):  # ``_base``
+        if not isinstance(source, ReadWeight) or (
+            name == "__get__" and isinstance(result, torch.Tensor) and not result._is_view()
+        ):  # ``_base``
             return result
         if type(result) in (list, tuple):
             return type(result)(_marked(one, source) for one in result)

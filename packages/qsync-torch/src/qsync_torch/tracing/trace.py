@@ -126,6 +126,9 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
     for draft in drafts:
         for name in draft.parameters:
             readers.setdefault(name, set()).add(draft.address or draft.scope or draft.name)
+    functional = {
+        draft.address for draft in drafts if draft.address and draft.address != draft.scope
+    }  # as attention reads out_proj
     holds_16_bits = any(parameter.dtype in LOW_FLOATS for parameter in job.model.parameters())
     for draft in drafts:
         if holds_16_bits and draft.op_class is OpClass.DEPENDENT and draft.name in CASTS:
@@ -140,7 +143,7 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
         if draft.frozen:
             module = modules.get(draft.address)
             others = sorted(readers[draft.parameters[0]] - {draft.address})
-            if module is None or not is_own_forward(module):
+            if module is None or not is_own_forward(module) or draft.address in functional:
                 draft.not_storable = "it is read by a functional call, and weights of modules alone are stored in another format"
             elif others:
                 draft.not_storable = f"{others[0]} reads it too"
