@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize, prune
 
 from qsync_core.errors import NumericsError, PlanError
@@ -438,6 +439,42 @@ def test_in_eval_mode_the_dequantized_weight_runs():
     apply_(model, {"frozen": "bfloat16@nf4"})
     model.eval()
     assert torch.equal(model(X), dequantized(model).eval()(X))
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_eval_mode_keep_no_dequantized_weight(dtype, amp):
+    """They are those of the dequantized weights there, too."""
+    model = Model(dtype)
+    apply_(model, {"frozen": "bfloat16@nf4", "conv": "bfloat16@int8-row"})
+    plain = dequantized(model).eval()
+    kept = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add((tensor.numel(), tensor.is_floating_point()))
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        found, wanted = step(model.eval()), step(plain)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(X)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert (mine.float() - theirs.float()).norm() <= (0.01 if amp or dtype is torch.bfloat16 else 1e-6) * theirs.float().norm()
+    assert (144 * 192, True) not in kept
+    assert (8 * 4 * 9, True) not in kept
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_recorded_and_in_forward_mode(train):
+    model = Model().train(train)
+    apply_(model, {"frozen": "float32@nf4", "conv": "float32@int8-row"})
+    wanted = model(X)
+    assert torch.equal(torch.jit.trace(model, (X,))(X), wanted)
+    direction, plain = torch.randn_like(X), dequantized(model)
+    _, tangent = torch.func.jvp(plain, (X,), (direction,))
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model(forward_ad.make_dual(X, direction))).tangent
+    assert torch.allclose(found, tangent, rtol=1e-5, atol=1e-6)
 
 
 def test_under_autocast():

@@ -18,9 +18,17 @@ from torch import nn
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
 from qsync_torch.apply.plan_fit import STORED
-from qsync_torch.apply.stored_modules import ReadWeight, methods_of_storing, refuse_training, untrainable, whole, without_storage
-from qsync_torch.kinds.kind import OperatorKind
+from qsync_torch.apply.stored_modules import (
+    HeldWeight,
+    ReadWeight,
+    methods_of_storing,
+    refuse_training,
+    untrainable,
+    without_storage,
+)
+from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
+from qsync_torch.operators.stored import run_in_own_format
 
 _CALLS, _AROUND, _FORWARD, _UNPLANNED = "_qsync_plan", "_qsync_around", "_qsync_forward", "_qsync_unplanned"
 """Attributes of a planned module: the operators by the names of its parameters; what runs around its forward, and a forward of the
@@ -273,6 +281,21 @@ def _runs_planned(module: Any, call: OperatorCall, weight: Any) -> bool:
     return not is_given and call.is_on(module)
 
 
+def _as_held(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None,
+    kind: OperatorKind,
+    settings: Settings = (),
+) -> torch.Tensor:
+    """A call in the format in which the script has the weight."""
+    if not isinstance(weight, HeldWeight):
+        return function(x, weight, bias, *settings)
+    y = run_in_own_format(x, weight.tensors, weight.storage, weight.shape, weight.dtype, bias, kind, settings)
+    return function(x, weight.dequantized(), bias, *settings) if y is None else y
+
+
 def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     """What stands for the forward of a kind's class.  PyTorch's compiler keeps what it makes beside a function's code."""
     function, settings_of, inner = kind.function, kind.of_module, kind.methods[1:]
@@ -280,7 +303,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
         call, weight = module._qsync_plan["weight"], _weight_of(module)
         if not _runs_planned(module, call, weight):
-            return function(input, whole(weight), module.bias)
+            return _as_held(function, input, weight, module.bias, kind)
         result: torch.Tensor = call.run(input, weight, module.bias, kind)
         return result
 
@@ -297,7 +320,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
                 )
         read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
         if not _runs_planned(module, call, weight):
-            return function(read[0], whole(weight), module.bias, *read[1])
+            return _as_held(function, read[0], weight, module.bias, kind, read[1])
         result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
         return result
 

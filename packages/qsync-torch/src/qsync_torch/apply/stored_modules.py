@@ -445,11 +445,6 @@ def stored_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for weight in held for tensor in weight.lying if tensor is not None]
 
 
-def whole(weight: torch.Tensor | HeldWeight) -> torch.Tensor:
-    """The weight itself, dequantized where it is stored."""
-    return weight.dequantized() if isinstance(weight, HeldWeight) else weight
-
-
 # What a planned module's class does otherwise where a weight is stored
 
 
