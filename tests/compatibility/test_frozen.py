@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -73,8 +75,6 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 def plain(model: Any) -> Any:
     """A copy without a plan, with what is stored in its parameters."""
-    import copy
-
     return copy.deepcopy(model)
 
 
@@ -160,6 +160,25 @@ def test_zero_redundancy_optimizer_with_frozen_parameters(folder: Path) -> float
     applied.remove()
     again = difference([weight_of(model.get_submodule(name)) for name in bases(model)], wanted)
     return float((both[0] - both[1]).abs().max()) + kept + again
+
+
+@on_two_ranks
+def test_states_of_torchs_checkpoints(folder: Path) -> float:
+    """Of a model and its optimizer, which give back what they had."""
+    model = adapted(llama())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    applied = apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+    ddp = DistributedDataParallel(model, **applied.ddp_options())
+    loss_of(ddp).backward()
+    optimizer.step()
+    parts = get_state_dict(model, optimizer)
+    states = [{name: value.clone() for name, value in parts[0].items()}, copy.deepcopy(parts[1])]
+    loss_of(ddp).backward()
+    optimizer.step()
+    model.get_submodule(bases(model)[0]).weight.data = torch.zeros(32, 32)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    now = model.state_dict()
+    return max(float((now[name].float() - value.float()).abs().max()) for name, value in states[0].items())
 
 
 @on_two_ranks

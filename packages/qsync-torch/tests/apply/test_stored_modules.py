@@ -215,6 +215,18 @@ def test_remove_gives_the_parameters_back_and_says_that_they_were_rounded():
     assert [name for name, _ in model.named_parameters()] == names
 
 
+def test_a_loop_that_unfreezes_a_block_is_told_that_it_has_not_met_what_is_stored():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64, bias=False)).requires_grad_(False))
+    apply_(model, {"1.1": "float32@nf4"})
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            step(model)
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"1\.0\.weight was frozen when the plan was applied and is trained now; weights that the"):
+        step(model)
+
+
 def test_what_is_written_into_a_stored_weight_is_rounded_and_said():
     model = Model()
     apply_(model, {"frozen": "float32@int8-row"})

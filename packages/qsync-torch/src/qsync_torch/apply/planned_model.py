@@ -81,6 +81,7 @@ class PlannedModel:
         self._settings: dict[str, str] | None = None
         self._awaits_calls, self._delivers_low = True, False
         self._said: set[str] = set()
+        self._frozen: dict[str, nn.Parameter] = {}  # beside weights that are stored
         self.lag_watch: LagWatch | None = None
         self._as_planned, self._looks_at_wrapper = True, False
         self._forwards = 0
@@ -201,6 +202,10 @@ class PlannedModel:
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
         self._give_weights_back = store_weights(self.model, addressed, stored_names(plan, entries), self._keep_stored)
         self._take_out = put_plan(self.model, calls, self._around)
+        if self.stores_weights:
+            self._frozen = {
+                name: p for name, p in self.model.named_parameters() if not p.requires_grad and not name.endswith("bias")
+            }
 
     def remove(self) -> None:
         """Take the operators out of the model.
@@ -266,6 +271,7 @@ class PlannedModel:
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:
             self._name_lost()
+            self._name_unfrozen()
         return self._finished(self._in_force.run(lambda: self._explained(model, inner, args, kwargs)))
 
     def _finished(self, output: Any) -> Any:
@@ -460,6 +466,16 @@ class PlannedModel:
             self._say_of_model(
                 f"the plan lowers {first_named(lost)}, whose modules are not in the model any more: what runs in their "
                 f"places is not planned; call remove(), and {self.planned.caller.call} with a plan for the model as it is now"
+            )
+
+    def _name_unfrozen(self) -> None:
+        """Say which parameters the script trains now that were frozen: a loop over them has not met what is stored."""
+        if unfrozen := [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
+            self._frozen = {}
+            self._say_of_model(
+                f"{unfrozen[0]} was frozen when the plan was applied and is trained now; weights that the plan stores are no "
+                "parameters, and are not trained with it: where they are to be, call remove(), and apply a plan of the model as it "
+                "is now"
             )
 
     def _say_of_model(self, text: str) -> None:
