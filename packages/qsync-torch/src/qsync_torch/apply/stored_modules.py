@@ -9,6 +9,7 @@ is written there is rounded to the format in which it is stored.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 from collections import Counter, OrderedDict
@@ -17,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Storage
-from qsync_torch.apply.averages import pair_averages
 from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
 from qsync_torch.aten.random_bits import checksum
 from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
@@ -568,3 +569,43 @@ def _without_hooks(value: Any) -> Any:
     if not isinstance(value, OrderedDict):
         return value
     return OrderedDict((key, hook) for key, hook in value.items() if getattr(hook, "hook", hook) not in (save_to, load_from))
+
+
+# Averages of the model (``AveragedModel``)
+
+
+def _paired(update: Callable[[Any, nn.Module], None]) -> Callable[[Any, nn.Module], None]:
+    """PyTorch pairs an average's parameters with the model's by their order.
+
+    What a plan stores is no parameter of the model, and is one of the average, which is a plain copy: all that come after it would
+    be paired with others.
+    """
+
+    @functools.wraps(update)
+    def update_parameters(average: Any, model: nn.Module) -> None:
+        """Update the average of all that is no stored weight; that does not change."""
+        without: list[tuple[nn.Module, nn.Parameter | None]] = []
+        pairs = zip(reversed(list(model.modules())), reversed(list(average.module.modules())), strict=False)  # wrappers are outside
+        for part, copied in pairs:
+            if STORED in part.__dict__ and part._parameters.get("weight") is None:
+                if type(copied).__name__ != type(part).__name__ or STORED in copied.__dict__:
+                    raise PlanError(
+                        f"{type(average).__name__} averages a model of other modules than this one, whose plan stores "
+                        f"{part.__dict__[STORED].fqn}: make the average of this model, after its adapters are added"
+                    )
+                without.append((copied, copied._parameters["weight"]))
+        try:
+            for copied, _ in without:
+                copied._parameters["weight"] = None
+            update(average, model)
+        finally:
+            for copied, weight in without:
+                copied._parameters["weight"] = weight
+
+    return update_parameters
+
+
+@functools.cache
+def pair_averages() -> None:
+    """Have averages leave out what plans store; once in a process, when the first weight is stored."""
+    AveragedModel.update_parameters = _paired(AveragedModel.update_parameters)  # type: ignore[assignment,method-assign]
