@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from compatibility.job import difference
@@ -71,8 +75,6 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 def plain(model: Any) -> Any:
     """A copy without a plan, with what is stored in its parameters."""
-    import copy
-
     return copy.deepcopy(model)
 
 
@@ -135,6 +137,92 @@ def test_a_plan_below_the_wrapped_module(folder: Path) -> float:
     task = nn.ModuleDict({"inner": model})
     DistributedDataParallel(task, **applied.ddp_options())
     return max(float((value.float() - before[name]).abs().max()) for name, value in model.state_dict().items())
+
+
+@on_two_ranks
+def test_zero_redundancy_optimizer_with_frozen_parameters(folder: Path) -> float:
+    """Made before the plan, of all parameters: it sends each to the other rank, whatever that one stores."""
+    model = adapted(llama().float())  # it takes parameters of one format
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    applied = apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+    wanted = [weight_of(model.get_submodule(name)).clone() for name in bases(model)]
+    ddp = DistributedDataParallel(model, **applied.ddp_options())
+    for step in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(ddp, seed=2 * step + dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine)
+    kept = difference([weight_of(model.get_submodule(name)) for name in bases(model)], wanted)
+    applied.remove()
+    again = difference([weight_of(model.get_submodule(name)) for name in bases(model)], wanted)
+    return float((both[0] - both[1]).abs().max()) + kept + again
+
+
+@on_two_ranks
+def test_states_of_torchs_checkpoints(folder: Path) -> float:
+    """Of a model and its optimizer, which give back what they had."""
+    model = adapted(llama())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    applied = apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+    ddp = DistributedDataParallel(model, **applied.ddp_options())
+    loss_of(ddp).backward()
+    optimizer.step()
+    parts = get_state_dict(model, optimizer)
+    states = [{name: value.clone() for name, value in parts[0].items()}, copy.deepcopy(parts[1])]
+    loss_of(ddp).backward()
+    optimizer.step()
+    model.get_submodule(bases(model)[0]).weight.data = torch.zeros(32, 32)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    now = model.state_dict()
+    return max(float((now[name].float() - value.float()).abs().max()) for name, value in states[0].items())
+
+
+@on_two_ranks
+def test_fully_shard_after_the_plan(folder: Path) -> float:
+    """What is stored, on any rank, is not sharded; gradients are those of the ranks' own weights."""
+    model = adapted(llama())
+    apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+    reference = plain(model)
+    fully_shard(model)
+    loss_of(model, seed=dist.get_rank()).backward()
+    loss_of(reference, seed=dist.get_rank()).backward()
+    worst = 0.0
+    trained = [p for p in model.parameters() if p.grad is not None]
+    for mine, theirs in zip(trained, [p for p in reference.parameters() if p.grad is not None], strict=True):
+        mean = theirs.grad.double()
+        dist.all_reduce(mean)
+        worst = max(worst, float((mine.grad.full_tensor() - mean / 2).norm() / (mean / 2).norm()))
+    return 0.0 if worst < 1e-6 else worst
+
+
+@refused_on_two_ranks
+def test_fully_shard_before_a_plan_that_stores(folder: Path) -> None:
+    model = adapted(llama())
+    fully_shard(model)
+    apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+
+
+@refused_on_two_ranks
+def test_unfreezing_a_stored_weight(folder: Path) -> None:
+    model = adapted(llama())
+    apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+    layer, refused = (
+        model.get_submodule(bases(model)[0]),
+        pytest.raises(PlanError, match="no parameter of the model then and is not"),
+    )
+    if dist.get_rank():
+        with refused:
+            layer.weight.requires_grad_(True)
+        loss_of(model)
+    else:
+        layer.weight.requires_grad_(True)
+        with refused:
+            loss_of(model)
+    model.requires_grad_(True)
 
 
 @on_two_ranks
@@ -273,6 +361,16 @@ def test_dora_on_stored_weights() -> None:
     assert difference(gradients(model), gradients(plain(model))) == 0
 
 
+def test_dora_on_stored_weights_compiled() -> None:
+    model = adapted(llama(), use_dora=True)
+    apply_(model, dict.fromkeys(bases(model), "bfloat16@int8-row"), base=Precision.BFLOAT16)
+    wanted = gradients(model)
+    model.zero_grad()
+    loss_of(torch.compile(model, backend="aot_eager")).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert all((mine - theirs).norm() <= 0.02 * theirs.norm() for mine, theirs in zip(found, wanted, strict=True))
+
+
 def test_modules_to_save_beside_stored_weights() -> None:
     model = adapted(llama(), modules_to_save=["lm_head"])
     names = [name for name in bases(model) if "lm_head" not in name]
@@ -294,6 +392,22 @@ def test_merging_says_that_it_rounds() -> None:
     name = next(name for name in bases(exact) if name.endswith("q_proj.base_layer"))
     mine, theirs = model.get_submodule(name).weight.float(), exact.get_submodule(name).weight.float()
     assert 0 < (mine - theirs).abs().max() <= theirs.abs().max() / 100
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig"])
+def test_adapters_of_other_kinds_are_taken_off(kind: str) -> None:
+    """Which gives each module its own weight back."""
+    options = {"feedforward_modules": []} if kind == "IA3Config" else {}
+    options |= {"r": 0, "oft_block_size": 16} if kind == "OFTConfig" else {}
+    model = peft.get_peft_model(llama(), getattr(peft, kind)(target_modules=ADAPTED, **options))
+    names = [name for name in bases(model) if name.endswith(("q_proj.base_layer", "v_proj.base_layer"))]
+    apply_(model, dict.fromkeys(names, "bfloat16@int8-row"), base=Precision.BFLOAT16)
+    wanted = plain(model).merge_and_unload()
+    with pytest.warns(UserWarning, match="is rounded"):
+        merged = model.merge_and_unload()
+    with torch.no_grad():
+        mine, theirs = (one.eval()(input_ids=tokens(), use_cache=False).logits.float() for one in (merged, wanted))
+    assert (mine - theirs).norm() < 0.05 * theirs.norm()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -10,6 +10,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize, prune
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.precision import Precision, Storage
@@ -135,6 +137,35 @@ def test_what_is_loaded_is_stored():
         model.load_state_dict({**other.state_dict(), "frozen.weight": torch.zeros(3, 3)})
 
 
+def test_an_average_that_would_pair_parameters_with_others_is_refused():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    with pytest.raises(
+        PlanError, match=r"^AveragedModel pairs parameters .* by their order, .*: average those that are trained, by name$"
+    ):
+        torch.optim.swa_utils.AveragedModel(model)
+
+
+def test_a_copy_says_that_it_has_more_parameters():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    with pytest.warns(
+        UserWarning, match="the weights that the plan stores are parameters of it and not of the model: pair the two by"
+    ):
+        copy.deepcopy(model)
+
+
+def test_what_is_loaded_in_inference_mode_is_trained_through():
+    model, other = Model(), Model()
+    with torch.no_grad():
+        other.frozen.weight.mul_(3)
+    apply_(model, {"frozen": "float32@nf4"})
+    with torch.inference_mode():
+        model.load_state_dict(other.state_dict())
+    for mine, theirs in zip(step(model), step(dequantized(model)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_copies_and_pickles_are_plain_models():
     model = Model()
     apply_(model, {"frozen": "float32@nf4"})
@@ -161,6 +192,18 @@ def test_remove_gives_the_parameters_back_and_says_that_they_were_rounded():
     assert [name for name, _ in model.named_parameters()] == names
 
 
+def test_a_loop_that_unfreezes_a_block_is_told_that_it_has_not_met_what_is_stored():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64, bias=False)).requires_grad_(False))
+    apply_(model, {"1.1": "float32@nf4"})
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            step(model)
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"1\.0\.weight was frozen when the plan was applied and is trained now; weights that the"):
+        step(model)
+
+
 def test_what_is_written_into_a_stored_weight_is_rounded_and_said():
     model = Model()
     apply_(model, {"frozen": "float32@int8-row"})
@@ -179,22 +222,55 @@ def test_what_is_written_into_a_stored_weight_is_rounded_and_said():
         model.frozen.weight.data = torch.zeros(2, 2)
 
 
-def test_what_is_written_into_a_view_of_a_stored_weight_is_refused():
+@pytest.mark.parametrize("read", [lambda layer: layer.weight, lambda layer: layer.weight.data, lambda layer: layer.weight.detach()])
+def test_what_is_written_into_a_view_of_a_stored_weight_is_refused(read):
     """It would be lost; a copy of a view may be written into."""
     model = Model()
     apply_(model, {"frozen": "float32@int8-row"})
     before = model.frozen.weight.data.clone()
     for write in (
-        lambda data: data[0].fill_(1.0),
-        lambda data: data.view(-1)[:3].mul_(2.0),
-        lambda data: data.t()[0].zero_(),
-        lambda data: data.flatten()[1:].copy_(torch.zeros(1)),
+        lambda weight: weight[0].fill_(1.0),
+        lambda weight: weight.view(-1)[:3].mul_(2.0),
+        lambda weight: weight.t()[0].zero_(),
+        lambda weight: weight.T.zero_(),
+        lambda weight: weight.flatten()[1:].copy_(torch.zeros(1)),
+        lambda weight: weight.detach().zero_(),
+        lambda weight: weight.chunk(2)[0].zero_(),
+        lambda weight: next(iter(weight)).zero_(),
+        lambda weight: torch._foreach_mul_([weight[0]], 2.0),
+        lambda weight: torch.mul(weight[0], 2.0, out=weight[0]),
     ):
-        with pytest.raises(PlanError, match=r"_ changes a view of frozen.weight in place, which a plan stores as int8-row: change"):
-            write(model.frozen.weight.data)
-    model.frozen.weight.data[0].clone().fill_(1.0)
-    assert type(model.frozen.weight.data[0] + 1) is torch.Tensor
+        with pytest.raises(PlanError, match=r" changes a view of frozen.weight in place, which a plan stores as int8-row: change"):
+            write(read(model.frozen))
+    with pytest.raises(ValueError, match="read-only"):
+        read(model.frozen).numpy()[0] = 1.0
+    read(model.frozen)[0].clone().fill_(1.0)
+    assert type(read(model.frozen)[0] + 1) is torch.Tensor
     assert torch.equal(model.frozen.weight, before)
+
+
+def test_functions_that_write_are_seen_by_every_argument():
+    model = Model()
+    apply_(model, {"frozen": "float32@int8-row"})
+    for write in (
+        lambda weight: nn.init.kaiming_uniform_(weight),
+        lambda weight: torch.mul(weight, 2.0, out=weight),
+        lambda weight: torch._foreach_mul_([weight], 2.0),
+    ):
+        with pytest.raises(PlanError, match=r" changes frozen.weight in place, which a plan stores as int8-row: change"):
+            write(model.frozen.weight)
+    before = model.frozen.weight.data.clone()
+    with pytest.warns(UserWarning, match="is rounded"):
+        torch._foreach_mul_([model.frozen.weight.data], 2.0)
+    assert torch.equal(model.frozen.weight, 2 * before)
+
+
+def test_a_saved_weight_is_a_plain_tensor():
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    loaded = pickle.loads(pickle.dumps(model.frozen.weight))
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, model.frozen.weight)
 
 
 def test_a_weight_that_is_not_finite_leaves_the_model_as_it_was():
@@ -220,12 +296,56 @@ def test_a_saved_state_that_is_loaded_again_leaves_the_bits_that_are_stored():
     assert torch.equal(held.tensors.constants, before[1])
 
 
-def test_another_parameter_in_the_place_of_a_stored_one_is_refused_when_saved():
+def test_what_would_take_the_place_of_a_stored_weight_is_refused():
+    """It would not run; what adapters give back when they are taken off is the weight itself."""
     model = Model()
     apply_(model, {"frozen": "float32@nf4"})
-    model.frozen.weight = nn.Parameter(torch.zeros(144, 192))
+    layer, other = model.frozen, nn.Parameter(torch.zeros(144, 192))
+    layer.weight = layer.weight
+    for replace in (
+        lambda: setattr(layer, "weight", other),
+        lambda: setattr(layer, "weight", None),
+        lambda: delattr(layer, "weight"),
+        lambda: layer.register_parameter("weight", other),
+        lambda: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+    ):
+        with pytest.raises(PlanError, match=r"is put in the place of frozen\.weight, which a plan stores and runs: assign to"):
+            replace()
+    assert torch.equal(model(X), dequantized(model)(X))
+    layer._parameters["weight"] = other
     with pytest.raises(PlanError, match=r"another parameter was put in the place of frozen\.weight, which a plan stores and runs"):
         model.state_dict()
+
+
+@pytest.mark.parametrize("variant", ["float32@nf4", "int8@int8-row"])
+def test_a_functional_call_runs_with_the_weights_that_it_gives(variant):
+    model = Model()
+    apply_(model, {"frozen": variant})
+    given = {**dequantized(model).state_dict(), "frozen.weight": torch.randn(144, 192)}
+    wanted = dequantized(model)
+    wanted.load_state_dict(given)
+    assert torch.equal(torch.func.functional_call(model, given, (X,)), wanted(X))
+    assert isinstance(model.frozen.weight, ReadWeight)
+
+
+def test_training_a_stored_weight_is_refused():
+    """It is no parameter, so that nothing would train it."""
+    model = Model()
+    apply_(model, {"frozen": "float32@nf4"})
+    for unfreeze in (
+        lambda: model.requires_grad_(True),
+        lambda: model.frozen.requires_grad_(),
+        lambda: model.frozen.weight.requires_grad_(True),
+        lambda: setattr(model.frozen.weight, "requires_grad", True),
+        lambda: nn.Parameter(model.frozen.weight.data),
+    ):
+        with pytest.raises(
+            PlanError, match=r"a plan stores frozen\.weight \(on this rank nf4\), which is no parameter .* remove\(\)"
+        ):
+            unfreeze()
+    model.frozen.requires_grad_(False).weight.requires_grad_(False)
+    assert nn.Parameter(model.frozen.weight.data.clone()).requires_grad
 
 
 def test_stored_weights_follow_their_module_and_keep_their_format():
@@ -235,15 +355,40 @@ def test_stored_weights_follow_their_module_and_keep_their_format():
     model.to("meta")
     assert all(tensor.device.type == "meta" for tensor in held.tensors)
     assert [tensor.dtype for tensor in held.tensors] == [torch.uint8, torch.float32, torch.uint8, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_that_changes_its_format_reads_its_stored_weights_in_that(dtype):
+    """As for an evaluation: what is stored stays as it is."""
     model = Model()
-    apply_(model, {"frozen": "float32@nf4"})
-    model.half()
+    apply_(model, {"frozen": "float32@nf4", "conv": "float32@int8-row"})
+    wanted = dequantized(model).to(dtype).eval()
+    model.to(dtype).eval()
     assert [tensor.dtype for tensor in model.frozen.__dict__[STORED].tensors] == [
         torch.uint8,
         torch.float32,
         torch.uint8,
         torch.float32,
     ]
+    assert torch.equal(model(X.to(dtype)), wanted(X.to(dtype)))
+    assert {value.dtype for value in model.state_dict().values()} == {dtype}
+    if dtype is torch.float64:
+        with pytest.raises(PlanError, match=r"is float64, and plans are for float32 parameters"):
+            model.train()(X.to(dtype))
+
+
+def test_kept_weights_are_those_that_were_loaded_last():
+    model, other = Model(), Model()
+    with torch.no_grad():
+        other.frozen.weight.mul_(3)
+    apply_(model, {"frozen": "float32@nf4"}, keep_stored=True)
+    for _ in range(2):
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model.state_dict()["frozen.weight"], other.frozen.weight)
+    rounded = model.frozen.weight.detach().clone()
+    model.load_state_dict({**other.state_dict(), "frozen.weight": rounded})
+    assert torch.equal(model.state_dict()["frozen.weight"], rounded)
+    assert torch.equal(model.frozen.weight, rounded)
 
 
 @pytest.mark.parametrize("variant", ["float32@nf4", "bfloat16@int8-block", "int8@int8-row"])
@@ -283,6 +428,42 @@ def test_in_eval_mode_the_dequantized_weight_runs():
     apply_(model, {"frozen": "bfloat16@nf4"})
     model.eval()
     assert torch.equal(model(X), dequantized(model).eval()(X))
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_eval_mode_keep_no_dequantized_weight(dtype, amp):
+    """They are those of the dequantized weights there, too."""
+    model = Model(dtype)
+    apply_(model, {"frozen": "bfloat16@nf4", "conv": "bfloat16@int8-row"})
+    plain = dequantized(model).eval()
+    kept = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add((tensor.numel(), tensor.is_floating_point()))
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        found, wanted = step(model.eval()), step(plain)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(X)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert (mine.float() - theirs.float()).norm() <= (0.01 if amp or dtype is torch.bfloat16 else 1e-6) * theirs.float().norm()
+    assert (144 * 192, True) not in kept
+    assert (8 * 4 * 9, True) not in kept
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_recorded_and_in_forward_mode(train):
+    model = Model().train(train)
+    apply_(model, {"frozen": "float32@nf4", "conv": "float32@int8-row"})
+    wanted = model(X)
+    assert torch.equal(torch.jit.trace(model, (X,))(X), wanted)
+    direction, plain = torch.randn_like(X), dequantized(model)
+    _, tangent = torch.func.jvp(plain, (X,), (direction,))
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model(forward_ad.make_dual(X, direction))).tangent
+    assert torch.allclose(found, tangent, rtol=1e-5, atol=1e-6)
 
 
 def test_under_autocast():

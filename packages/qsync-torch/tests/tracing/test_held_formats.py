@@ -169,3 +169,35 @@ def test_where_the_base_comes_from_is_told(amp, base, told):
     printed = io.StringIO()
     _render(dag, Path("dag.qsync"), Console(file=printed, width=200))
     assert told in printed.getvalue()
+
+
+class Functional(nn.Module):
+    """Modules whose weights functional calls read: alone, and beside the module's own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.called, self.read, self.both = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        for part in (self.called, self.read, self.both, self.attention):
+            part.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(self.called(self.norm(x)), self.read.weight, self.read.bias)
+        x = nn.functional.linear(self.both(x), self.both.weight)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_a_weight_that_a_functional_call_reads_is_not_storable():
+    """It would be read dequantized, and stay so until backward."""
+
+    def batch(step: int, size: int) -> Batch:
+        return Batch((torch.randn(size, 3, 8),), target=torch.zeros(size, 3, 8))
+
+    job = Job(
+        "functional", Functional(), batch, lambda output, batch: (output - batch.target).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1), 4,
+    )  # fmt: skip
+    found = {operator.op_id.fqn: operator.not_stored_as(Storage.NF4) for operator in trace(job).operators if operator.frozen}
+    assert not found.pop("called")
+    assert set(found) == {"read", "both", "attention.in_proj_weight", "attention.out_proj"}
+    assert all("read by a functional call" in reason for reason in found.values())

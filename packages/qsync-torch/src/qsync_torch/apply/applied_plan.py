@@ -298,9 +298,18 @@ class AppliedPlan:
             self._step_times = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has no plan; an average of weights, which is one, is to have none."""
+        """A copy of the model has no plan; an average of weights, which is one, is to have none.
+
+        Raises:
+            PlanError: where PyTorch's average would pair its parameters with others.
+        """
         if not any(frame.f_globals.get("__name__") == AveragedModel.__module__ for frame, _ in traceback.walk_stack(None)):
-            _say_plain("the copy of a model that runs under a plan")
+            _say_plain("the copy of a model that runs under a plan", self.in_model.stores_weights)
+        elif self.in_model.stores_weights:
+            raise PlanError(
+                "AveragedModel pairs parameters with the model's by their order, and the weights that the plan stores are none of "
+                "the model's: average those that are trained, by name"
+            )
 
     def __reduce__(self) -> Any:
         """A saved model has no plan, and needs no QSync to be loaded."""
@@ -319,8 +328,10 @@ def _counted(variants: Iterable[Variant]) -> str:
     return ", ".join(f"{count} {label}" for label, count in counts.most_common()) or "none"
 
 
-def _say_plain(what: str) -> None:
-    warnings.warn(f"{what} runs in full precision; apply the plan to it to train it under the plan", stacklevel=4)
+def _say_plain(what: str, stores: bool = False) -> None:
+    pairs = "; the weights that the plan stores are parameters of it and not of the model: pair the two by name, not in their order"
+    text = f"{what} runs in full precision; apply the plan to it to train it under the plan{pairs if stores else ''}"
+    warnings.warn(text, stacklevel=4)
 
 
 def _refuse_to_send(applied: AppliedPlan) -> Any:

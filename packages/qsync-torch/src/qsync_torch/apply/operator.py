@@ -360,6 +360,8 @@ class Operator:
         try:
             with DisableTorchFunction():
                 self._check_call(input, held.device)
+                if held.dtype is not self._held:
+                    check_weight_dtype(self.op_id.fqn, held.parameter, self._in_force.caller)
                 casts, seeds = self._in_force.casts_of(input), self._seeds(stored.values)
                 with WithoutAutocast(held.device.type):
                     return run_stored(input, stored, held.storage, held.shape, bias, binding, seeds, casts)

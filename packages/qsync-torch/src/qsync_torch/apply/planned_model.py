@@ -24,7 +24,7 @@ from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, PlannedPass
 from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
 from qsync_torch.apply.place_in_job import PlaceInJob
-from qsync_torch.apply.plan_fit import Planned, check_weights, locate, unplanned
+from qsync_torch.apply.plan_fit import STORED, Planned, check_weights, locate, unplanned
 from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.apply.stored_modules import store_weights, stored_names
@@ -81,6 +81,7 @@ class PlannedModel:
         self._settings: dict[str, str] | None = None
         self._awaits_calls, self._delivers_low = True, False
         self._said: set[str] = set()
+        self._frozen: dict[str, nn.Parameter] = {}  # beside weights that are stored
         self.lag_watch: LagWatch | None = None
         self._as_planned, self._looks_at_wrapper = True, False
         self._forwards = 0
@@ -93,6 +94,11 @@ class PlannedModel:
     def holds_base(self) -> bool:
         """Whether weights are held in the base themselves, so that the job may run without autocast."""
         return self._in_force.held
+
+    @property
+    def stores_weights(self) -> bool:
+        """Whether some weights are no parameters of the model, because a group of the plan stores them."""
+        return any(STORED in module.__dict__ for module in self.model.modules())
 
     def take_place(self, place: PlaceInJob) -> None:
         """Know the ranks of the job, as all have told each other, before the operators are installed."""
@@ -196,6 +202,10 @@ class PlannedModel:
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
         self._give_weights_back = store_weights(self.model, addressed, stored_names(plan, entries), self._keep_stored)
         self._take_out = put_plan(self.model, calls, self._around)
+        if self.stores_weights:
+            self._frozen = {
+                name: p for name, p in self.model.named_parameters() if not p.requires_grad and not name.endswith("bias")
+            }
 
     def remove(self) -> None:
         """Take the operators out of the model.
@@ -261,6 +271,7 @@ class PlannedModel:
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:
             self._name_lost()
+            self._name_unfrozen()
         return self._finished(self._in_force.run(lambda: self._explained(model, inner, args, kwargs)))
 
     def _finished(self, output: Any) -> Any:
@@ -455,6 +466,16 @@ class PlannedModel:
             self._say_of_model(
                 f"the plan lowers {first_named(lost)}, whose modules are not in the model any more: what runs in their "
                 f"places is not planned; call remove(), and {self.planned.caller.call} with a plan for the model as it is now"
+            )
+
+    def _name_unfrozen(self) -> None:
+        """Say which parameters the script trains now that were frozen: a loop over them has not met what is stored."""
+        if unfrozen := [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
+            self._frozen = {}
+            self._say_of_model(
+                f"{unfrozen[0]} was frozen when the plan was applied and is trained now; weights that the plan stores are no "
+                "parameters, and are not trained with it: where they are to be, call remove(), and apply a plan of the model as it "
+                "is now"
             )
 
     def _say_of_model(self, text: str) -> None:

@@ -18,9 +18,17 @@ from torch import nn
 from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
 from qsync_torch.apply.plan_fit import STORED
-from qsync_torch.apply.stored_modules import ReadWeight, apply_to, whole, without_storage
-from qsync_torch.kinds.kind import OperatorKind
+from qsync_torch.apply.stored_modules import (
+    HeldWeight,
+    ReadWeight,
+    methods_of_storing,
+    refuse_training,
+    untrainable,
+    without_storage,
+)
+from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
+from qsync_torch.operators.stored import run_in_own_format
 
 _CALLS, _AROUND, _FORWARD, _UNPLANNED = "_qsync_plan", "_qsync_around", "_qsync_forward", "_qsync_unplanned"
 """Attributes of a planned module: the operators by the names of its parameters; what runs around its forward, and a forward of the
@@ -133,6 +141,12 @@ def _planned_class(
         made.__dict__.update(self.__dict__)
         return made
 
+    def requires_grad(self: Any, requires_grad: bool = True) -> Any:
+        """What is stored is no parameter that this would reach."""
+        if requires_grad:
+            refuse_training(self)
+        return unplanned.requires_grad_(self, requires_grad)  # type: ignore[attr-defined]
+
     body: dict[str, Any] = {
         "__module__": unplanned.__module__,
         "__qualname__": unplanned.__qualname__,
@@ -153,8 +167,9 @@ def _planned_class(
     elif kind:
         body["forward"] = _FORWARDS[kind]
     if stores:
-        own_class: Any = unplanned
-        body["_apply"] = lambda self, function, *args, **options: apply_to(self, own_class._apply, function, *args, **options)
+        body |= methods_of_storing(unplanned)
+    if stores or is_model:
+        body["requires_grad_"] = requires_grad
     for leaf in leaves:
         body[leaf] = _read_as_handle(unplanned, leaf, may_be_computed=leaf == "weight" and bool(kind))
     return type(unplanned)(unplanned.__name__, (_Unregistered, unplanned), body)
@@ -211,9 +226,12 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
     read = computed.fget if isinstance(computed, property) and computed.fget else functools.partial(_stored, leaf=leaf)
 
     def get(self: Any) -> Any:
-        if (held := self.__dict__.get(STORED)) is not None and leaf == "weight":
-            is_kept = not held.storage.is_quantized
-            return _handle(held.parameter, self._qsync_plan[leaf], self) if is_kept else ReadWeight.of(held)
+        if leaf == "weight" and (held := self.__dict__.get(STORED)) is not None:
+            if (given := self._parameters.get(leaf)) is not None:
+                return given
+            if not held.storage.is_quantized:
+                return _handle(held.parameter, self._qsync_plan[leaf], self)
+            return held.dequantized() if torch.compiler.is_compiling() else ReadWeight.of(held)
         value = read(self)
         # What is computed, or cut out of a flat parameter, is none itself, and no operator of a trace.
         if type(value) is torch.Tensor and (value._base is not None or (not may_be_computed and value.grad_fn is not None)):
@@ -246,11 +264,36 @@ def _handle(value: Any, call: OperatorCall, owner: nn.Module) -> Any:
 
 def _weight_of(module: Any) -> Any:
     """The weight of a module's own forward: the parameter, what is computed in its place, or what is stored of it."""
-    held = module.__dict__.get(STORED)
-    if held is not None:
-        return held if held.storage.is_quantized else held.parameter
-    weight = module._parameters.get("weight")
+    held, weight = module.__dict__.get(STORED), module._parameters.get("weight")
+    if held is not None and weight is None:
+        if held.storage.is_quantized:
+            return held
+        if held.parameter.requires_grad:
+            raise PlanError(untrainable(held))
+        return held.parameter
     return plain(module.weight) if weight is None else weight
+
+
+def _runs_planned(module: Any, call: OperatorCall, weight: Any) -> bool:
+    """Whether the operator of the plan runs: not with a weight that a functional call gives in the place of a stored one."""
+    held = module.__dict__.get(STORED)
+    is_given = held is not None and held.storage.is_quantized and held is not weight
+    return not is_given and call.is_on(module)
+
+
+def _as_held(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None,
+    kind: OperatorKind,
+    settings: Settings = (),
+) -> torch.Tensor:
+    """A call in the format in which the script has the weight."""
+    if not isinstance(weight, HeldWeight):
+        return function(x, weight, bias, *settings)
+    y = run_in_own_format(x, weight.tensors, weight.storage, weight.shape, weight.dtype, bias, kind, settings)
+    return function(x, weight.dequantized(), bias, *settings) if y is None else y
 
 
 def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
@@ -259,8 +302,8 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
 
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
         call, weight = module._qsync_plan["weight"], _weight_of(module)
-        if not call.is_on(module):
-            return function(input, whole(weight), module.bias)
+        if not _runs_planned(module, call, weight):
+            return _as_held(function, input, weight, module.bias, kind)
         result: torch.Tensor = call.run(input, weight, module.bias, kind)
         return result
 
@@ -276,8 +319,8 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
                     "plan is made and applied"
                 )
         read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
-        if not call.is_on(module):
-            return function(read[0], whole(weight), module.bias, *read[1])
+        if not _runs_planned(module, call, weight):
+            return _as_held(function, read[0], weight, module.bias, kind, read[1])
         result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
         return result
 

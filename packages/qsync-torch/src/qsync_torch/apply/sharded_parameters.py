@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import PlanError
-from qsync_torch.apply.plan_fit import Addressed
+from qsync_torch.apply.plan_fit import STORED, Addressed
 from qsync_torch.caller import BY_HAND, Caller
 
 FLAG = "fully_shard"
@@ -45,6 +45,14 @@ def check_sharding(addressed: Addressed, device: torch.device, allowed: Collecti
     """
     for op_id, place in addressed.weights:
         sharded = getattr(place.module, _FSDP_UNITS, False)
+        if place.weight is None and STORED in place.module.__dict__:
+            continue
+        storage = addressed.entries[op_id].variant.storage
+        if sharded and storage.is_quantized:
+            raise PlanError(
+                f"the weight of {op_id.fqn} is sharded by fully_shard, and what a plan stores as {storage} is whole on every rank: "
+                f"call {caller.call} before fully_shard, which then shards the others"
+            )
         if sharded and not isinstance(place.weight, nn.Parameter):
             raise _in_fsdp(op_id.fqn)  # in whose forward weights are views
         if sharded and device.type != "cpu" and FLAG not in allowed:

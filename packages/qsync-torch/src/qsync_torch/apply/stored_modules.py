@@ -29,7 +29,7 @@ from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import kind_of_module
 from qsync_torch.operators.stored import dequantize
-from qsync_torch.torch_internals import DisableTorchFunction
+from qsync_torch.torch_internals import DisableTorchFunction, transforms_are_active
 
 
 class HeldWeight:
@@ -39,18 +39,17 @@ class HeldWeight:
         fqn: of the parameter; storage: how it is stored; kind: of the operator that reads it.
         tensors: what is stored; shape: of the weight; dtype: in which the script has it.
         parameter: the script's, which is empty meanwhile.
+        keep: whether the bits that are written are kept, on the CPU.
         original: gives the weight as its checkpoint has it; None where that is not known.
     """
 
     def __init__(
         self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind | None = None, keep: bool = False
     ) -> None:
-        self.fqn, self.storage, self.parameter, self.kind = fqn, storage, parameter, kind
+        self.fqn, self.storage, self.parameter, self.kind, self.keep = fqn, storage, parameter, kind, keep
         self.shape, self.dtype = tuple(parameter.shape), parameter.dtype
         self.original: Callable[[], torch.Tensor] | None = None
-        if keep:
-            kept = parameter.detach().cpu().clone()
-            self.original = kept.clone
+        self._keep(parameter)
         if parameter.device.type == "meta":
             self.tensors = empty_stored(self.shape, storage, "meta")
         else:
@@ -73,7 +72,7 @@ class HeldWeight:
 
     def known(self) -> torch.Tensor:
         """The weight as its checkpoint has it, else dequantized; on the CPU, where it takes nothing of what storing it saves."""
-        return self.dequantized().cpu() if self.original is None else self.original()
+        return self.dequantized().cpu() if self.original is None else self.original().to(self.dtype)
 
     def write(self, weight: torch.Tensor, device: torch.device | None = None) -> None:
         """Store another weight, on this device.
@@ -83,7 +82,11 @@ class HeldWeight:
         """
         self._check_shape(weight)
         self.tensors = self._quantized(weight.to(device or self.device))
-        self.original = None
+        self._keep(weight)
+
+    def _keep(self, weight: torch.Tensor) -> None:
+        """Take these bits for those of the checkpoint, where they are kept."""
+        self.original = weight.detach().to("cpu", self.dtype, copy=True).clone if self.keep else None
 
     def _check_shape(self, weight: torch.Tensor) -> None:
         if tuple(weight.shape) != self.shape:
@@ -91,7 +94,8 @@ class HeldWeight:
 
     def _quantized(self, weight: torch.Tensor) -> StoredWeight:
         try:
-            return quantize_weight(weight, self.storage)
+            with torch.inference_mode(False):  # whose tensors no later step could save for backward
+                return quantize_weight(weight, self.storage)
         except NumericsError as error:
             raise NumericsError(f"{self.fqn}: {error}") from None
 
@@ -106,11 +110,15 @@ class HeldWeight:
 
     def load(self, weight: torch.Tensor) -> None:
         """Store a weight of a ``state_dict()``; one that is what is stored already leaves the bits as they are."""
-        if not torch.equal(weight.to(self.device, self.dtype), self.dequantized()):
+        if self.original is not None and torch.equal(weight.to("cpu", self.dtype), self.known().cpu()):
+            return
+        if torch.equal(weight.to(self.device, self.dtype), self.dequantized()):
+            self._keep(weight)
+        else:
             self.write(weight)
 
     def moved(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow ``module._apply``: to another device, in the format in which it is stored.
+        """Follow ``module._apply``: to another device, in the format in which it is stored, and read in another one.
 
         Raises:
             PlanError: when it has no values yet.
@@ -119,6 +127,8 @@ class HeldWeight:
             raise PlanError(f"{self.fqn} has no values yet: load the model by load_planned, which stores them on its device")
         if (device := function(self.tensors.values).device) != self.device:
             self.to_device(device)
+        self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        self.parameter.data = self.parameter.data.to(self.dtype)
 
     def to_device(self, device: torch.device) -> None:
         """Move what is stored."""
@@ -139,8 +149,10 @@ class KeptWeight(HeldWeight):
     """A weight that this rank keeps as the script has it and another group stores: in no rank is it a parameter of its module."""
 
     def __init__(self, fqn: str, parameter: nn.Parameter) -> None:
-        self.fqn, self.storage, self.parameter = fqn, Storage.AS_IS, parameter
-        self.shape, self.dtype, self.original = tuple(parameter.shape), parameter.dtype, parameter.detach
+        self.fqn, self.storage, self._scripts = fqn, Storage.AS_IS, parameter
+        self.parameter = nn.Parameter(parameter.data, requires_grad=False)
+        self.shape, self.dtype, self.original = tuple(parameter.shape), parameter.dtype, self.parameter.detach
+        parameter.data = parameter.data.new_empty(0)  # as on the ranks that store it: ZeroRedundancyOptimizer sends what it has
 
     @property
     def device(self) -> torch.device:
@@ -177,18 +189,28 @@ class KeptWeight(HeldWeight):
     def moved(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow ``module._apply``, to another format too."""
         self.parameter.data = function(self.parameter.data)
+        self.dtype = self.parameter.dtype
 
     def to_device(self, device: torch.device) -> None:
         """Move it."""
         self.parameter.data = self.parameter.data.to(device)
 
     def restored(self) -> nn.Parameter:
-        """The script's parameter."""
-        return self.parameter
+        """The script's parameter; another one where that was on the meta device and this is not."""
+        if self._scripts.device.type == "meta" and self.device.type != "meta":
+            return self.parameter
+        self._scripts.data = self.parameter.data
+        return self._scripts
 
 
 class ReadWeight(torch.Tensor):
-    """A stored weight as code reads it, dequantized; what is written to its ``data``, or into it, is stored."""
+    """A stored weight as code reads it, dequantized; what is written to its ``data``, or into it, is stored.
+
+    Attributes:
+        held: what it was read from.
+        is_data: whether it stands for the weight's ``data``, into which may be written as a whole.
+        is_view: whether it is another view of the same memory, such as a row or ``detach()``: what is written there would be lost.
+    """
 
     held: HeldWeight
     is_data = is_view = False
@@ -204,49 +226,93 @@ class ReadWeight(torch.Tensor):
     def data(self) -> torch.Tensor:
         """The same values, into which may be written."""
         data = self.as_subclass(torch.Tensor).as_subclass(ReadWeight)
-        data.held, data.is_data = self.held, True
+        data.held, data.is_data, data.is_view = self.held, not self.is_view, self.is_view
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if self.is_view:
+            raise self._refusal("assignment to data")
         self.held.overwrite(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A tensor of its own."""
         return self.as_subclass(torch.Tensor).clone()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A saved one is a plain tensor, which needs no QSync to be loaded."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def _refusal(self, name: str) -> PlanError:
+        what = f"a view of {self.held.fqn}" if self.is_view else self.held.fqn
+        return PlanError(
+            f"{name} changes {what} in place, which a plan stores as {self.held.storage}: change weight.data as a whole, which is "
+            "stored, or call remove() first"
+        )
+
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Refuse what would change a copy that nobody reads; all else runs on the plain tensor."""
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        changed = args[0] if args and _is_in_place(name) and isinstance(args[0], ReadWeight) else None
-        if changed is not None and not changed.is_data:
-            held = changed.held
-            what = f"a view of {held.fqn}" if changed.is_view else held.fqn
-            raise PlanError(
-                f"{name} changes {what} in place, which a plan stores as {held.storage}: change weight.data as a whole, which is "
-                "stored, or call remove() first"
-            )
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        if (name == "requires_grad_" and all((*args[1:], *kwargs.values()))) or (func == _SET_REQUIRES_GRAD and args[1]):
+            raise PlanError(untrainable(args[0].held))
+        changed = _changed(name, args, kwargs)
+        for read in changed:
+            if not read.is_data:
+                raise read._refusal(name)
         with DisableTorchFunction():
-            result = func(*args, **(kwargs or {}))
-        if changed is not None:
-            changed.held.overwrite(changed.as_subclass(torch.Tensor))
+            result = func(*args, **kwargs)
+        for read in changed:
+            read.held.overwrite(read.as_subclass(torch.Tensor))
+        if name == "as_subclass":
             return result
-        if not isinstance(result, torch.Tensor) or name == "as_subclass":
+        if name in ("numpy", "__array__"):
+            result.setflags(write=False)  # what is written into it would be lost
             return result
-        read = args[0] if args and isinstance(args[0], ReadWeight) else None
-        if result is read:  # as ``float()`` gives
+        source = args[0] if args else None
+        if not isinstance(source, ReadWeight) or (
+            name == "__get__" and isinstance(result, torch.Tensor) and not result._is_view()
+        ):  # ``_base``
             return result
-        is_view = read is not None and (read.is_data or read.is_view) and result._is_view() and name != "detach"
-        result = result.as_subclass(torch.Tensor)
-        if read is not None and is_view:  # what is written into it would be lost
-            result = result.as_subclass(ReadWeight)
-            result.held, result.is_view = read.held, True
+        if type(result) in (list, tuple):
+            return type(result)(_marked(one, source) for one in result)
+        return _marked(result, source)
+
+
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def _changed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ReadWeight]:
+    """What a function writes into, of stored weights."""
+    targets: list[Any] = [kwargs.get("out")]
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
+        targets += args[:1] or tuple(kwargs.values())[:1]
+    flat = (one for target in targets for one in (target if isinstance(target, (list, tuple)) else (target,)))
+    return [one for one in flat if isinstance(one, ReadWeight)]
+
+
+def _marked(result: Any, read: ReadWeight) -> Any:
+    """A result as a view, where it has the memory of what was read."""
+    if result is read or type(result) not in (torch.Tensor, ReadWeight) or result.layout is not torch.strided:
         return result
+    plain = result.as_subclass(torch.Tensor) if isinstance(result, ReadWeight) else result
+    if transforms_are_active() or plain.untyped_storage().data_ptr() != read.untyped_storage().data_ptr():
+        return plain
+    view = plain.as_subclass(ReadWeight)
+    view.held, view.is_view = read.held, True
+    return view
 
 
-def _is_in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+def untrainable(held: HeldWeight) -> str:
+    """What to do where a script is about to train a stored weight."""
+    return (
+        f"a plan stores {held.fqn} (on this rank {held.storage}), which is no parameter of the model then and is not trained: call "
+        "remove(), and apply a plan of the model as it is trained from here on; a copy (weight.data.clone()) may be trained"
+    )
 
 
 def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], keep: bool = False) -> Callable[[], None]:
@@ -377,11 +443,6 @@ def stored_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for weight in held for tensor in weight.lying if tensor is not None]
 
 
-def whole(weight: torch.Tensor | HeldWeight) -> torch.Tensor:
-    """The weight itself, dequantized where it is stored."""
-    return weight.dequantized() if isinstance(weight, HeldWeight) else weight
-
-
 # What a planned module's class does otherwise where a weight is stored
 
 
@@ -392,6 +453,57 @@ def apply_to(
     held: HeldWeight = module.__dict__[STORED]
     held.moved(function)
     return apply(module, function, *args, **options)
+
+
+def methods_of_storing(unplanned: Any) -> dict[str, Any]:
+    """Methods of the class of a module whose weight is stored: what would put another one in its place does not go unseen.
+
+    Args:
+        unplanned: the class without a plan.
+    """
+
+    def refuse(module: Any, what: str) -> None:
+        if (held := module.__dict__.get(STORED)) is not None:
+            raise PlanError(
+                f"{what} in the place of {held.fqn}, which a plan stores and runs: assign to weight.data, or call remove() first "
+                "(what computes a weight, such as a parametrization or pruning, goes into the model before the plan)"
+            )
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        held = self.__dict__.get(STORED)
+        if name == "weight" and held is not None:
+            if getattr(value, "held", None) is held or getattr(value, "value", None) is held.parameter:
+                return  # its own, as when adapters are taken off
+            refuse(self, "another parameter is put")
+        unplanned.__setattr__(self, name, value)
+
+    def delete_attribute(self: Any, name: str) -> None:
+        if name == "weight":
+            refuse(self, "something else is put")
+        unplanned.__delattr__(self, name)
+
+    def register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight" or isinstance(param, ReadWeight):
+            refuse(self, "another parameter is put")
+        unplanned.register_parameter(self, name, param)
+
+    return {
+        "_apply": lambda self, function, *args, **options: apply_to(self, unplanned._apply, function, *args, **options),
+        "__setattr__": set_attribute,
+        "__delattr__": delete_attribute,
+        "register_parameter": register_parameter,
+    }
+
+
+def refuse_training(module: nn.Module) -> None:
+    """Refuse that what is stored in a module or below it is to be trained.
+
+    Raises:
+        PlanError: naming the first weight.
+    """
+    for part in module.modules():
+        if (held := part.__dict__.get(STORED)) is not None:
+            raise PlanError(untrainable(held))
 
 
 def save_to(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

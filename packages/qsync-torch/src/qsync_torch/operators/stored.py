@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Storage
@@ -23,6 +24,7 @@ from qsync_torch.kernels.binding import BOUND, Memo, OperatorBinding
 from qsync_torch.kernels.library_ops import WithoutAutocast, is_plain
 from qsync_torch.kernels.selection import build_kernel, dequantize_request, reports
 from qsync_torch.kinds import products
+from qsync_torch.kinds.kind import OperatorKind, Settings
 from qsync_torch.operators.autograd import apply_of
 from qsync_torch.operators.cast_cache import CastCache
 from qsync_torch.operators.casts import Operand, Seeds, float_input
@@ -221,6 +223,14 @@ def _settings_of(geometry: Geometry | None) -> tuple[Any, ...] | None:
     return None if g is None else (g.stride, g.padding, g.dilation, g.groups, g.transposed, g.output_padding)
 
 
+def _is_transformed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a product has to consist of PyTorch's own operators: transformed, recorded, or in forward mode."""
+    if transforms_are_active() or torch.jit.is_tracing():
+        return True
+    operands = () if torch.compiler.is_compiling() else (x, bias)
+    return any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands if operand is not None)
+
+
 def run_stored(
     x: torch.Tensor,
     stored: StoredWeight,
@@ -252,9 +262,48 @@ def run_stored(
         return _int8_product(x, stored.values, stored.scale, bias, binding, seeds, cache)
     x = float_input(x, binding, cache)
     bias = None if bias is None else bias.to(binding.bias_dtype)
-    if transforms_are_active():
+    if _is_transformed(x, bias):
         weight = dequantize(stored, storage, shape, x.dtype)
         y = float_products.product(x, weight, bias, binding.called)
     else:
         y = _applied(x, bias, stored, (str(storage), shape, _settings_of(binding.called)))
     return y if y.dtype is binding.output else y.to(binding.output)
+
+
+def run_in_own_format(
+    x: torch.Tensor,
+    stored: StoredWeight,
+    storage: Storage,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    kind: OperatorKind,
+    settings: Settings,
+) -> torch.Tensor | None:
+    """A call that runs as the script has it (in eval mode), where gradients are to come: no dequantized copy waits for them.
+
+    Args:
+        x, bias, settings: as the function of the kind takes them.
+        stored: the weight; storage: how; shape: of the weight; dtype: in which the script has it.
+
+    Returns:
+        None where PyTorch's function has to run: without gradients, in compiled code, with formats that it refuses.
+    """
+    needed = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if not needed or torch.compiler.is_compiling() or not is_plain(x) or _is_transformed(x, bias):
+        return None
+    device = x.device.type
+    casts = torch.is_autocast_enabled(device) and x.dtype is not torch.float64
+    compute = torch.get_autocast_dtype(device) if casts else x.dtype
+    operands = [x.dtype, dtype] if bias is None else [x.dtype, dtype, bias.dtype]
+    if dtype not in (compute, torch.float32) or (not casts and any(one is not compute for one in operands)):
+        return None
+    if x.ndim == len(shape) - 1 and kind.prepare is not None:
+        y = run_in_own_format(x[None], stored, storage, shape, dtype, bias, kind, settings)
+        return None if y is None else y[0]
+    geometry = None
+    if kind.prepare is not None:
+        x, geometry = kind.prepare(x, torch.empty(shape, device="meta"), settings)
+    x, bias = x.to(compute), None if bias is None else bias.to(compute)
+    with WithoutAutocast(device):
+        return _applied(x, bias, stored, (str(storage), shape, _settings_of(geometry)))

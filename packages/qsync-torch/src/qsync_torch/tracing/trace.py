@@ -124,6 +124,9 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
     cannot be stored in another one."""
     modules = dict(job.model.named_modules())
     holders = Counter(id(parameter) for module in job.model.modules() for parameter in module._parameters.values())
+    functional = {
+        draft.address for draft in drafts if draft.address and draft.address != draft.scope
+    }  # as attention reads out_proj
     holds_16_bits = any(parameter.dtype in LOW_FLOATS for parameter in job.model.parameters())
     for draft in drafts:
         if holds_16_bits and draft.op_class is OpClass.DEPENDENT and draft.name in CASTS:
@@ -137,7 +140,7 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
             )
         if draft.frozen:
             module = modules.get(draft.address)
-            if module is None or not is_own_forward(module):
+            if module is None or not is_own_forward(module) or draft.address in functional:
                 draft.not_storable = "it is read by a functional call, and weights of modules alone are stored in another format"
             elif holders[id(job.model.get_parameter(draft.parameters[0]))] > 1:
                 draft.not_storable = "another module has it too (tied weights)"
