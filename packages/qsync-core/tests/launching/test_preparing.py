@@ -126,6 +126,10 @@ def test_a_rayjob_prepares_in_a_module(cluster):
         (["--group", "train"], "--group is for training"),
         (["--workdir", "/a"], "--workdir is for --jobset and --rayjob"),
         (["--tolerate", "infer=spot"], "--tolerate is for --jobset and --rayjob"),
+        (["--shm", "1Gi"], "--shm is for --jobset and --rayjob"),
+        (["--namespace", "ml"], "--namespace is for --jobset and --rayjob"),
+        (["--name", "mine"], "--name is for --jobset and --rayjob"),
+        (["-o", "lines.yaml"], "-o is for --jobset and --rayjob"),
         (
             ["--per-machine", "strong=2"],
             "per machine are given for group 'strong', but the job's groups are train, infer",

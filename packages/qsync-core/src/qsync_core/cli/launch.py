@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.cli.options import Assignment, output_option
@@ -25,6 +26,13 @@ _RESOURCE = Assignment("GROUP=RESOURCE", "infer=nvidia.com/gpu.shared")
 _CLAIM = Assignment("CLAIM=PATH", "runs=/workspace")
 _LABEL = Assignment("LABEL=VALUE", "team=vision")
 _TOLERATION = Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedule")
+
+
+_FOR_MANIFEST = (
+    *("image", "name", "namespace", "directory", "queue", "labels", "tolerations", "selectors", "resources", "shared_memory"),
+    *("claims", "output"),
+)
+"""Options that lines of torchrun have no use for."""
 
 
 @click.command()
@@ -133,20 +141,11 @@ def launch(
     if max_restarts is not None:
         meeting = attrs.evolve(meeting, max_restarts=max_restarts)
     if not (as_jobset or as_rayjob):
-        for_manifest = {
-            "--image": image,
-            "--workdir": directory,
-            "--queue": queue,
-            "--label": labels,
-            "--tolerate": tolerations,
-            "--select": selectors,
-            "--resource": resources,
-            "--claim": claims,
-            "-o": output,
-        }
-        given = [option for option, value in for_manifest.items() if value]
-        if given:
-            raise click.UsageError(f"{given[0]} is for --jobset and --rayjob")
+        context = click.get_current_context()
+        for option in context.command.params:
+            said = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+            if option.name in _FOR_MANIFEST and said:
+                raise click.UsageError(f"{option.opts[0]} is for --jobset and --rayjob")
         found = machine_commands(job, meeting, started)
 
         def render(console: Console) -> None:
