@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from structure.rows import Row, row, shortened
 from structure.running import KINDS, checkout, run_in, times_in_turns
@@ -154,11 +155,13 @@ def silence_rows(tree: Path) -> Iterator[Row]:
 
 
 def plan_rows(tree: Path) -> Iterator[Row]:
-    """S15; S15b and S15c on what stands beside plans: words that say why a plan is as it is, and how far it is proven."""
+    """S15, where the limit is the same; S15b and S15c on what stands beside plans: words that say why a plan is as it is, and how
+    far it is proven; S15d on limits: of two rungs of a precision the faster is uniform (docs/decisions/uniform-precision.md)."""
     with checkout(tree, BEFORE_DERIVED) as old, ThreadPoolExecutor() as pool:
         printed = pool.map(lambda each: run_in(each, "plans.py"), (tree, old))
     now, before = ([json.loads(line) for line in text.splitlines()] for text in printed)
-    pairs = list(zip(now, before, strict=True))
+    all_pairs = list(zip(now, before, strict=True))
+    pairs = [(one, other) for one, other in all_pairs if _limit_of(one) == _limit_of(other)]
     differ = [one["name"] for one, other in pairs if one["plan"] != other["plan"]]
     refused = sum(isinstance(one["plan"], str) for one in now)
     what = f"exact plans whose bytes, but for versions, words and bounds, are others than at {BEFORE_DERIVED}, formats of outputs "
@@ -177,3 +180,11 @@ def plan_rows(tree: Path) -> Iterator[Row]:
     )
     looser = sum(one["bound"] < other["bound"] * (1 - 1e-9) for one, other in equal if one["bound"] and other["bound"])
     yield row("S15c", f"equal plans of S15 that are proven less far than at {BEFORE_DERIVED}", looser, "plans", "")
+    others = [one["name"] for one, other in all_pairs if _limit_of(one) != _limit_of(other)]
+    what = "instances of S15 left out, whose time limit is another: of two rungs of one precision the faster is uniform by now"
+    yield row("S15d", what, len(others), "plans", ", ".join(shortened(others)))
+
+
+def _limit_of(planned: Mapping[str, Any]) -> str:
+    plan = planned["plan"]
+    return "" if isinstance(plan, str) else str(plan["time_limit_ns"])

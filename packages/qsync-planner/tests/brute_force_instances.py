@@ -94,6 +94,32 @@ def accumulating(instance: Instance) -> Instance:
     return Instance(f"{instance.name}, accumulating {count}", dag, instance.cluster, profiles, sensitivity)
 
 
+def delivering_float32(instance: Instance) -> Instance:
+    """The same with all rungs of the groups that help delivering float32, at the costs that they have: few plans are left."""
+
+    def wide(variant: Variant) -> Variant:
+        return attrs.evolve(variant, output=Precision.FLOAT32)
+
+    def costs(profile: Profile) -> Profile:
+        adjustable = {operator.op_id for operator in instance.dag.adjustable}
+        index = {o: {wide(v): i for v, i in own.items()} | own if o in adjustable else own for o, own in profile.cost_index.items()}
+        steps = {wide(step.variant): attrs.evolve(step, variant=wide(step.variant)) for step in profile.steps}
+        return attrs.evolve(profile, cost_index=index, steps=tuple(steps.values()))
+
+    groups = tuple(
+        group if group.role is Role.TRAIN else attrs.evolve(group, ladder=tuple(dict.fromkeys(map(wide, group.ladder))))
+        for group in instance.cluster.groups
+    )
+    known = {id(profile): costs(profile) for profile in instance.profiles.values()}
+    omega = {op_id: {wide(v): value for v, value in rated.items()} for op_id, rated in instance.sensitivity.omega.items()}
+    return attrs.evolve(
+        instance,
+        cluster=attrs.evolve(instance.cluster, groups=groups),
+        profiles={name: known[id(profile)] for name, profile in instance.profiles.items()},
+        sensitivity=attrs.evolve(instance.sensitivity, omega=omega),
+    )
+
+
 def random_instance(seed: int, number: int) -> Instance:
     """The instance of that number in the series of a seed, without memory budgets."""
     rng = random.Random(f"{seed}/{number}")

@@ -32,7 +32,7 @@ from brute_force import (
     wrong_with,
 )
 from brute_force_clocks import Program, fastest_pace, keeps_pace
-from brute_force_instances import handing_on, random_instance
+from brute_force_instances import delivering_float32, handing_on, random_instance
 
 from nightly import nightly, nightly_but
 from qsync_core.ir.dag import OpClass
@@ -264,3 +264,10 @@ def test_no_proof_is_wrong_where_sensitivities_differ_by_many_orders_of_magnitud
     assert plan.objective >= best[0] * (1 - 1e-9)
     if "proven optimal" in plan.notes[0]:
         assert plan.objective <= best[0] * (1 + 2e-6)
+
+
+@pytest.mark.parametrize("number", [500, 656])
+@pytest.mark.parametrize("solver", [available("exact")])
+def test_a_plan_whose_distance_to_the_bound_is_all_that_it_leaves_of_the_limits_is_found(number: int, solver: str) -> None:
+    """Prices make all arcs of these small programs equally good: no arc is farther from the bound than another."""
+    assert disagreements(draw(SEED, number, delivering_float32), solver) == []

@@ -203,7 +203,8 @@ class StagedSearch:
             return found, most * (1 - _ROUNDING)
         while not self._is_late() and (most == math.inf or most - proven > self._enough * most):
             # How many arcs are within a distance says how much there is to look through, whatever Ω and time are counted in.
-            before, whole = most, min(most - priced.bound, float(spread.sum()))
+            # The farthest path is as far as it costs: what it leaves of the rows counts too, beside its arcs.
+            before, whole = most, min(most, float(network.cost.sum())) - priced.bound
             distance = min(whole, reached, math.inf if arcs >= len(spread) else float(spread[arcs]))
             labelled = look(distance, cap)
             if labelled.complete:
