@@ -168,6 +168,8 @@ def plan_rows(tree: Path) -> Iterator[Row]:
     what += "being the same"
     spread = f"of {len(now)} instances, {refused} of which have no plan, said in the same sentence"
     spread += f"; differ: {', '.join(shortened(differ))}" * bool(differ)
+    alike = [one["name"] for one, other in pairs if one["name"] in differ and _omega_of(one) == _omega_of(other)]
+    spread += f", of the same Σ Ω to the last bit: {', '.join(shortened(alike))}" * bool(alike)
     yield row("S15", what, len(differ), "plans", spread, "0")
     equal = [(one, other) for one, other in pairs if one["plan"] == other["plan"]]
     reworded = sum(one["words"] != other["words"] for one, other in equal)
@@ -188,3 +190,8 @@ def plan_rows(tree: Path) -> Iterator[Row]:
 def _limit_of(planned: Mapping[str, Any]) -> str:
     plan = planned["plan"]
     return "" if isinstance(plan, str) else str(plan["time_limit_ns"])
+
+
+def _omega_of(planned: Mapping[str, Any]) -> str:
+    plan = planned["plan"]
+    return "" if isinstance(plan, str) else str(plan["objective"])
