@@ -46,7 +46,7 @@ LOCAL_WARMUP, LOCAL_STEPS = 2, 8
 
 
 def train_step(loss_of: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor | float:
-    """One step of the loop, and its loss, for which nobody waits."""
+    """One step of the loop, and its loss, which is not waited for."""
     loss = loss_of()
     loss.backward()
     optimizer.step()

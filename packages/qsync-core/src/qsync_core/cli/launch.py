@@ -29,9 +29,9 @@ _TOLERATION = Assignment("GROUP=TAINT", "infer=nvidia.com/gpu=present:NoSchedule
 
 
 _FOR_MANIFEST = (
-    *("image", "name", "namespace", "directory", "queue", "labels", "tolerations", "selectors", "resources", "shared_memory"),
-    *("claims", "output"),
-)
+    "image", "name", "namespace", "directory", "queue", "labels", "tolerations", "selectors", "resources", "shared_memory",
+    "claims", "output",
+)  # fmt: skip
 """Options that lines of torchrun have no use for."""
 
 

@@ -293,14 +293,15 @@ class _Pass:
 
     def _on_the_way(self, stored: StoredError, share: float) -> AbstractContextManager[None]:
         """A block in which all weights that can be stored are so, or a part of the way there."""
-        stores = {op.op_id.fqn for op in self._step.dag.adjustable if not op.not_stored_as(stored.storage)}
-        weights = {fqn: self._step.model.get_parameter(f"{fqn}.weight") for fqn in stores}
+        step = self._step
+        stores = {op.op_id.fqn for op in step.dag.adjustable if not op.not_stored_as(stored.storage)}
+        weights, kept = ({fqn: model.get_parameter(f"{fqn}.weight") for fqn in stores} for model in (step.model, step.job.model))
 
         def read(fqn: str) -> torch.Tensor:
             weight = self._frozen(fqn, weights[fqn])
             return weight + share * self._error_of(fqn, weight, stored)
 
-        return displaced(weights, read, {fqn: self._frozen(fqn, weight) for fqn, weight in weights.items()})
+        return displaced(weights, read, kept)
 
     def _frozen(self, fqn: str, like: torch.Tensor) -> torch.Tensor:
         """A module's weight as the job has it: the step's model has a copy, and what is frozen stays so."""
@@ -308,11 +309,10 @@ class _Pass:
 
     def _along(self, stored: StoredError) -> list[float]:
         """What derivatives say of all weights stored so, along each direction."""
-        fetched = Fetched(self._shifts.values())
-        said = [0.0] * len(terms.SHIFTS)
-        for (_, other, number), shift in self._shifts.items():
-            if other == stored:
-                said[number] += fetched.value(shift) / self._length(number)
+        own = {key: shift for key, shift in self._shifts.items() if key[1] == stored}
+        fetched, said = Fetched(own.values()), [0.0] * len(terms.SHIFTS)
+        for (_, _, number), shift in own.items():
+            said[number] += fetched.value(shift) / self._length(number)
         return said
 
     def _follow(

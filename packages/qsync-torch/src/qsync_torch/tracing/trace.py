@@ -124,9 +124,8 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
     cannot be stored in another one."""
     modules = dict(job.model.named_modules())
     holders = Counter(id(parameter) for module in job.model.modules() for parameter in module._parameters.values())
-    functional = {
-        draft.address for draft in drafts if draft.address and draft.address != draft.scope
-    }  # as attention reads out_proj
+    # As attention reads the weight of its out_proj.
+    functional = {draft.address for draft in drafts if draft.address and draft.address != draft.scope}
     holds_16_bits = any(parameter.dtype in LOW_FLOATS for parameter in job.model.parameters())
     for draft in drafts:
         if holds_16_bits and draft.op_class is OpClass.DEPENDENT and draft.name in CASTS:
