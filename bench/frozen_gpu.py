@@ -1,9 +1,9 @@
 """Plans of frozen weights on a GPU: rows of ``docs/results/frozen.json`` (docs/frozen-weights.md).
 
-    python bench/frozen_gpu.py --only F1,F2,F3 --directory RUN
+    python bench/frozen_gpu.py --only F1,F2,F3,F6 --directory RUN
     python bench/frozen_gpu.py --only F7 --directory RUN [--seed 1]
     torchrun --nproc-per-node 2 bench/frozen_gpu.py --only F5 --directory RUN
-    python bench/frozen_gpu.py --tiny --only F1,F2,F3,F7 --directory RUN
+    python bench/frozen_gpu.py --tiny --only F1,F2,F3,F6,F7 --directory RUN
 
 A Llama-like model of 1.2 billion parameters, held in bfloat16, with LoRA r = 16 on all linears and 4 x 1024 tokens, trained on the
 text of the documentation for a while first; with ``--tiny`` a small one, on a CPU too.  The directory keeps the base, its graph,
@@ -31,7 +31,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_model, save_file, save_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,7 +49,7 @@ from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.process_memory import ProcessMemory
 from qsync_planner.replayer.replay import Replayer
-from qsync_torch import apply_
+from qsync_torch import apply_, load_planned
 from qsync_torch.apply.stored_modules import stored_tensors
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.hutchinson import HutchinsonCollector
@@ -388,6 +388,38 @@ def times(bench: Bench) -> Iterator[dict[str, Any]]:
         yield row(f"{id_}{own}", f"the same model, {upper} over {lower}", value, "ratio", "reported") | {"spread": spread}
 
 
+def loading(bench: Bench) -> Iterator[dict[str, Any]]:
+    """F6: memory while a checkpoint is read straight into the plan at the middle cap, over that of the plan's training steps."""
+    plan, checkpoint = bench.planned(bench.caps(3)[1]), bench.directory / "checkpoint.safetensors"
+    prefix, adapted = "base_model.model.", ".base_layer"
+    if not checkpoint.exists():
+        frozen = {name: p.detach() for name, p in bench.base.named_parameters() if not p.requires_grad}
+        save_file({name.removeprefix(prefix).replace(adapted, ""): p for name, p in frozen.items()}, checkpoint)
+    model = bench.job.copy_model().train()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                module.register_parameter(name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    gc.collect()
+
+    def load_it() -> None:
+        named = {op_id: str(variant) for op_id, variant in plan.items()}
+        load_planned(model, named, checkpoint, device=bench.device, base=Precision.BFLOAT16)
+
+    began = time.monotonic()
+    most, stay = memory_rise(load_it, bench.device)
+    took = time.monotonic() - began
+    optimizer, batch = bench.optimizer(model), bench.batch(0)
+    rise, _ = memory_rise(lambda: [bench.step(model, optimizer, batch) for _ in range(3)], bench.device)
+    loaded, steps = stay / 2**20, (stay + rise) / 2**20
+    told = f"{most / 2**20:,.0f} MiB while loading, in {took:.1f} s; {steps:,.0f} in steps, {loaded:,.0f} of which were loaded"
+    what = f"{bench.describe()}: most memory of tensors while a checkpoint is loaded into the plan at the middle cap"
+    yield row("F6", f"{what}, over that of its training steps", most / (stay + rise), "ratio", "≤ 1.05") | {"spread": told}
+    predicted = bench.peak_bytes(plan)
+    yield row("F6-predicted", "the same, over the plan's predicted peak", most / predicted, "ratio", "≤ 1.05")
+    yield row("F6-kept", "the same, over what stays of it", most / stay, "ratio", "reported")
+
+
 def losses(bench: Bench) -> Iterator[dict[str, Any]]:
     """F7: adapters trained under the plan, in bfloat16 and in NF4."""
     ways = {"plan": bench.planned(bench.caps(3)[1]), "bfloat16": bench.uniform(BFLOAT16), "nf4": bench.uniform(NF4)}
@@ -457,7 +489,7 @@ def hybrid(bench: Bench) -> Iterator[dict[str, Any]]:
     yield row("F5b", "the same: adapters of the ranks are equal, bit for bit", float(torch.equal(*both)), "yes is 1", "= 1")
 
 
-PARTS = {"F1": caps, "F2": errors, "F3": times, "F5": hybrid, "F7": losses}
+PARTS = {"F1": caps, "F2": errors, "F3": times, "F5": hybrid, "F6": loading, "F7": losses}
 
 
 def main() -> None:
