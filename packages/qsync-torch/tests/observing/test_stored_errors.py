@@ -110,6 +110,34 @@ def test_shifts_are_the_derivative_along_the_error_seen_from_each_direction(name
                 assert found[OpId("twice", 1), variant, term] == 0.0
 
 
+class Own(nn.Module):
+    """A layer that calls a function with its own weight, as those do that have adapters beside it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("collector", [HutchinsonCollector(), LossVarCollector()], ids=["hutchinson", "lossvar"])
+def test_a_weight_that_its_own_layer_reads_by_a_function_is_seen_as_a_modules(collector):
+    """Its errors are those of a linear layer, alone and together with others'."""
+    found = []
+    for is_own in (False, True):
+        job = job_of()
+        if is_own:
+            for name in ("twice", "frozen"):
+                setattr(job.model, name, Own(getattr(job.model, name)))
+        step = ObservedStep(job, job.copy_model().train(), trace(job), job.batch(0, job.batch_size), 0, SEED)
+        terms_of = collector.collect_step(step, STORED)
+        found.append({(op_id.fqn.removesuffix(".weight"), op_id.call, *rest): one for (op_id, *rest), one in terms_of.items()})
+    module, own = found
+    assert own == pytest.approx(module, rel=1e-5, abs=1e-9)
+    assert any(name == "frozen" and any(module[name, call, *rest] for _ in "1") for name, call, *rest in module)
+
+
 def flat(parts):
     return torch.cat([part.detach().double().flatten() for part in parts])
 

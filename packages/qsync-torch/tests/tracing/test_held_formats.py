@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from pathlib import Path
 
 import attrs
@@ -201,3 +202,34 @@ def test_a_weight_that_a_functional_call_reads_is_not_storable():
     assert not found.pop("called")
     assert set(found) == {"read", "both", "attention.in_proj_weight", "attention.out_proj"}
     assert all("read by a functional call" in reason for reason in found.values())
+
+
+class Own(nn.Module):
+    """A layer that calls functions with its own weight: as a linear layer, and as an embedding too where it is asked to."""
+
+    def __init__(self, embeds: bool = False, turns: bool = False) -> None:
+        super().__init__()
+        self.weight, self.embeds, self.turns = nn.Parameter(torch.randn(8, 8), requires_grad=False), embeds, turns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.linear(x, self.weight) + self.weight.norm()
+        if self.embeds:
+            y = y + nn.functional.embedding(torch.arange(3), self.weight)
+        return y @ self.weight if self.turns else y
+
+
+def test_the_weight_of_a_layer_that_calls_linear_itself_is_storable():
+    """Layers that have adapters beside their weight do; one whose weight is looked up or turned is read dequantized too often."""
+    parts = {"norm": nn.LayerNorm(8), "own": Own(), "embeds": Own(embeds=True), "turns": Own(turns=True)}
+
+    def batch(step: int, size: int) -> Batch:
+        return Batch((torch.randn(size, 3, 8),), target=torch.zeros(size, 3, 8))
+
+    job = Job(
+        "own", nn.Sequential(OrderedDict(parts)), batch, lambda output, batch: (output - batch.target).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1), 4,
+    )  # fmt: skip
+    found = {operator.op_id.fqn: operator.not_stored_as(Storage.NF4) for operator in trace(job).operators if operator.frozen}
+    assert not found.pop("own.weight")
+    assert set(found) == {"embeds.weight", "turns.weight"}
+    assert all("read by a functional call other than" in reason for reason in found.values())

@@ -206,3 +206,26 @@ def test_nothing_is_left_behind_after_a_failure() -> None:
         trace(job(model))
     assert not model.training
     assert not model.linear.training
+
+
+class Packed(torch.Tensor):
+    """A tensor around another, as libraries have weights that they quantized."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Packed(torch.empty(4, 4)) if func is torch.ops.aten.detach.default else NotImplemented
+
+
+def test_weights_that_another_library_quantized_are_refused_by_name() -> None:
+    model = Base()
+    model.linear.weight = nn.Parameter(Packed(torch.randn(4, 4)), requires_grad=False)
+    job = Job("quantized", model, lambda step, size: Batch((torch.randn(size, 4),)), lambda y, _: y.sum(), torch.optim.SGD, 2)
+    with pytest.raises(TraceError, match="^parameter linear.weight of quantized is a Packed, whose numbers another library has in"):
+        trace(job)

@@ -215,7 +215,7 @@ def apply_for(
         in_model.take_place(PlaceInJob.of(model, planned, seed, groups, whole, resize))
         in_model.watch_lag(True)
         warn_of_restarts(stacklevel=4)
-    applied, stored = AppliedPlan(in_model, seed), stored_names(plan, {}) if isinstance(plan, PrecisionPlan) else ()
+    applied, stored = AppliedPlan(in_model, seed), stored_names(model, plan, {}) if isinstance(plan, PrecisionPlan) else ()
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks(f"{what}, building kernels", whole_plan, slow=True):

@@ -69,6 +69,7 @@ class Handle(torch.Tensor):
     Attributes:
         call: what runs in the place of products with it.
         owner: the module it was read from.
+        source: what products of the plan read: the parameter, or what a plan stores of it.
         value: what every other function takes: the parameter, or its transpose, or its cast.
         transposed: whether it stands for the transpose.
         is_own: whether the script has made a parameter of its own of it, which no plan names: ``nn.Parameter(w.detach())``.
@@ -76,16 +77,16 @@ class Handle(torch.Tensor):
 
     call: OperatorCall
     owner: nn.Module
-    source: torch.Tensor
+    source: Any
     value: torch.Tensor
     transposed: bool
     is_own: bool
 
     @classmethod
     def of(
-        cls, source: torch.Tensor, call: OperatorCall, owner: nn.Module, value: torch.Tensor | None = None, transposed: bool = False
+        cls, source: Any, call: OperatorCall, owner: nn.Module, value: torch.Tensor | None = None, transposed: bool = False
     ) -> Handle:
-        """The handle of a parameter, or of its transpose or cast."""
+        """The handle of a parameter, or of its transpose or cast; or of what is stored, with the weight that it is as ``value``."""
         value = source if value is None else value
         is_compiling = torch.compiler.is_compiling() and value is source and isinstance(value, nn.Parameter)
         handle = value.view_as(value).as_subclass(_CompiledHandle if is_compiling else cls)
@@ -138,7 +139,7 @@ class Handle(torch.Tensor):
             place, name = spelled[1].place, spelled[1].name
             weight = args[place] if len(args) > place else kwargs.get(name)
             if isinstance(weight, cls) and not weight.is_own and weight.call.is_on(weight.owner):
-                found = _multiplied(weight, *spelled, args, kwargs)
+                found = multiplied(weight, *spelled, args, kwargs)
                 if found is not None:
                     return found
         elif (known := _PREPARING.get(func)) is not None:
@@ -171,8 +172,10 @@ def plain(value: Any) -> Any:
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
-def _multiplied(w: Handle, kind: OperatorKind, spelling: Spelling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multiplied(w: Any, kind: OperatorKind, spelling: Spelling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The product of a plan, with a weight as its kind's function takes it or the other way round; None where this is none.
+
+    ``w`` is its handle, or has the same attributes; the ``source`` of one that a plan stores is no tensor, and has no transpose.
 
     A gradient formula in a backward pass multiplies with the weight in another way than the forward pass did, and no piece of a
     forward that runs again without gradients does (a reversible block).
@@ -183,6 +186,8 @@ def _multiplied(w: Handle, kind: OperatorKind, spelling: Spelling, args: tuple[A
     if isinstance(x, Handle) or not isinstance(x, torch.Tensor) or w.call.is_stored(x):
         return None
     as_stored = w.transposed == spelling.transposed
+    if not as_stored and not isinstance(w.source, torch.Tensor):
+        return None
     if not torch.compiler.is_compiling():
         form = (kind.name, as_stored)
         if torch.is_grad_enabled() or not in_backward():

@@ -16,7 +16,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
-from qsync_torch.apply.plan_fit import STORED, Addressed, Assigned
+from qsync_torch.apply.plan_fit import STORED, Addressed, Assigned, WeightPlace
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.canary import Canary, WrongKernel
@@ -120,7 +120,7 @@ def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, list[
     A plan does not store either whether functional calls take a matrix as (N, K) or as (K, N): those are two calls.
     """
     calls = [(op_id, [_nominal(module)]) for op_id, module in addressed.modules]
-    calls += [(op_id, _nominal_calls(place.weight)) for op_id, place in addressed.functional]
+    calls += [(op_id, _nominal_calls(place)) for op_id, place in addressed.functional]
     for op_id, possible in calls:
         entry = addressed.entries[op_id]
         yield op_id, entry, [_as_chosen(call, entry) for call in possible]
@@ -159,9 +159,11 @@ def _nominal_call(kind: OperatorKind, stored: tuple[int, ...], settings: Setting
     return CallShapes.as_run(kind.name, x, w, y, geometry)
 
 
-def _nominal_calls(weight: torch.Tensor | None) -> list[CallShapes]:
+def _nominal_calls(place: WeightPlace) -> list[CallShapes]:
     """Return nominal shapes of functional calls with a weight; a convolution's is taken to be a plain one."""
-    assert weight is not None
+    weight, held = place.weight, place.module.__dict__.get(STORED)
+    if weight is None:
+        return [_nominal_call(held.kind, held.shape, ())]
     kinds = [kind for kind in OPERATOR_KINDS.values() if kind.weight_dimensions == weight.dim()]
     calls = [_nominal_call(kind, tuple(weight.shape), kind.defaults) for kind in kinds]
     return calls + [

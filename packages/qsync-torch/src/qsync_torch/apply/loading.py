@@ -18,6 +18,8 @@ from qsync_torch.apply.plan_fit import STORED
 from qsync_torch.apply.stored_modules import HeldWeight, Sum, sum_of
 
 _INDEX = "model.safetensors.index.json"
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+"""What ``checkpoint_wrapper`` puts into names of modules, and takes out of those of a ``state_dict()``."""
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,7 +31,7 @@ class Checkpoint:
         path: a safetensors file, a folder with one or several, or their index.
         device: of the model.
         rename: the name of a parameter in the checkpoint, from that in the model; by default the same, without what PEFT's
-            adapters put into it (``base_model.model.`` and ``.base_layer``).
+            adapters put into it (``base_model.model.`` and ``.base_layer``) and what PyTorch's ``checkpoint_wrapper`` does.
     """
 
     path: str | os.PathLike[str]
@@ -87,7 +89,7 @@ class Checkpoint:
 
     @property
     def _renamed(self) -> Callable[[str], str]:
-        return self.rename or _without_adapters
+        return self.rename or _as_saved
 
 
 @attrs.define(eq=False)
@@ -141,8 +143,10 @@ class _Loading:
         return value
 
 
-def _without_adapters(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+def _as_saved(name: str) -> str:
+    """As the model's ``state_dict()`` had it before PEFT's adapters, and has it without PyTorch's ``checkpoint_wrapper``."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return name.replace(_CHECKPOINTED, "")
 
 
 def _is_tied_head(model: nn.Module, parameter: nn.Parameter) -> bool:

@@ -30,6 +30,12 @@ _NAMED = 3
 """How many FQNs an error names."""
 
 
+def weight_name(model: nn.Module, fqn: str) -> str:
+    """The parameter that an operator reads, by the operator's FQN: that of a weight which functional calls read, or of its module."""
+    owner, _, leaf = fqn.rpartition(".")
+    return f"{fqn}.weight" if leaf in model.get_submodule(owner)._modules else fqn
+
+
 @attrs.frozen
 class Assigned:
     """The variant that an operator runs in, and whose kernels run it."""
@@ -77,7 +83,7 @@ class Addressed:
         by_weight = {id(place.weight): calls[op_id] for op_id, place in self.weights}
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if id(parameter) in by_weight:
+                if parameter is not None and id(parameter) in by_weight:
                     found.setdefault((module, name), by_weight[id(parameter)])
         return found
 
@@ -240,6 +246,9 @@ def locate(
         owner, _, leaf = name.rpartition(".")
         if module is not None and (is_own_forward(module) or STORED in module.__dict__):
             found_modules.append((op_id, module))
+        elif module is None and owner in modules and STORED in modules[owner].__dict__:
+            found_weights.append((op_id, WeightPlace(fqn, modules[owner], leaf)))
+            continue
         elif not _calls_functions(module) or name not in parameters or parameters[name].dim() not in WEIGHT_DIMENSIONS:
             missing.append(fqn)
             continue

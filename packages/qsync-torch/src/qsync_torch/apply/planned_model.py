@@ -24,7 +24,7 @@ from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, PlannedPass
 from qsync_torch.apply.operator import InForce, Operator, Refused, Unchanged
 from qsync_torch.apply.place_in_job import PlaceInJob
-from qsync_torch.apply.plan_fit import STORED, Planned, check_weights, locate, unplanned
+from qsync_torch.apply.plan_fit import STORED, Planned, check_weights, locate, unplanned, weight_name
 from qsync_torch.apply.planned_modules import is_planned, put_plan
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.apply.stored_modules import store_weights, stored_names
@@ -179,6 +179,10 @@ class PlannedModel:
             self._check_numbers()
             self._placed_on = device_of(self.model)
             calls = {(module, "weight"): Unchanged(str(op_id), self._in_force) for op_id, module in addressed.modules}
+            stored = set(stored_names(self.model, plan, entries))
+            for op_id, place in addressed.functional:
+                if weight_name(self.model, place.fqn) in stored:  # which is no parameter then
+                    calls[place.module, place.name] = Unchanged(str(op_id), self._in_force)
         else:
             if self._placed_on is not None:
                 prebuild(addressed, self._placed_on, self.planned.caller)
@@ -200,7 +204,7 @@ class PlannedModel:
         self._in_force.begins = self._begin
         self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
-        self._give_weights_back = store_weights(self.model, addressed, stored_names(plan, entries), self._keep_stored)
+        self._give_weights_back = store_weights(self.model, addressed, stored_names(self.model, plan, entries), self._keep_stored)
         self._take_out = put_plan(self.model, calls, self._around)
         if self.stores_weights:
             self._frozen = {

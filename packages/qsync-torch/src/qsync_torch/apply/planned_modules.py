@@ -26,9 +26,9 @@ from qsync_torch.apply.stored_modules import (
     untrainable,
     without_storage,
 )
-from qsync_torch.kinds.kind import OperatorKind, Settings
+from qsync_torch.apply.stored_reads import UnreadWeight, as_held
+from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
-from qsync_torch.operators.stored import run_in_own_format
 
 _CALLS, _AROUND, _FORWARD, _UNPLANNED = "_qsync_plan", "_qsync_around", "_qsync_forward", "_qsync_unplanned"
 """Attributes of a planned module: the operators by the names of its parameters; what runs around its forward, and a forward of the
@@ -231,7 +231,11 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
                 return given
             if not held.storage.is_quantized:
                 return _handle(held.parameter, self._qsync_plan[leaf], self)
-            return held.dequantized() if torch.compiler.is_compiling() else ReadWeight.of(held)
+            if may_be_computed:
+                return held.dequantized() if torch.compiler.is_compiling() else ReadWeight.of(held)
+            if torch.compiler.is_compiling():
+                return Handle.of(held, self._qsync_plan[leaf], self, held.dequantized())
+            return UnreadWeight.of_call(held, self._qsync_plan[leaf], self)
         value = read(self)
         # What is computed, or cut out of a flat parameter, is none itself, and no operator of a trace.
         if type(value) is torch.Tensor and (value._base is not None or (not may_be_computed and value.grad_fn is not None)):
@@ -281,21 +285,6 @@ def _runs_planned(module: Any, call: OperatorCall, weight: Any) -> bool:
     return not is_given and call.is_on(module)
 
 
-def _as_held(
-    function: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    weight: Any,
-    bias: torch.Tensor | None,
-    kind: OperatorKind,
-    settings: Settings = (),
-) -> torch.Tensor:
-    """A call in the format in which the script has the weight."""
-    if not isinstance(weight, HeldWeight):
-        return function(x, weight, bias, *settings)
-    y = run_in_own_format(x, weight.tensors, weight.storage, weight.shape, weight.dtype, bias, kind, settings)
-    return function(x, weight.dequantized(), bias, *settings) if y is None else y
-
-
 def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     """What stands for the forward of a kind's class.  PyTorch's compiler keeps what it makes beside a function's code."""
     function, settings_of, inner = kind.function, kind.of_module, kind.methods[1:]
@@ -303,7 +292,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
         call, weight = module._qsync_plan["weight"], _weight_of(module)
         if not _runs_planned(module, call, weight):
-            return _as_held(function, input, weight, module.bias, kind)
+            return as_held(function, input, weight, module.bias, kind)
         result: torch.Tensor = call.run(input, weight, module.bias, kind)
         return result
 
@@ -320,7 +309,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
                 )
         read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
         if not _runs_planned(module, call, weight):
-            return _as_held(function, read[0], weight, module.bias, kind, read[1])
+            return as_held(function, read[0], weight, module.bias, kind, read[1])
         result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
         return result
 

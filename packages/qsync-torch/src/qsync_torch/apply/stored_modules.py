@@ -23,11 +23,11 @@ from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Storage
-from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace
+from qsync_torch.apply.plan_fit import STORED, Addressed, WeightPlace, weight_name
 from qsync_torch.aten.random_bits import checksum
 from qsync_torch.aten.stored_weights import StoredWeight, empty_stored, quantize_weight
 from qsync_torch.kinds.kind import OperatorKind
-from qsync_torch.kinds.table import kind_of_module
+from qsync_torch.kinds.table import FUNCTIONAL, OF_ROWS, kind_of_module, reads_own_weight
 from qsync_torch.operators.stored import dequantize
 from qsync_torch.torch_internals import DisableTorchFunction, transforms_are_active
 
@@ -359,12 +359,13 @@ def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], 
     for place, _ in wanted:
         assert place.weight is not None
         if place.weight.device.type != "meta" and not bool(place.weight.detach().isfinite().all()):
-            raise NumericsError(f"{place.fqn}.{place.name} holds NaN or infinity, which no stored format has")
+            raise NumericsError(f"{weight_name(model, place.fqn)} holds NaN or infinity, which no stored format has")
     try:
         for place, storage in wanted:
             parameter = place.weight
             assert isinstance(parameter, nn.Parameter)
-            hold(place.module, HeldWeight(f"{place.fqn}.{place.name}", parameter, storage, kind_of_module(place.module), keep))
+            kind = kind_of_module(place.module) or OF_ROWS
+            hold(place.module, HeldWeight(weight_name(model, place.fqn), parameter, storage, kind, keep))
         for name in names:
             module = model.get_submodule(name.rpartition(".")[0])
             if isinstance(parameter := module._parameters.get("weight"), nn.Parameter) and not parameter.requires_grad:
@@ -392,11 +393,11 @@ def _wanted(model: nn.Module, addressed: Addressed) -> Iterable[tuple[WeightPlac
             why = "another module has it too (tied weights)" if tied else "it is computed in each step"
         elif place.weight.requires_grad:
             why = "it is trained, and only weights that are not trained are stored in another format"
-        elif module is None or kind is None:
-            why = "it is read by a functional call, and weights of modules alone are stored in another format"
+        elif kind is None and (place.weight.dim() != 2 or not reads_own_weight(place.module, place.name)):
+            why = FUNCTIONAL
         elif holders[id(place.weight)] > 1:
             why = "another module has it too (tied weights)"
-        elif kind.row.transposed:
+        elif kind is not None and kind.row.transposed:
             why = "the weight of a transposed convolution has its input channels first"
         if why:
             raise PlanError(f"the weight of {op_id.fqn} cannot be stored as {storage}: {why}; plan it as the script has it")
@@ -404,11 +405,11 @@ def _wanted(model: nn.Module, addressed: Addressed) -> Iterable[tuple[WeightPlac
         yield place, storage
 
 
-def stored_names(plan: PrecisionPlan | None, entries: Mapping[OpId, Any]) -> tuple[str, ...]:
-    """The weights that some group of a plan stores, or variants by operator."""
+def stored_names(model: nn.Module, plan: PrecisionPlan | None, entries: Mapping[OpId, Any]) -> tuple[str, ...]:
+    """The weights of a model that some group of a plan stores, or variants by operator."""
     groups = [entries] if plan is None else [group.assignments for group in plan.groups]
     found = (op_id.fqn for group in groups for op_id, entry in group.items() if entry.variant.storage.is_quantized)
-    return tuple(dict.fromkeys(f"{fqn}.weight" for fqn in found))
+    return tuple(dict.fromkeys(weight_name(model, fqn) for fqn in found))
 
 
 Sum = tuple[str, torch.Tensor]

@@ -41,10 +41,12 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
     The dispatcher also writes numbers out whose sign is changed when they are read (``z.conj().imag``).
     """
+    if torch.compiler.is_compiling():  # first, because a compiler does not read further
+        return False
     for x in tensors:
         if type(x) not in PLAIN_TENSORS or x.is_neg():
             return False
-    return not (torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and HERE.recorder is None))
+    return not (torch._C._len_torch_dispatch_stack() and HERE.recorder is None)
 
 
 class WithoutAutocast:

@@ -74,6 +74,18 @@ _TORCHS = frozenset(code for kind in OPERATOR_KINDS.values() for code in _torchs
 """The code of the methods that a plan replaces; those that were patched before QSync was imported are not among them."""
 
 
+def reads_own_weight(module: nn.Module, name: str) -> bool:
+    """True for a parameter that a plan may store though functional calls read it: the ``weight`` of a module of a class of its own,
+    such as a linear layer that has its adapters beside its weight.  PyTorch's own modules read theirs otherwise.
+    """
+    return name == "weight" and not type(module).__module__.startswith("torch.nn.") and not isinstance(module, _TORCHS_OWN)
+
+
+_TORCHS_OWN = (*MODULES, nn.Embedding, nn.EmbeddingBag)
+FUNCTIONAL = "it is read by a functional call other than F.linear(x, self.weight) of a module of its own"
+"""Why a plan does not store a weight that :func:`reads_own_weight` does not take."""
+
+
 def is_own_forward(module: nn.Module) -> bool:
     """True for a module of a kind's class that runs its own forward, and whose forward a plan can replace."""
     return kind_of_module(module) is not None and getattr(module, "padding_mode", "zeros") == "zeros"

@@ -22,6 +22,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding, Storage
 from qsync_core.ir.semantics import CastTarget, readable_copy
 from qsync_core.ir.variant import Variant
+from qsync_torch.apply.plan_fit import weight_name
 from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
@@ -298,7 +299,7 @@ class _Pass:
         """A block in which all weights that can be stored are so, or a part of the way there."""
         step = self._step
         stores = {op.op_id.fqn for op in step.dag.adjustable if not op.not_stored_as(stored.storage)}
-        weights = {fqn: step.model.get_parameter(f"{fqn}.weight") for fqn in stores}
+        weights = {fqn: step.model.get_parameter(weight_name(step.model, fqn)) for fqn in stores}
 
         def read(fqn: str) -> torch.Tensor:
             weight = self._frozen(fqn).to(weights[fqn].dtype)
@@ -311,7 +312,8 @@ class _Pass:
         reads it, and a job in the machine's memory is far from the device.
         """
         if fqn not in self._frozen_weights:
-            weight, copy = (model.get_parameter(f"{fqn}.weight").detach() for model in (self._step.job.model, self._step.model))
+            name = weight_name(self._step.model, fqn)
+            weight, copy = (model.get_parameter(name).detach() for model in (self._step.job.model, self._step.model))
             self._frozen_weights[fqn] = weight.to(copy.device)
         return self._frozen_weights[fqn]
 

@@ -17,7 +17,7 @@ from qsync_core.kinds import KINDS
 from qsync_torch.batch_axes import batch_axes
 from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
-from qsync_torch.kinds.table import is_own_forward
+from qsync_torch.kinds.table import FUNCTIONAL, OF_ROWS, is_own_forward, reads_own_weight
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import loss_kind
 from qsync_torch.tracing.export import ExportedStep, export_model, export_step, quiet_torch, training, with_run_loss
@@ -112,6 +112,12 @@ def _run(job: Job, step: ExportedStep, trainable: frozenset[str]) -> FakeRun:
 
 def _check_parameters(job: Job) -> None:
     for name, parameter in job.model.named_parameters():
+        kind = type(parameter)
+        if hasattr(kind, "__tensor_flatten__") and kind.__name__ != "DTensor":  # as torchao's NF4Tensor
+            raise TraceError(
+                f"parameter {name} of {job.name} is a {kind.__name__}, whose numbers another library has in a format of its own: "
+                "give QSync the model with float weights, of which a plan stores those that are frozen in NF4 or int8 by itself"
+            )
         if parameter.dtype.is_floating_point and parameter.dtype not in (torch.float32, *LOW_FLOATS):
             raise TraceError(
                 f"parameter {name} of {job.name} is {str(parameter.dtype).removeprefix('torch.')}; QSync plans for parameters in "
@@ -126,6 +132,8 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
     holders = Counter(id(parameter) for module in job.model.modules() for parameter in module._parameters.values())
     # As attention reads the weight of its out_proj.
     functional = {draft.address for draft in drafts if draft.address and draft.address != draft.scope}
+    otherwise = {draft.address for draft in drafts if draft.address and draft.name != OF_ROWS.name}
+    otherwise |= {name for draft in drafts if draft.name == "embedding" for name in draft.parameters}
     holds_16_bits = any(parameter.dtype in LOW_FLOATS for parameter in job.model.parameters())
     for draft in drafts:
         if holds_16_bits and draft.op_class is OpClass.DEPENDENT and draft.name in CASTS:
@@ -139,8 +147,10 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
             )
         if draft.frozen:
             module = modules.get(draft.address)
-            if module is None or not is_own_forward(module) or draft.address in functional:
-                draft.not_storable = "it is read by a functional call, and weights of modules alone are stored in another format"
+            owner, _, leaf = draft.address.rpartition(".")
+            is_own = module is not None and is_own_forward(module) and draft.address not in functional
+            if not is_own and (draft.address in otherwise or owner not in modules or not reads_own_weight(modules[owner], leaf)):
+                draft.not_storable = FUNCTIONAL
             elif holders[id(job.model.get_parameter(draft.parameters[0]))] > 1:
                 draft.not_storable = "another module has it too (tied weights)"
             elif KINDS[draft.kind].transposed:
