@@ -141,7 +141,7 @@ class Bench:
         return profile(self.job, self.dag, ProfileRequest(self.device, ladder=LADDER, with_collectives=False), note=print)
 
     def _rated(self) -> Sensitivity:
-        asked = ObserveRequest(LADDER, device=self.device, collectors=[HutchinsonCollector()], settled=None)
+        asked = ObserveRequest(LADDER, device=self.device, collectors=[HutchinsonCollector()])
         return indicate(observe(self.job, self.dag, asked, announce=print), self.dag, LADDER)
 
     def inputs(self, memory_bytes: int) -> Inputs:

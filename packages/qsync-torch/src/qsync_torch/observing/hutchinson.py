@@ -96,7 +96,9 @@ class HutchinsonCollector:
         masks = any(operator.kind in ("relu", "max_pool1d", "max_pool2d") for operator in dag.operators)
         stored = any(v.storage.is_quantized and operator.runs_in(v) for v in variants for operator in dag.adjustable)
         again = _PASS_AGAIN * (len(terms.SHIFTS) - 1) + MOST + 1
-        return (_PASSES_WITH_MASKS if masks else _PASSES) + (again if stored else 0.0)
+        bent = stored and any(v.storage is Storage.NF4 for v in variants)
+        followed = len(ON_THE_WAY[0]) * (1 + _PASS_AGAIN * len(terms.SHIFTS))
+        return (_PASSES_WITH_MASKS if masks else _PASSES) + (again if stored else 0.0) + (followed if bent else 0.0)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """All terms of one step.
@@ -162,6 +164,7 @@ class _Pass:
         self._stored = list(dict.fromkeys(noise.stored for noise in self._noise.values() if noise.stored))
         self._shifts: defaultdict[tuple[OpId, StoredError, int], DeferredSum] = defaultdict(DeferredSum)
         self._quantized: dict[tuple[str, Storage], StoredWeight] = {}
+        self._frozen_weights: dict[str, torch.Tensor] = {}
         self._turn, self._split = 0, Split((), len(terms.SHIFTS))
         self._followed: tuple[StoredError, float] | None = None
         """On whose way the present pass takes derivatives, and how much they count."""
@@ -295,17 +298,22 @@ class _Pass:
         """A block in which all weights that can be stored are so, or a part of the way there."""
         step = self._step
         stores = {op.op_id.fqn for op in step.dag.adjustable if not op.not_stored_as(stored.storage)}
-        weights, kept = ({fqn: model.get_parameter(f"{fqn}.weight") for fqn in stores} for model in (step.model, step.job.model))
+        weights = {fqn: step.model.get_parameter(f"{fqn}.weight") for fqn in stores}
 
         def read(fqn: str) -> torch.Tensor:
-            weight = self._frozen(fqn, weights[fqn])
+            weight = self._frozen(fqn).to(weights[fqn].dtype)
             return weight + share * self._error_of(fqn, weight, stored)
 
-        return displaced(weights, read, kept)
+        return displaced(weights, read, {fqn: self._frozen(fqn) for fqn in stores})
 
-    def _frozen(self, fqn: str, like: torch.Tensor) -> torch.Tensor:
-        """A module's weight as the job has it: the step's model has a copy, and what is frozen stays so."""
-        return self._step.job.model.get_parameter(f"{fqn}.weight").detach().to(like)
+    def _frozen(self, fqn: str) -> torch.Tensor:
+        """A module's weight as the job has it, which is frozen, in the job's format beside the step's copy: all directions on a way
+        read it, and a job in the machine's memory is far from the device.
+        """
+        if fqn not in self._frozen_weights:
+            weight, copy = (model.get_parameter(f"{fqn}.weight").detach() for model in (self._step.job.model, self._step.model))
+            self._frozen_weights[fqn] = weight.to(copy.device)
+        return self._frozen_weights[fqn]
 
     def _along(self, stored: StoredError) -> list[float]:
         """What derivatives say of all weights stored so, along each direction."""
@@ -367,7 +375,7 @@ class _Pass:
         for stored, part in [(stored, 1.0) for stored in self._stored] if followed is None else [followed]:
             if site.operator.not_stored_as(stored.storage):
                 continue
-            weight = site.weight if followed is None else self._frozen(op_id.fqn, site.weight)
+            weight = site.weight if followed is None else self._frozen(op_id.fqn).to(site.weight.dtype)
             error = self._error_of(op_id.fqn, weight, stored)
             if phase is Phase.FLIPS:
                 norm = torch.linalg.vector_norm(error * h)
