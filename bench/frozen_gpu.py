@@ -62,7 +62,7 @@ from results import write_rows
 
 LADDER = tuple(Variant.named(name) for name in ("bfloat16@nf4", "bfloat16@int8-block", "bfloat16@int8-row", "bfloat16"))
 NF4, BFLOAT16 = LADDER[0], LADDER[-1]
-CAPS, TIMED, TURNS, UPDATES, LAST, SEEDS = 12, 4, 6, 400, 50, 3
+CAPS, TIMED, TURNS, UPDATES, LAST, SEEDS, OBSERVED = 12, 4, 6, 400, 50, 3, 6
 _ANY_TIME = 5.0
 Stored = Mapping[OpId, Variant]
 
@@ -141,7 +141,11 @@ class Bench:
         return profile(self.job, self.dag, ProfileRequest(self.device, ladder=LADDER, with_collectives=False), note=print)
 
     def _rated(self) -> Sensitivity:
+<<<<<<< HEAD
         asked = ObserveRequest(LADDER, device=self.device, collectors=[HutchinsonCollector()])
+=======
+        asked = ObserveRequest(LADDER, steps=OBSERVED, device=self.device, collectors=[HutchinsonCollector()])
+>>>>>>> main
         return indicate(observe(self.job, self.dag, asked, announce=print), self.dag, LADDER)
 
     def inputs(self, memory_bytes: int) -> Inputs:

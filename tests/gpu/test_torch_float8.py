@@ -39,15 +39,15 @@ def test_output_and_gradients_equal_float64_of_the_dequantized_operands(shape, n
     expected = torch.nn.functional.linear(x64, w64, bias.detach().double())
     expected.backward(grad.double())
     assert y.dtype is getattr(torch, str(output))
-    for found, wanted in (
-        (y, expected),
-        (x.grad, x64.grad),
-        (weight.grad, w64.grad),
-        (bias.grad, grad.double().flatten(0, -2).sum(0)),
+    rows = grad.double().flatten(0, -2)
+    for found, wanted, size in (
+        (y, expected, expected.norm()),
+        (x.grad, x64.grad, x64.grad.norm()),
+        (weight.grad, w64.grad, w64.grad.norm()),
+        (bias.grad, rows.sum(0), rows.norm()),  # of what is added up: the sums of five numbers each may be near zero
     ):
         assert found.shape == wanted.shape
-        if wanted.numel() and wanted.norm() > 0:
-            assert ((found.double() - wanted).norm() / wanted.norm()).item() < 1e-2
+        assert (found.double() - wanted).norm().item() <= 1e-2 * size.item()
 
 
 def test_only_float8_copies_are_kept():

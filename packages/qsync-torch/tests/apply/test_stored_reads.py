@@ -126,7 +126,12 @@ class _Formula(torch.autograd.Function):
 def test_what_else_reads_the_weight_reads_it_dequantized():
     model = stored()
     weight, wanted = model.up.weight, copy.deepcopy(model).up.weight.detach()
-    assert (weight.shape, weight.dtype, weight.stride(), weight.requires_grad) == (wanted.shape, wanted.dtype, wanted.stride(), False)
+    assert (weight.shape, weight.dtype, weight.stride(), weight.requires_grad) == (
+        wanted.shape,
+        wanted.dtype,
+        wanted.stride(),
+        False,
+    )
     x = X.clone().requires_grad_()
     for read in (
         lambda w: w.norm(dim=1),
@@ -213,5 +218,7 @@ class Others(nn.Module):
 
 @pytest.mark.parametrize("name", ["own.matrix", "filter.weight", "embed.weight"])
 def test_other_weights_of_functional_calls_are_refused(name):
-    with pytest.raises(PlanError, match=f"the weight of {name} cannot be stored as nf4: it is read by a functional call other than"):
+    with pytest.raises(
+        PlanError, match=f"the weight of {name} cannot be stored as nf4: it is read by a functional call other than"
+    ):
         apply_(Others(), {name: Assignment(Variant.parse("float32@nf4"), "aten", "", "by hand")})

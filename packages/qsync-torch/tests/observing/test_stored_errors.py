@@ -21,6 +21,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.collector import ObservedStep
 from qsync_torch.observing.hutchinson import _DIRECTION_SEED, _NEXT_DIRECTION, HutchinsonCollector, _Pass, random_signs
+from qsync_torch.observing.joint_errors import MOST, mixtures
 from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
@@ -94,7 +95,7 @@ def test_shifts_are_the_derivative_along_the_error_seen_from_each_direction(name
     job = job_of()
     model, found = collected(job, parts)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    known = together(job, model, STORED)
+    known = together(job, model, STORED[:3])  # the fourth is read as the second
     count = len(terms.SHIFTS)
     for variant in STORED:
         derivative = flat(moved(job, model, f"{name}.weight", error_of(model.get_parameter(f"{name}.weight").detach(), variant)))
@@ -121,8 +122,7 @@ class Own(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-@pytest.mark.parametrize("collector", [HutchinsonCollector(), LossVarCollector()], ids=["hutchinson", "lossvar"])
-def test_a_weight_that_its_own_layer_reads_by_a_function_is_seen_as_a_modules(collector):
+def test_a_weight_that_its_own_layer_reads_by_a_function_is_seen_as_a_modules():
     """Its errors are those of a linear layer, alone and together with others'."""
     found = []
     for is_own in (False, True):
@@ -131,11 +131,11 @@ def test_a_weight_that_its_own_layer_reads_by_a_function_is_seen_as_a_modules(co
             for name in ("twice", "frozen"):
                 setattr(job.model, name, Own(getattr(job.model, name)))
         step = ObservedStep(job, job.copy_model().train(), trace(job), job.batch(0, job.batch_size), 0, SEED)
-        terms_of = collector.collect_step(step, STORED)
+        terms_of = HutchinsonCollector().collect_step(step, STORED)
         found.append({(op_id.fqn.removesuffix(".weight"), op_id.call, *rest): one for (op_id, *rest), one in terms_of.items()})
     module, own = found
     assert own == pytest.approx(module, rel=1e-5, abs=1e-9)
-    assert any(name == "frozen" and any(module[name, call, *rest] for _ in "1") for name, call, *rest in module)
+    assert any(value for (name, *_), value in module.items() if name == "frozen")
 
 
 def flat(parts):
@@ -154,19 +154,20 @@ def together(job, model, variants):
         return flat(torch.autograd.grad(loss, [parameter for parameter in copied.parameters() if parameter.requires_grad]))
 
     found = []
-    for variant in variants:
-        names = ("twice.weight", "frozen.weight")
-        change = gradients({name: error_of(model.get_parameter(name).detach(), variant) for name in names}) - gradients({})
+    alike = [dict.fromkeys(("twice.weight", "frozen.weight"), variant) for variant in variants]
+    for stored in [*alike, *mixtures(alike, MOST - len(alike), SEED)]:
+        errors = {name: error_of(model.get_parameter(name).detach(), variant) for name, variant in stored.items()}
+        change = gradients(errors) - gradients({})
         length = change.norm()
         for one in found:
             change = change - (one @ change) * one
-        if change.norm() > 1e-2 * length:
+        if length > 0 and change.norm() > 1e-2 * length:
             found.append(change / change.norm())
     return found
 
 
 def test_a_whole_plan_in_one_storage_needs_no_luck():
-    """Of one update, where twelve random directions have a standard error of 41%."""
+    """Of one update, where sixteen random directions have a standard error of 35%."""
     job = job_of()
     variants = [Variant.named(name) for name in ("bfloat16@nf4", "bfloat16@int8-row")]
     sensitivity = indicate(observed(job, [HutchinsonCollector()], variants, steps=1), trace(job), variants)

@@ -19,7 +19,6 @@ from qsync_core.errors import PlanError
 from qsync_torch.apply.handles import Handle, OperatorCall, plain
 from qsync_torch.apply.plan_fit import STORED
 from qsync_torch.apply.stored_modules import (
-    HeldWeight,
     ReadWeight,
     methods_of_storing,
     refuse_training,

@@ -27,7 +27,7 @@ from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
-from qsync_torch.observing.joint_errors import MOST, ON_THE_WAY, Direction, Split, displaced
+from qsync_torch.observing.joint_errors import MIXED, MOST, ON_THE_WAY, Direction, Split, displaced, mixtures
 from qsync_torch.observing.kept_inputs import CopyScales, KeptInputs
 from qsync_torch.observing.mask_flips import FLIP_FACTOR, Mask, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
@@ -283,33 +283,36 @@ class _Pass:
     @property
     def _joint(self) -> Sequence[StoredError]:
         """The storages of which the change of the gradients is measured where all weights that can be are stored so."""
-        return self._stored[:MOST] if self._stores else ()
+        return self._stored[: MOST - MIXED] if self._stores else ()
 
     def _joint_changes(self, parts: int, parameters: Sequence[torch.Tensor]) -> list[Direction]:
-        """Find how all weights that can be stored change the gradients together, one change for each storage."""
-        before = self._gradient(parts, parameters)
+        """Find how all weights that can be stored change the gradients together: in each storage, and in mixtures of them."""
+        before, alike = self._gradient(parts, parameters), [self._alike(stored) for stored in self._joint]
+        choices = [*alike, *mixtures(alike, MOST - len(alike), self._step.seed)]
         found: list[Direction] = []
-        for stored in self._joint:
-            with self._on_the_way(stored, 1.0):
+        for stored_as in choices:
+            with self._on_the_way(stored_as, 1.0):
                 after = self._gradient(parts, parameters)
             found.append({parameter: after[parameter] - value for parameter, value in before.items()})
         return found
 
-    def _on_the_way(self, stored: StoredError, share: float) -> AbstractContextManager[None]:
-        """A block in which all weights that can be stored are so, or a part of the way there."""
-        step = self._step
-        stores = {op.op_id.fqn for op in step.dag.adjustable if not op.not_stored_as(stored.storage)}
-        weights = {fqn: step.model.get_parameter(weight_name(step.model, fqn)) for fqn in stores}
+    def _alike(self, stored: StoredError) -> dict[str, StoredError]:
+        """All weights that can be stored so, by their modules' names."""
+        return {op.op_id.fqn: stored for op in self._step.dag.adjustable if not op.not_stored_as(stored.storage)}
+
+    def _on_the_way(self, stored_as: Mapping[str, StoredError], share: float) -> AbstractContextManager[None]:
+        """A block in which modules' weights are stored so, or a part of the way there."""
+        weights = {fqn: self._step.model.get_parameter(weight_name(self._step.model, fqn)) for fqn in stored_as}
 
         def read(fqn: str) -> torch.Tensor:
             weight = self._frozen(fqn).to(weights[fqn].dtype)
-            return weight + share * self._error_of(fqn, weight, stored)
+            return weight + share * self._error_of(fqn, weight, stored_as[fqn])
 
-        return displaced(weights, read, {fqn: self._frozen(fqn) for fqn in stores})
+        return displaced(weights, read, {fqn: self._frozen(fqn) for fqn in stored_as})
 
     def _frozen(self, fqn: str) -> torch.Tensor:
-        """A module's weight as the job has it, which is frozen, in the job's format beside the step's copy: every direction on a way
-        reads it, and a job in the machine's memory is far from the device.
+        """A module's weight as the job has it, which is frozen, in the job's format beside the step's copy: all directions on a way
+        read it, and a job in the machine's memory is far from the device.
         """
         if fqn not in self._frozen_weights:
             name = weight_name(self._step.model, fqn)
@@ -333,7 +336,7 @@ class _Pass:
             del self._shifts[key]
         for share, weight in points:
             self._followed = stored, weight
-            with self._on_the_way(stored, share):
+            with self._on_the_way(self._alike(stored), share):
                 self._all(parts, parameters)
         self._followed = None
 

@@ -7,15 +7,18 @@ See docs/design/indicator.md#stored-weights.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from qsync_core.ir.noise import StoredError
+
 Direction = Mapping[torch.Tensor, torch.Tensor]
 """A tensor for each trained parameter."""
-MOST = 4
-"""Such directions, of those that an update takes in all."""
+MOST, MIXED = 10, 6
+"""Such directions, of those that an update takes in all, and how many of them mixtures of storages have at least."""
 _NEW = 1e-2
 """What a change has of its own beside others, at least, to be a direction."""
 _TWO, _THREE = math.sqrt(3) / 6, math.sqrt(0.15)
@@ -47,6 +50,17 @@ def displaced(
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.data.copy_(kept[name])
+
+
+def mixtures(alike: Sequence[Mapping[str, StoredError]], count: int, seed: int) -> list[dict[str, StoredError]]:
+    """Draw for each weight one of the ways in which it can be stored, or none.
+
+    Args:
+        alike: for each way, the weights that can be stored so.
+    """
+    draw, names = random.Random(seed), dict.fromkeys(name for weights in alike for name in weights)
+    drawn = [{name: draw.choice([None, *(w[name] for w in alike if name in w)]) for name in names} for _ in range(count)]
+    return [{name: way for name, way in mixture.items() if way is not None} for mixture in drawn]
 
 
 def orthonormal(changes: Iterable[Direction]) -> list[Direction]:
