@@ -141,11 +141,7 @@ class Bench:
         return profile(self.job, self.dag, ProfileRequest(self.device, ladder=LADDER, with_collectives=False), note=print)
 
     def _rated(self) -> Sensitivity:
-<<<<<<< HEAD
-        asked = ObserveRequest(LADDER, device=self.device, collectors=[HutchinsonCollector()])
-=======
         asked = ObserveRequest(LADDER, steps=OBSERVED, device=self.device, collectors=[HutchinsonCollector()])
->>>>>>> main
         return indicate(observe(self.job, self.dag, asked, announce=print), self.dag, LADDER)
 
     def inputs(self, memory_bytes: int) -> Inputs:

@@ -1,4 +1,4 @@
-"""Stored weights of layers that hold their weight and its adapters themselves: what their functional calls compute, keep and refuse."""
+"""Stored weights of layers that hold their adapters beside them: what functional calls compute with them, keep and refuse."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from qsync_torch import apply_, load_planned
 from qsync_torch.apply.kernel_check import check_backends
 from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.apply.stored_modules import STORED
+from qsync_torch.torch_internals import DisableTorchFunction
 
 pytestmark = pytest.mark.filterwarnings("ignore:the copy of a model that runs under a plan")
 VARIANTS = ["bfloat16@nf4", "bfloat16@int8-row", "bfloat16@int8-block", "float32@nf4"]
@@ -115,7 +116,7 @@ class _Formula(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(weight)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return torch.mm(x, torch.t(weight))
 
     @staticmethod

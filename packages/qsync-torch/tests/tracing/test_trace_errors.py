@@ -227,5 +227,5 @@ def test_weights_that_another_library_quantized_are_refused_by_name() -> None:
     model = Base()
     model.linear.weight = nn.Parameter(Packed(torch.randn(4, 4)), requires_grad=False)
     job = Job("quantized", model, lambda step, size: Batch((torch.randn(size, 4),)), lambda y, _: y.sum(), torch.optim.SGD, 2)
-    with pytest.raises(TraceError, match="^parameter linear.weight of quantized is a Packed, whose numbers another library has in"):
+    with pytest.raises(TraceError, match=r"^parameter linear\.weight of quantized is a Packed, whose numbers another library has"):
         trace(job)

@@ -162,8 +162,9 @@ def _nominal_call(kind: OperatorKind, stored: tuple[int, ...], settings: Setting
 def _nominal_calls(place: WeightPlace) -> list[CallShapes]:
     """Return nominal shapes of functional calls with a weight; a convolution's is taken to be a plain one."""
     weight, held = place.weight, place.module.__dict__.get(STORED)
-    if weight is None:
+    if held is not None:
         return [_nominal_call(held.kind, held.shape, ())]
+    assert weight is not None
     kinds = [kind for kind in OPERATOR_KINDS.values() if kind.weight_dimensions == weight.dim()]
     calls = [_nominal_call(kind, tuple(weight.shape), kind.defaults) for kind in kinds]
     return calls + [

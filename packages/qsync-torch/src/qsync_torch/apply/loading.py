@@ -144,7 +144,7 @@ class _Loading:
 
 
 def _as_saved(name: str) -> str:
-    """As the model's ``state_dict()`` had it before PEFT's adapters, and has it without PyTorch's ``checkpoint_wrapper``."""
+    """Leave out what PEFT's adapters and PyTorch's ``checkpoint_wrapper`` put into a name."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return name.replace(_CHECKPOINTED, "")
 

@@ -31,7 +31,7 @@ _NAMED = 3
 
 
 def weight_name(model: nn.Module, fqn: str) -> str:
-    """The parameter that an operator reads, by the operator's FQN: that of a weight which functional calls read, or of its module."""
+    """The parameter that an operator of this FQN reads: its module's, or the one that has this name itself."""
     owner, _, leaf = fqn.rpartition(".")
     return f"{fqn}.weight" if leaf in model.get_submodule(owner)._modules else fqn
 

@@ -180,9 +180,9 @@ class PlannedModel:
             self._placed_on = device_of(self.model)
             calls = {(module, "weight"): Unchanged(str(op_id), self._in_force) for op_id, module in addressed.modules}
             stored = set(stored_names(self.model, plan, entries))
-            for op_id, place in addressed.functional:
-                if weight_name(self.model, place.fqn) in stored:  # which is no parameter then
-                    calls[place.module, place.name] = Unchanged(str(op_id), self._in_force)
+            for op_id, read in addressed.functional:
+                if weight_name(self.model, read.fqn) in stored:  # which is no parameter then
+                    calls[read.module, read.name] = Unchanged(str(op_id), self._in_force)
         else:
             if self._placed_on is not None:
                 prebuild(addressed, self._placed_on, self.planned.caller)

@@ -16,18 +16,20 @@ import torch
 from torch import nn
 
 from qsync_core.errors import PlanError
-from qsync_torch.apply.handles import Handle, OperatorCall, plain
+from qsync_torch.apply.handles import Handle, OperatorCall, multiplied, plain
 from qsync_torch.apply.plan_fit import STORED
 from qsync_torch.apply.stored_modules import (
+    HeldWeight,
     ReadWeight,
     methods_of_storing,
     refuse_training,
     untrainable,
     without_storage,
 )
-from qsync_torch.apply.stored_reads import UnreadWeight, as_held
-from qsync_torch.kinds.kind import OperatorKind
-from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
+from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
+from qsync_torch.kinds.table import OPERATOR_KINDS, SPELLED, kind_of_module
+from qsync_torch.operators.stored import run_in_own_format
+from qsync_torch.torch_internals import DisableTorchFunction
 
 _CALLS, _AROUND, _FORWARD, _UNPLANNED = "_qsync_plan", "_qsync_around", "_qsync_forward", "_qsync_unplanned"
 """Attributes of a planned module: the operators by the names of its parameters; what runs around its forward, and a forward of the
@@ -284,6 +286,98 @@ def _runs_planned(module: Any, call: OperatorCall, weight: Any) -> bool:
     return not is_given and call.is_on(module)
 
 
+def _as_held(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None,
+    kind: OperatorKind,
+    settings: Settings = (),
+) -> torch.Tensor:
+    """A call in the format in which the script has the weight."""
+    if not isinstance(weight, HeldWeight):
+        return function(x, weight, bias, *settings)
+    y = run_in_own_format(x, weight.tensors, weight.storage, weight.shape, weight.dtype, bias, kind, settings)
+    return function(x, weight.dequantized(), bias, *settings) if y is None else y
+
+
+class UnreadWeight(ReadWeight):
+    """A stored weight as functional calls read it, ``F.linear(x, self.weight)`` of a layer that has its adapters beside it.
+
+    The product is the plan's, as that of a module of PyTorch's own; anything else reads the weight dequantized, and nothing is
+    before: until then it is one number, expanded to the weight's shape.
+
+    Attributes:
+        call: what runs in the place of products with it.
+        owner: the module it was read from.
+        source: what those read.
+    """
+
+    call: OperatorCall
+    owner: nn.Module
+    source: HeldWeight
+    transposed = False
+
+    @classmethod
+    def of_call(cls, held: HeldWeight, call: OperatorCall, owner: nn.Module) -> UnreadWeight:
+        """What a module's own code gets when it reads its weight."""
+        unread = torch.empty((), dtype=held.dtype, device=held.device).expand(held.shape).as_subclass(cls)
+        unread.held = unread.source = held
+        unread.call, unread.owner = call, owner
+        return unread
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run a product of the plan, or the function on the dequantized weight."""
+        kwargs = kwargs or {}
+        if func in _ASKED:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        if (spelled := SPELLED.get(func)) is not None:
+            place, name = spelled[1].place, spelled[1].name
+            weight = args[place] if len(args) > place else kwargs.get(name)
+            if isinstance(weight, cls) and (y := weight._multiplied(*spelled, args, kwargs)) is not None:
+                return y
+        return func(*map(_dequantized, args), **{name: _dequantized(value) for name, value in kwargs.items()})
+
+    def _multiplied(self, kind: OperatorKind, spelling: Spelling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The product, as planned or as the script has it; None where this is none."""
+        if self.call.is_on(self.owner):
+            return multiplied(self, kind, spelling, args, kwargs)
+        read = None if spelling.transposed or self.dim() != kind.weight_dimensions else spelling.read(args, kwargs, self)
+        if read is None:
+            return None
+        x, bias, settings = read
+        return _as_held(kind.function, x, self.held, plain(bias), kind, settings) if type(x) is torch.Tensor else None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What comes here past classes' functions reads the dequantized weight too."""
+        return func(*map(_plainly, args), **{name: _plainly(value) for name, value in (kwargs or {}).items()})
+
+
+def _dequantized(value: Any) -> Any:
+    if isinstance(value, UnreadWeight):
+        return ReadWeight.of(value.held)
+    return type(value)(map(_dequantized, value)) if type(value) in (list, tuple) else value
+
+
+def _plainly(value: Any) -> Any:
+    return value.held.dequantized() if isinstance(value, UnreadWeight) else value
+
+
+_T = torch.Tensor
+_ASKED = frozenset(
+    {
+        *(_T.size, _T.dim, _T.numel, _T.is_floating_point),
+        *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn")),
+    }
+)
+"""What asks for no values."""
+
+
 def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     """What stands for the forward of a kind's class.  PyTorch's compiler keeps what it makes beside a function's code."""
     function, settings_of, inner = kind.function, kind.of_module, kind.methods[1:]
@@ -291,7 +385,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
         call, weight = module._qsync_plan["weight"], _weight_of(module)
         if not _runs_planned(module, call, weight):
-            return as_held(function, input, weight, module.bias, kind)
+            return _as_held(function, input, weight, module.bias, kind)
         result: torch.Tensor = call.run(input, weight, module.bias, kind)
         return result
 
@@ -308,7 +402,7 @@ def _forward_of(kind: OperatorKind) -> Callable[..., Any]:
                 )
         read = settings_of(module, input, *args, **kwargs)  # not into ``input``: a compiler would name the node before by that
         if not _runs_planned(module, call, weight):
-            return as_held(function, read[0], weight, module.bias, kind, read[1])
+            return _as_held(function, read[0], weight, module.bias, kind, read[1])
         result: torch.Tensor = call.run(read[0], weight, module.bias, kind, read[1])
         return result
 
