@@ -139,7 +139,7 @@ class LoRALinear(nn.Module):
 
 @on_two_ranks
 def test_layers_that_have_adapters_beside_their_weight(folder: Path) -> float:
-    """Both are stored on the second rank and none on the first, where one runs in int8.  Adapters stay equal, behind checkpoints."""
+    """Both are stored on the second rank and none on the first, where one runs in int8.  Adapters stay equal on both."""
     torch.manual_seed(0)
     model = nn.Sequential(checkpoint_wrapper(LoRALinear()), nn.SiLU(), checkpoint_wrapper(LoRALinear())).to(torch.bfloat16)
     names = [f"{place}._checkpoint_wrapped_module.weight" for place in (0, 2)]

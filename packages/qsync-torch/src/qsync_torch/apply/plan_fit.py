@@ -83,7 +83,7 @@ class Addressed:
         by_weight = {id(place.weight): calls[op_id] for op_id, place in self.weights}
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in by_weight:
+                if id(parameter) in by_weight:
                     found.setdefault((module, name), by_weight[id(parameter)])
         return found
 
