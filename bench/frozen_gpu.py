@@ -6,7 +6,7 @@
     python bench/frozen_gpu.py --tiny --only F1,F2,F3,F6,F7 --directory RUN
 
 A Llama-like model of 1.2 billion parameters, held in bfloat16, with LoRA r = 16 on all linears and 4 x 1024 tokens, trained on the
-text of the documentation for a while first; with ``--tiny`` a small one, on a CPU too.  The directory keeps the base, its graph,
+text of Python's library for a while first; with ``--tiny`` a small one, on a CPU too.  The directory keeps the base, its graph,
 profile and sensitivity, the losses of F7 (of one seed, with ``--seed``, or of all that are not there yet), and ``frozen.json`` with
 the rows; ``python bench/results.py`` merges these.
 """

@@ -175,11 +175,11 @@ class PlannedModel:
         addressed, plan = self._addressed, self.planned.plan
         modules, places, entries = dict(addressed.modules), dict(addressed.weights), addressed.entries
         calls: dict[tuple[nn.Module, str], OperatorCall] = {}
+        stored = stored_names(self.model, plan, entries)
         if self._changes_nothing:
             self._check_numbers()
             self._placed_on = device_of(self.model)
             calls = {(module, "weight"): Unchanged(str(op_id), self._in_force) for op_id, module in addressed.modules}
-            stored = set(stored_names(self.model, plan, entries))
             for op_id, read in addressed.functional:
                 if weight_name(self.model, read.fqn) in stored:  # which is no parameter then
                     calls[read.module, read.name] = Unchanged(str(op_id), self._in_force)
@@ -204,7 +204,7 @@ class PlannedModel:
         self._in_force.begins = self._begin
         self._of_classes = {type(module): _methods(type(module)) for module, _ in calls}
         self._planned_modules = list(dict.fromkeys(module for module, _ in calls))
-        self._give_weights_back = store_weights(self.model, addressed, stored_names(self.model, plan, entries), self._keep_stored)
+        self._give_weights_back = store_weights(self.model, addressed, stored, self._keep_stored)
         self._take_out = put_plan(self.model, calls, self._around)
         if self.stores_weights:
             self._frozen = {
