@@ -118,6 +118,25 @@ def test_zeros_stay_zeros(storage):
     assert not dequantize_weight(stored, storage, (4, 130), torch.float32).any()
 
 
+@pytest.fixture
+def nan_in_unset_memory(monkeypatch):
+    """``torch.empty`` gives NaN, as memory that was used before may."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_unset_memory")
+@pytest.mark.parametrize("storage", QUANTIZED)
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (4, 0, 3, 3), (3, 70), (64, 256)])
+def test_every_element_of_what_is_stored_is_set(storage, shape):
+    """A row without elements has a scale too: it was chance once, and refused as infinite on one machine of many."""
+    stored = quantize_weight(weight_of(shape), storage)
+    assert all(tensor is None or bool(tensor.isfinite().all()) for tensor in stored)
+    assert dequantize_weight(stored, storage, shape, torch.float32).shape == shape
+
+
 @pytest.mark.parametrize("storage", QUANTIZED)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_refused(storage, value):

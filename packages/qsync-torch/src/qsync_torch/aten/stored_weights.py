@@ -126,6 +126,8 @@ def _int8(matrix: torch.Tensor, storage: Storage) -> StoredWeight:
     block = columns if storage is Storage.INT8_ROW else INT8_BLOCK_COLUMNS
     stored = empty_stored(matrix.shape, storage, matrix.device)
     scales = stored.scale if stored.scale.ndim == 2 else stored.scale[:, None]
+    if not columns:
+        return stored._replace(scale=torch.ones_like(stored.scale))  # that of zeros, as rows have one without elements too
     for part in _parts(rows, max(1, _PART // max(1, columns))):
         wide = matrix[part].float()
         for index, first in enumerate(range(0, columns, max(1, block))):
