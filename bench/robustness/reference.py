@@ -1,6 +1,6 @@
 """A reference for models under a plan that patches nothing of the model and uses nothing of QSync's kernels.
 
-ATen's ``linear`` and ``conv2d`` are overridden in PyTorch's dispatcher, below modules, functions, hooks and checkpointing, and
+ATen's ``linear`` and convolutions are overridden in PyTorch's dispatcher, below modules, functions, hooks and checkpointing, and
 an operator is known by the weight that arrives there; ``x @ weight`` and ``addmm`` are seen by a mode of functions. int8
 products are sums of integers in float64, rounded to nearest. What formats do in between is said once more in :class:`Promotion`.
 
@@ -52,39 +52,53 @@ def quantized(x: torch.Tensor, per_channel: bool) -> tuple[torch.Tensor, torch.T
     return q.reshape(x.shape), scale
 
 
+def rows_of_filters(weight: torch.Tensor, transposed: bool, groups: int) -> torch.Tensor:
+    """Filters (O, C / groups, …) of a convolution's weight; of a transposed one's, (C, O / groups, …), a copy: its own inverse."""
+    if not transposed:
+        return weight
+    grouped = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
+    return grouped.reshape(-1, *grouped.shape[2:])
+
+
+def sides(value: Any, count: int) -> list[int]:
+    """A number for every dimension of an image."""
+    return [value] * count if isinstance(value, int) else list(value) * (count // len(value))
+
+
 def to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """Rounded to bfloat16, as float64."""
     return x.to(torch.float32).to(torch.bfloat16).double()
 
 
 class Int8(torch.autograd.Function):
-    """An int8 operator, backward in bfloat16; ``geometry`` is None for linear, else stride, padding, dilation, groups."""
+    """An int8 operator, backward in bfloat16; ``geometry`` is what ``aten.convolution`` takes after its bias, None for linear."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Any, output: Any) -> Any:
         """The product of integers, scaled."""
-        (q_x, s_x), (q_w, s_w) = quantized(x, False), quantized(weight, True)
-        ctx.save_for_backward(q_x, s_x, q_w, s_w)
+        transposed, groups = (False, 1) if geometry is None else (geometry[3], geometry[5])
+        (q_x, s_x), (rows, s_w) = quantized(x, False), quantized(rows_of_filters(weight, transposed, groups), True)
+        q_w, w = (rows_of_filters(copy, transposed, groups) for copy in (rows, rows * s_w.view(-1, *(1,) * (rows.ndim - 1))))
+        ctx.save_for_backward(q_x, s_x, w)
         ctx.geometry, ctx.dtype, ctx.has_bias = geometry, x.dtype, bias is not None
-        channels = (-1,) if geometry is None else (-1, 1, 1)
-        y = q_x @ q_w.t() if geometry is None else ATEN.convolution(q_x, q_w, None, *geometry[:3], False, [0, 0], geometry[3])
+        channels = (-1,) + (1,) * (weight.ndim - 2)
+        y = q_x @ q_w.t() if geometry is None else ATEN.convolution(q_x, q_w, None, *geometry)
         y = y * (s_w.float() * s_x.float()).double().view(channels)
         y = (y if bias is None else y + bias.double().view(channels)).float().to(output)
         # An int8 convolution leaves in channels-last, and dropout draws in memory order.
-        return y if geometry is None else y.contiguous(memory_format=torch.channels_last)
+        return y if geometry is None else y.movedim(1, -1).contiguous().movedim(-1, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Products of the rounded gradient with what the copies stand for."""
-        q_x, s_x, q_w, s_w = ctx.saved_tensors
-        g, w = to_bfloat16(grad), to_bfloat16(q_w * s_w.view(-1, *(1,) * (q_w.ndim - 1)))
+        q_x, s_x, w = ctx.saved_tensors
+        g, w = to_bfloat16(grad), to_bfloat16(w)
         if ctx.geometry is None:
             grad_x, grad_w = g @ w, g.flatten(0, -2).t() @ to_bfloat16(q_x * s_x).flatten(0, -2)
             grad_b = g.flatten(0, -2).sum(0)
         else:
-            *three, groups = ctx.geometry
-            grad_x, grad_w, _ = ATEN.convolution_backward(g, q_x, w, None, *three, False, [0, 0], groups, [True, True, False])
-            grad_b = g.sum((0, 2, 3))
+            grad_x, grad_w, _ = ATEN.convolution_backward(g, q_x, w, None, *ctx.geometry, [True, True, False])
+            grad_b = g.transpose(0, 1).flatten(1).sum(1)
         sums = to_bfloat16(grad_w) if Reference.sums == "library" else grad_w
         return (
             to_bfloat16(grad_x).to(ctx.dtype),
@@ -167,34 +181,59 @@ class Reference:
             if dtype in LOW and Reference.sums == "float64":
                 operands = [None if operand is None else operand.double() for operand in operands]
             return plain(*operands).to(dtype).to(output)
-        if geometry is None or x.ndim == 4:
+        if geometry is None or x.ndim == weight.ndim:
             return Int8.apply(x, weight, bias, geometry, output)
         return Int8.apply(x[None], weight, bias, geometry, output)[0]
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._run(x, weight, bias, None, ATEN.linear.default.decompose)
 
-    def _conv2d(
-        self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    def _convolution(
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        extra: Any = None,
     ) -> Any:
-        stride, padding, dilation = (
-            [v] * 2 if isinstance(v, int) else list(v) * (2 // len(v)) for v in (stride, padding, dilation)
+        """A convolution; a transposed one where it has ``extra``, the padding of its output."""
+        count = weight.ndim - 2
+        geometry = (
+            *(sides(value, count) for value in (stride, padding, dilation)),
+            extra is not None,
+            sides(extra or 0, count),
+            groups,
         )
-        run = lambda x, w, b: ATEN.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)  # noqa: E731
-        batched = lambda x, w, b: run(x, w, b) if x.ndim == 4 else run(x[None], w, b)[0]  # noqa: E731
-        return self._run(x, weight, bias, (stride, padding, dilation, groups), batched)
+        run = lambda x, w, b: ATEN.convolution(x, w, b, *geometry)  # noqa: E731
+        batched = lambda x, w, b: run(x, w, b) if x.ndim == weight.ndim else run(x[None], w, b)[0]  # noqa: E731
+        return self._run(x, weight, bias, geometry, batched)
 
-    def _conv2d_padding(
+    def _named_padding(
         self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: str = "valid", dilation: Any = 1, groups: int = 1
     ) -> Any:
-        if padding == "valid":
-            return self._conv2d(x, weight, bias, stride, 0, dilation, groups)
-        steps = [dilation] * 2 if isinstance(dilation, int) else list(dilation) * (2 // len(dilation))
-        total = [steps[i] * (weight.shape[2 + i] - 1) for i in range(2)]
+        steps = sides(dilation, weight.ndim - 2)
+        total = [step * (size - 1) * (padding == "same") for step, size in zip(steps, weight.shape[2:], strict=True)]
+        before = [side // 2 for side in total]
         if any(side % 2 for side in total):
-            x = ATEN.constant_pad_nd(x, [total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2])
-            return self._conv2d(x, weight, bias, stride, 0, dilation, groups)
-        return self._conv2d(x, weight, bias, stride, [side // 2 for side in total], dilation, groups)
+            x = ATEN.constant_pad_nd(x, [amount for side in reversed(total) for amount in (side // 2, side - side // 2)])
+            before = [0] * len(total)
+        return self._convolution(x, weight, bias, stride, before, dilation, groups)
+
+    def _transposed(
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        extra: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        return self._convolution(x, weight, bias, stride, padding, dilation, groups, extra)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -208,8 +247,10 @@ class Reference:
         ]
         try:
             library.impl("linear", self._linear, "AutogradCPU")
-            library.impl("conv2d", self._conv2d, "AutogradCPU")
-            library.impl("conv2d.padding", self._conv2d_padding, "AutogradCPU")
+            for name in ("conv1d", "conv2d", "conv3d"):
+                library.impl(name, self._convolution, "AutogradCPU")
+                library.impl(f"{name}.padding", self._named_padding, "AutogradCPU")
+            library.impl("conv_transpose2d.input", self._transposed, "AutogradCPU")
             with Promotion(self):
                 yield
         finally:
@@ -258,6 +299,7 @@ def widened_output(output: Any) -> Any:
     return output
 
 
+PRODUCTS = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose2d)
 ADDMM = (torch.addmm,)
 MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits", "kl_div")
@@ -282,7 +324,7 @@ class Promotion(TorchFunctionMode):
         values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(value.dtype in LOW for value in values) or func in _KEPT or name.startswith("__get"):
             return func(*args, **kwargs)
-        if func in (F.linear, torch.conv2d):
+        if func in PRODUCTS:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if self._reference.variant_of(weight) is not None:
                 return func(*args, **kwargs)

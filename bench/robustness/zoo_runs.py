@@ -261,8 +261,8 @@ def low_copies(model: nn.Module, names: Iterator[str] | list[str]) -> dict[tuple
         if weight is None or weight.numel() < 8 or not weight.abs().sum():
             continue
         made = [("int8", quantized(weight, True)[0].to(torch.int8)), ("bfloat16", weight.detach().to(torch.bfloat16))]
-        if weight.dim() == 2:  # of x @ weight, whose scales run along the other side
-            made.append(("int8", quantized(weight.t(), True)[0].to(torch.int8)))
+        if weight.dim() > 1:  # of x @ weight and of transposed convolutions, whose scales run along the other side
+            made.append(("int8", quantized(weight.transpose(0, 1), True)[0].to(torch.int8)))
         for text, copy in made:
             key = content(copy)
             if key in copies and copies[key][0] != name:
