@@ -74,13 +74,14 @@ class Int8(torch.autograd.Function):
     """An int8 operator, backward in bfloat16; ``geometry`` is what ``aten.convolution`` takes after its bias, None for linear."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Any, output: Any) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, geometry: Any, output: Any, rounds: bool) -> Any:
         """The product of integers, scaled."""
         transposed, groups = (False, 1) if geometry is None else (geometry[3], geometry[5])
         (q_x, s_x), (rows, s_w) = quantized(x, False), quantized(rows_of_filters(weight, transposed, groups), True)
         q_w, w = (rows_of_filters(copy, transposed, groups) for copy in (rows, rows * s_w.view(-1, *(1,) * (rows.ndim - 1))))
         ctx.save_for_backward(q_x, s_x, w)
         ctx.geometry, ctx.dtype, ctx.has_bias = geometry, x.dtype, bias is not None
+        ctx.rounded = to_bfloat16 if rounds else torch.Tensor.double
         channels = (-1,) + (1,) * (weight.ndim - 2)
         y = q_x @ q_w.t() if geometry is None else ATEN.convolution(q_x, q_w, None, *geometry)
         y = y * (s_w.float() * s_x.float()).double().view(channels)
@@ -92,30 +93,34 @@ class Int8(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Products of the rounded gradient with what the copies stand for."""
         q_x, s_x, w = ctx.saved_tensors
-        g, w = to_bfloat16(grad), to_bfloat16(w)
+        g, w = ctx.rounded(grad), ctx.rounded(w)
         if ctx.geometry is None:
-            grad_x, grad_w = g @ w, g.flatten(0, -2).t() @ to_bfloat16(q_x * s_x).flatten(0, -2)
+            grad_x, grad_w = g @ w, g.flatten(0, -2).t() @ ctx.rounded(q_x * s_x).flatten(0, -2)
             grad_b = g.flatten(0, -2).sum(0)
         else:
             grad_x, grad_w, _ = ATEN.convolution_backward(g, q_x, w, None, *ctx.geometry, [True, True, False])
             grad_b = g.transpose(0, 1).flatten(1).sum(1)
-        sums = to_bfloat16(grad_w) if Reference.sums == "library" else grad_w
+        sums = ctx.rounded(grad_w) if Reference.sums == "library" else grad_w
         return (
-            to_bfloat16(grad_x).to(ctx.dtype),
+            ctx.rounded(grad_x).to(ctx.dtype),
             (sums if ctx.geometry is None else sums * s_x).float(),
             grad_b.float() if ctx.has_bias else None,
+            None,
             None,
             None,
         )
 
 
 class Reference:
-    """A model whose operators run in variants, by FQN of their module or weight."""
+    """A model whose operators run in variants, by FQN of their module or weight.
+
+    ``rounds``: whether int8 operators round their gradients to bfloat16; without it only what rounding moves is found.
+    """
 
     sums = "library"
 
-    def __init__(self, model: nn.Module, variants: Mapping[str, Variant]) -> None:
-        self.model, self.variants = model, dict(variants)
+    def __init__(self, model: nn.Module, variants: Mapping[str, Variant], rounds: bool = True) -> None:
+        self.model, self.variants, self._rounds = model, dict(variants), rounds
         self._casts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for variant in self.variants.values():
             assert variant.compute is not Precision.INT8 or (
@@ -182,8 +187,8 @@ class Reference:
                 operands = [None if operand is None else operand.double() for operand in operands]
             return plain(*operands).to(dtype).to(output)
         if geometry is None or x.ndim == weight.ndim:
-            return Int8.apply(x, weight, bias, geometry, output)
-        return Int8.apply(x[None], weight, bias, geometry, output)[0]
+            return Int8.apply(x, weight, bias, geometry, output, self._rounds)
+        return Int8.apply(x[None], weight, bias, geometry, output, self._rounds)[0]
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._run(x, weight, bias, None, ATEN.linear.default.decompose)

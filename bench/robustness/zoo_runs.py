@@ -5,10 +5,10 @@ inference group, so that something is lowered on any machine, in three ways: int
 between operators; int8, float32 and bfloat16 in turn (two operators or one: the planner's own choice). int8 rounds to nearest.
 In each of three steps outputs, loss, gradients and buffers must be those of :mod:`reference`, with the same weights and batch, and
 with the sums of 16-bit products that are nearer in the first step. They may differ by eight times what the reference itself moves
-when its weights change in their last bits, or a quarter of what all roundings to bfloat16 move. Besides: by what arrives at
-PyTorch's dispatcher every operator runs in the format that was planned; gradients are finite and float32; ``remove()`` gives the
-plain model back; and it is counted how many plans with one operator changed are told apart by numbers alone. A job may instead be
-refused, in one sentence that names a line or an operator.
+when its weights change in their last bits, or a quarter of what all roundings to bfloat16 move, those of int8's gradients too.
+Besides: by what arrives at PyTorch's dispatcher every operator runs in the format that was planned; gradients are finite and
+float32; ``remove()`` gives the plain model back; and it is counted how many plans with one operator changed are told apart by
+numbers alone. A job may instead be refused, in one sentence that names a line or an operator.
 """
 
 from __future__ import annotations
@@ -323,7 +323,8 @@ def tried(name: str, label: str, variants: dict[str, Variant], plan: PrecisionPl
         trials = []
         for who in sums:
             right = expected(state, who)
-            wide = Reference(twin.model, {fqn: FLOAT32 if v.compute is Precision.BFLOAT16 else v for fqn, v in variants.items()})
+            unrounded = {fqn: FLOAT32 if v.compute is Precision.BFLOAT16 else v for fqn, v in variants.items()}
+            wide = Reference(twin.model, unrounded, rounds=False)
             rounding = differences(expected(state, who, wide), right)
             middle = sorted(rounding.values())[len(rounding) // 2]
             response = [differences(expected(perturbed(state, seed), who), right) for seed in range(3)]
