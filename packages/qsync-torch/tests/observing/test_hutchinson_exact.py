@@ -19,7 +19,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.observing import hutchinson
 from qsync_torch.observing.collector import ObservedStep
 from qsync_torch.observing.hutchinson import HutchinsonCollector, random_signs
-from qsync_torch.observing.montecarlo import MonteCarloCollector
+from qsync_torch.observing.montecarlo import MonteCarloCollector, squared_norm
 from qsync_torch.tracing.trace import trace
 
 FLOAT32, BF16, INT8_FORMAT = Precision.FLOAT32, Precision.BFLOAT16, Precision.INT8
@@ -127,7 +127,7 @@ def _step(kind):
     torch.manual_seed(5)
 
     def batch(step, size):
-        x = torch.randn(size, *SHAPES[kind], generator=torch.Generator().manual_seed(step))
+        x = torch.randn(size, *SHAPES.get(kind, (4,)), generator=torch.Generator().manual_seed(step))
         return Batch((x,), target=torch.linspace(-1, 1, size))
 
     def loss(output, batch):
@@ -358,6 +358,33 @@ def test_random_signs_are_independent():
     assert torch.equal(drawn[7], torch.cat([t.flatten() for t in random_signs(tensors, 7)]))
     assert drawn.mean(0).abs().max() < 5 / math.sqrt(4000)
     assert (drawn.T @ drawn / 4000 - torch.eye(7)).abs().max() < 5 / math.sqrt(4000)
+
+
+class Turned(nn.Module):
+    """A trained vector of complex numbers, as itself or as pairs."""
+
+    def __init__(self, pairs=False):
+        super().__init__()
+        self.first, self.out, self.pairs = nn.Linear(4, 4), nn.Linear(4, 2), pairs
+        numbers = torch.randn(4, 2)
+        self.phase = nn.Parameter(numbers if pairs else torch.view_as_complex(numbers))
+
+    def forward(self, x):
+        return self.out((self.first(x) * (torch.view_as_complex(self.phase) if self.pairs else self.phase)).abs())
+
+
+class TurnedPairs(Turned):
+    def __init__(self):
+        super().__init__(pairs=True)
+
+
+def test_a_complex_parameter_is_its_two_parts():
+    found = [HutchinsonCollector().collect_step(_step(kind), LADDER) for kind in (Turned, TurnedPairs)]
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        assert math.isclose(value, found[1][key], rel_tol=1e-4), key
+    assert any(key.fqn == "first" for key, *_ in found[0])
+    assert squared_norm([torch.tensor([3 + 4j]), None], [torch.tensor([2 + 4j]), torch.tensor([2.0])]) == 5.0
 
 
 def test_purely_linear_against_the_real_quantizer():

@@ -583,14 +583,20 @@ def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def random_signs(tensors: Iterable[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Draw independent elements of -1 and 1 in the shape of each tensor; the same for one seed on one kind of device."""
+    """Draw independent elements of -1 and 1 in the shape of each tensor; the same for one seed on one kind of device.
+
+    Of complex elements both parts are drawn.
+    """
     generators: dict[torch.device, torch.Generator] = {}
     signs = []
     for tensor in tensors:
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
         # Filled in the order of memory: a layout of its own would be converted wherever it meets the tensor's.
-        signs.append(torch.empty_like(tensor).random_(0, 2, generator=generators[tensor.device]).mul_(2.0).sub_(1.0))
+        drawn = torch.empty_like(tensor)
+        numbers = torch.view_as_real(drawn) if drawn.is_complex() else drawn
+        numbers.random_(0, 2, generator=generators[tensor.device]).mul_(2.0).sub_(1.0)
+        signs.append(drawn)
     return signs
 
 

@@ -267,5 +267,6 @@ def squared_norm(gradients: Sequence[torch.Tensor | None], minus: Sequence[torch
         change = gradient if other is None else other if gradient is None else gradient - other
         if change is not None:
             dense = change.to_dense() if change.is_sparse else change
-            parts.append(torch.linalg.vector_norm(dense, dtype=torch.float64).square())
+            numbers = torch.view_as_real(dense) if dense.is_complex() else dense
+            parts.append(torch.linalg.vector_norm(numbers, dtype=torch.float64).square())
     return float(torch.stack([part.to(parts[0].device) for part in parts]).sum()) if parts else 0.0
