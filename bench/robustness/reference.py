@@ -158,14 +158,18 @@ class Reference:
         return self._casts[key][1]
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``x @ weight`` or ``addmm(bias, x, weight)`` with a planned parameter (K, N); None for any other product."""
+        """``x @ weight`` or ``addmm(bias, x, weight)`` with a planned parameter (K, N) or a transpose; None for any other."""
         bias, *operands = args if func in ADDMM else (None, *args)
-        if len(operands) != 2 or kwargs or not isinstance(operands[1], nn.Parameter):
+        if len(operands) != 2 or kwargs or not isinstance(operands[1], torch.Tensor) or operands[1].ndim != 2:
             return None
-        variant = self.variant_of(operands[1])
+        rows, stored = operands[1].t(), operands[1]._base
+        if stored is not None and (rows.shape, rows.stride()) == (stored.shape, stored.stride()):
+            rows = stored
+        parameter = rows if isinstance(rows, nn.Parameter) else operands[1]
+        variant = self.variant_of(parameter) if isinstance(parameter, nn.Parameter) else None
         if variant is None:
             return None
-        return self._run(operands[0], operands[1].t(), bias, None, ATEN.linear.default.decompose, variant)
+        return self._run(operands[0], rows, bias, None, ATEN.linear.default.decompose, variant)
 
     def _run(
         self,

@@ -343,7 +343,8 @@ def tried(name: str, label: str, variants: dict[str, Variant], plan: PrecisionPl
             raise Wrong(f"{label}, step {step}: {key} differs by {actual[key]:.1e}, at most {bounds[key]:.1e} expected")
         if step == 0:
             for fqn in list(variants)[:swaps]:
-                other = Reference(twin.model, {**variants, fqn: OTHER[str(variants[fqn].compute)]})
+                swapped = attrs.evolve(OTHER[str(variants[fqn].compute)], output=variants[fqn].output)
+                other = Reference(twin.model, {**variants, fqn: swapped})
                 changed = differences(expected(state, who, other), right)
                 seen_swaps += 1
                 unseen += all(value <= bounds[key] for key, value in changed.items())

@@ -137,6 +137,38 @@ def test_it_runs_as_a_linear_does_to_the_last_bit(x, way, variant):
     check_equal(model, step(model, both(variant), x), step(twin(model), both(variant), x))
 
 
+class Own(nn.Module):
+    """Two linear layers of a script's own, which store their weights as PyTorch's do."""
+
+    def __init__(self, product):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.product = nn.ParameterDict(), nn.ParameterDict(), product
+        for layer, n, k in ((self.a, 48, 16), (self.b, 16, 48)):
+            layer.update({"weight": torch.randn(n, k) / k**0.5, "bias": torch.randn(n)})
+
+    def forward(self, x):
+        for layer in (self.a, self.b):
+            x = F.gelu(self.product(x, layer["weight"]) + layer["bias"])
+        return x
+
+
+def traced(model, x):
+    return trace(Job("own", model, lambda _, size: Batch((x.detach()[:size],)), lambda y, _: y.square().mean(), torch.optim.SGD, 3))
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "product", [lambda x, w: x @ w.t(), lambda x, w: torch.matmul(x, w.mT), lambda x, w: x.matmul(w.permute(1, 0).contiguous())]
+)
+def test_a_product_with_a_transpose_runs_as_a_linear_does(x, product, variant):
+    model, linear = Own(product), Own(F.linear)
+    plans = [plan_of({operator.op_id: variant for operator in traced(one, x).adjustable}) for one in (model, linear)]
+    assert [str(op_id) for op_id in plans[0].operator_ids] == ["a.weight#0", "b.weight#0"]
+    assert plans[0] == plans[1]
+    check_equal(model, step(model, plans[0], x), step(linear, plans[1], x), of_twin=False)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_blocks_round_as_their_forward_did(x, use_reentrant):
     found = step(Block(use_reentrant=use_reentrant), both(INT8), x)
@@ -290,6 +322,17 @@ def test_a_product_that_the_plan_does_not_name_is_refused(x):
     apply_(model, plan_of({OpId("a.weight"): INT8}))
     with pytest.raises(PlanError, match=r"b\.weight runs but the plan does not name it.*trace this model"):
         model(x)
+
+
+def test_a_product_that_no_plan_can_have_runs_as_it_is(x):
+    model = Own(lambda x, w: F.linear(x, w.detach()))
+    dag = traced(model, x)
+    unaddressed = tuple(operator.op_id for operator in dag.operators if operator.kind == "linear")
+    assert dag.adjustable == ()
+    assert len(unaddressed) == 2
+    model.out = nn.Linear(16, 16)
+    apply_(model, attrs.evolve(plan_of({OpId("out"): INT8}), unaddressed_ids=unaddressed))
+    assert torch.equal(model(x), Own(F.linear)(x))
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ class Refused(nn.Module):
         x = self.lopsided(self.reflecting(x.unsqueeze(1))).squeeze(1)
         x = torch.vmap(self.mapped)(self.mapped(x))
         x = self.recurrent(x)[0]
-        x = x @ self.matrix.t()
+        x = x @ self.matrix[:].t()
         x = F.linear(x, self.fixed)
         x = F.linear(x, self.matrix * 2)
         x = torch.func.functional_call(self.generated, {"weight": x[0, :1] * self.matrix}, (self.generated(x),))

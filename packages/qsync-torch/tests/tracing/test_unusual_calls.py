@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import TraceError
 from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_core.ir.formats import OutputFormats
+from qsync_core.ir.precision import Precision
 from qsync_torch.job import Batch, Job
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.trace import trace
@@ -101,11 +103,66 @@ def test_a_whole_matrix_on_the_right_is_the_weight_of_a_linear(function, reason:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x, w: w @ w, lambda x, w: w.t() @ w, lambda x, w: x @ w.t(), lambda x, w: w[:2, :2] @ x, lambda x, w: x @ w[:, :2]],
-    ids=["parameters", "view and parameter", "view", "left", "part"],
+    [lambda x, w: w @ w, lambda x, w: w.t() @ w, lambda x, w: w[:2, :2] @ x, lambda x, w: x @ w[:, :2], lambda x, w: x @ w[:2].t()],
+    ids=["parameters", "view and parameter", "left", "part", "part, transposed"],
 )
 def test_other_products_are_no_operators_of_a_plan(function) -> None:
     assert trace(job(Product(lambda x, w: x.mean() + function(x, w), 4, 4))).adjustable == ()
+
+
+TURNS = {
+    "t": lambda w: w.t(),
+    "T": lambda w: w.T,
+    "mT": lambda w: w.mT,
+    "transpose": lambda w: torch.transpose(w, -1, -2),
+    "swapaxes": lambda w: w.swapaxes(0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "thrice": lambda w: w.t().t().t(),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize(
+    ("function", "shape", "is_transposed"),
+    [
+        (lambda x, w: x @ w, (6, 4), False),
+        (lambda x, w: torch.addmm(w[0], x, w), (6, 4), False),
+        (F.linear, (4, 6), True),
+    ],
+    ids=["@", "addmm", "linear"],
+)
+def test_a_product_with_a_transpose_is_one_with_the_weight(turn, function, shape, is_transposed) -> None:
+    """A linear layer of a script's own calls ``x @ self.weight.t() + self.bias``."""
+    (operator,) = trace(job(Product(lambda x, w: function(x, turn(w)), *shape))).adjustable
+    assert (str(operator.op_id), operator.kind, operator.is_transposed) == ("weight#0", "linear", is_transposed)
+    assert operator.weight_shape == (6, 4)
+    assert operator.output_shape[-1] == 6
+    assert operator.not_applicable == ""
+
+
+class Scaled(torch.autograd.Function):
+    """A product with the gradients that its author wrote down."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+@pytest.mark.parametrize(
+    ("function", "delivered"), [(lambda x, w: Scaled.apply(x, w), Precision.FLOAT32), (F.linear, Precision.BFLOAT16)]
+)
+def test_a_gradient_formula_gets_gradients_in_the_format_of_its_weights(function, delivered: Precision) -> None:
+    """``grad @ weight`` fails where the gradient has the 16 bits of the result."""
+    dag = trace(job(nn.Sequential(Product(function, 4, 4), nn.Linear(4, 4))))
+    assert [str(operator.op_id) for operator in dag.adjustable] == ["0.weight#0", "1#0"]
+    outputs = dict.fromkeys(("0.weight", "1"), Precision.BFLOAT16)
+    assert OutputFormats.of(dag).delivered("0.weight", outputs) is delivered
 
 
 class Checkpointed(nn.Module):
@@ -138,7 +195,6 @@ class Checkpointed(nn.Module):
         (lambda w, x: w.double().float(), False),
         (lambda w, x: w.view_as(w), False),
         (lambda w, x: w[:], False),
-        (lambda w, x: w.t().t(), False),
     ],
 )
 @pytest.mark.parametrize("product", [F.linear, torch.matmul, torch.linalg.matmul])

@@ -360,6 +360,9 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
     """
     planned = {id(module) for _, module in addressed.modules}
     known = {op_id.fqn for op_id in (*plan.operator_ids, *plan.unaddressed_ids)}
+    named = {*dict(model.named_modules()), *dict(model.named_parameters())}
+    # A call without an address is named by its function and by the module that makes it, with any parameter below.
+    callers = {op_id.fqn.rpartition(".")[0] for op_id in plan.unaddressed_ids if op_id.fqn not in named}
     modules = [
         (name, module)
         for name, module in model.named_modules()
@@ -370,6 +373,8 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         if id(parameter) in weights or parameter.dim() not in WEIGHT_DIMENSIONS or name in known or owner in known:
+            continue
+        if any(f"{owner}.".startswith(f"{caller}." if caller else "") for caller in callers):
             continue
         if parameter.is_complex():  # of which no operator is adjustable
             continue

@@ -47,7 +47,7 @@ class TracedCall:
     """A call as a trace has it.
 
     Attributes:
-        x, weight, bias: fake tensors; the weight as the model stores it.
+        x, weight, bias: fake tensors; the weight as the function takes it.
         arguments: all arguments by name, defaults included.
         module: whose forward makes the call.
     """

@@ -208,9 +208,10 @@ def _as_in_training() -> Iterator[None]:
     """Functions of PyTorch's that an export would see otherwise than training does, for as long as it takes.
 
     Parts that reentrant checkpointing runs are exported with their gradients.  The forward of an ``autograd.Function`` runs without
-    autograd in any case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  A module's conversion to the
-    formats that it has is none.  Distributions do not look at their arguments' values.  Differentiable collectives
-    (``torch.distributed.nn``) are not compiled here, so that they need no refusal.
+    autograd in any case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  The format of what it returns
+    counts as read where it is given weights.  A module's conversion to the formats that it has is none.  Distributions do not look
+    at their arguments' values.  Differentiable collectives (``torch.distributed.nn``) are not compiled here, so that they need no
+    refusal.
     """
     inside = 0
     apply = vars(torch.autograd.Function)["apply"]
@@ -219,9 +220,15 @@ def _as_in_training() -> Iterator[None]:
         nonlocal inside
         inside += 1
         try:
-            return apply.__get__(None, cls)(*args, **kwargs)
+            result = apply.__get__(None, cls)(*args, **kwargs)
         finally:
             inside -= 1
+        # Its gradient formula multiplies weights with gradients in the format of what it returns.
+        if any(isinstance(leaf, torch.nn.Parameter) for leaf in pytree.tree_leaves((args, kwargs))):
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                    FORMAT_READ(leaf)
+        return result
 
     def outside(method: Callable[..., None]) -> Callable[..., None]:
         def switched(self: Any, *args: Any) -> None:

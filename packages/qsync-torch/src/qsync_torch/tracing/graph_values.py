@@ -34,9 +34,15 @@ class Storage:
 
 @attrs.frozen(eq=False)
 class Value:
-    """One value: its memory, and whether it is a part or another shape of it."""
+    """One value: its memory.
+
+    Attributes:
+        is_turned: it is the transpose of the whole matrix that was stored there.
+        is_view: it is a part of it, or another shape.
+    """
 
     storage: Storage
+    is_turned: bool = False
     is_view: bool = False
 
 

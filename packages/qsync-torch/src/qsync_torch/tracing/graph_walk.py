@@ -94,6 +94,10 @@ _EXACT_VIEWS = frozenset(
 entry by entry in the format of what was viewed."""
 
 
+_TURNS = frozenset({"t", "numpy_T", "mT", "transpose", "swapaxes", "permute"})
+"""Views that may be transposes, of which a handle makes a handle (:mod:`qsync_torch.apply.handles`)."""
+
+
 class GraphWalk:
     """Walks a graph and collects drafts.
 
@@ -198,11 +202,13 @@ class GraphWalk:
             return [self._entry(item) for item in node.args[0]]
         if name in _ITSELF_OR_OTHER and self._is_itself(node):
             return self._entry(node.args[0])
+        if name == "contiguous" and isinstance(turned := self._entry(node.args[0]), Value) and turned.is_turned:
+            return turned  # of which a handle makes a handle too
         if name in _PASS_THROUGH or self._is_view(node):
             entry = self._entry(node.args[0])
             if name.strip("_") not in _EXACT_VIEWS:
                 self._note_readers(node.args[0], name.strip("_"))
-            return Value(entry.storage, is_view=True) if isinstance(entry, Value) else entry
+            return _viewed(entry, node, name) if isinstance(entry, Value) else entry
         return self._operator(node, target) if isinstance(target, OpOverload) else None
 
     def _note_readers(self, arguments: Any, name: str) -> None:
@@ -346,11 +352,11 @@ class GraphWalk:
     def _adjustable(
         self, draft: Draft, node: torch.fx.Node, kind: OperatorKind, x: Read | None, weight: Read | None, bias: Read | None
     ) -> None:
-        transposed = kind.aten[draft.name].transposed
-        caller = None if transposed else draft.module
+        of_matrix = kind.aten[draft.name].transposed
+        caller = None if of_matrix else draft.module
         if x is None or not x.is_activation or weight is None:
             draft.op_class = OpClass.FIXED  # a product of parameters and buffers alone
-            if not transposed:
+            if not of_matrix:
                 draft.address = classify.address_of(caller, draft.scope, kind, weight, self._addresses)
             return
         nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
@@ -368,8 +374,8 @@ class GraphWalk:
         call = TracedCall(x.tensor, weight.tensor, None if bias is None else bias.tensor, _arguments(node), module)
         draft.attributes, reason = kind.describe(call)
         draft.not_applicable = draft.not_applicable or reason
-        stored = static_shape(weight.tensor)
-        if transposed:
+        stored = static_shape(weight.tensor)[:: -1 if weight.value.is_turned else 1]
+        if of_matrix is not weight.value.is_turned:
             draft.weight_shape, draft.attributes = stored[::-1], {**draft.attributes, WEIGHT_LAYOUT: TRANSPOSED}
         else:
             draft.weight_shape = kind.row.parameter_shape(stored, Geometry.of(draft.attributes).groups)
@@ -384,6 +390,16 @@ def _operands(name: str, reads: Sequence[Read]) -> tuple[OperatorKind, tuple[Rea
     by_argument = {read.argument: read for read in reads}
     x, weight, bias = map(by_argument.get, (names.x, names.weight, names.bias))
     return (kind, (x, weight, bias)) if not names.transposed or classify.is_whole_matrix(x, weight) else None
+
+
+def _viewed(entry: Value, node: torch.fx.Node, name: str) -> Value:
+    """A view of a value; the transpose of a whole matrix where ``apply_`` follows it."""
+    source = node.args[0]
+    if name in _TURNS and not entry.is_view and isinstance(source, torch.fx.Node):
+        mine, its = node.meta["val"], source.meta["val"]
+        if its.dim() == 2 and (mine.shape, mine.stride()) == (its.shape[::-1], its.stride()[::-1]):
+            return Value(entry.storage, is_turned=not entry.is_turned)
+    return Value(entry.storage, is_view=True)
 
 
 def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:
