@@ -110,6 +110,32 @@ def test_under_checkpoints_and_a_compiler():
     assert same(step(torch.compile(stored(), backend="aot_eager", fullgraph=True)), wanted)
 
 
+class SubLinear(nn.Linear):
+    """As in Microsoft's loralib: a linear module with adapters, and a forward of its own."""
+
+    def __init__(self, in_dim: int, out_dim: int, rank: int = 4) -> None:
+        super().__init__(in_dim, out_dim)
+        self.requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(in_dim, rank, bias=False), nn.Linear(rank, out_dim, bias=False)
+
+    forward = LoRALinear.forward
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_subclasses_of_linear_modules_that_have_a_forward_of_their_own_are_stored(suffix):
+    model = Model()
+    model.up, model.down = SubLinear(64, 192).bfloat16(), SubLinear(192, 64).bfloat16()
+    applied = apply_(model, {f"up{suffix}": "bfloat16@nf4", f"down{suffix}": "bfloat16@int8-row"}, base=Precision.BFLOAT16)
+    assert all(module.__dict__[STORED].storage.is_quantized for module in (model.up, model.down))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.nbytes), t)[1], lambda t: t):
+        found = step(model)
+    assert max(kept) < 2 * 64 * 192
+    assert same(found, step(copy.deepcopy(model)))
+    applied.remove()
+    assert same(found, step(model))
+
+
 class _Formula(torch.autograd.Function):
     """A gradient of its own, which reads the weight past functions of tensor classes."""
 
