@@ -136,6 +136,13 @@ def test_subclasses_of_linear_modules_that_have_a_forward_of_their_own_are_store
     assert same(found, step(model))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported(strict):
+    model = stored("float32@nf4", Model(torch.float32)).eval()
+    wanted = copy.deepcopy(model)(X.float())
+    assert torch.allclose(torch.export.export(model, (X.float(),), strict=strict).module()(X.float()), wanted, atol=1e-6)
+
+
 class _Formula(torch.autograd.Function):
     """A gradient of its own, which reads the weight past functions of tensor classes."""
 

@@ -235,7 +235,9 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
             if may_be_computed:
                 return held.dequantized() if torch.compiler.is_compiling() else ReadWeight.of(held)
             if torch.compiler.is_compiling():
-                return Handle.of(held, self._qsync_plan[leaf], self, held.dequantized())
+                value = held.dequantized()
+                is_handled = torch.compiler.is_dynamo_compiling()  # torch.export may run code by itself, and reads what there is
+                return Handle.of(held, self._qsync_plan[leaf], self, value) if is_handled else value
             return UnreadWeight.of_call(held, self._qsync_plan[leaf], self)
         value = read(self)
         # What is computed, or cut out of a flat parameter, is none itself, and no operator of a trace.
