@@ -143,6 +143,16 @@ def test_exported(strict):
     assert torch.allclose(torch.export.export(model, (X.float(),), strict=strict).module()(X.float()), wanted, atol=1e-6)
 
 
+def test_a_weight_that_is_not_read_by_a_product_is_said_to_take_memory():
+    model = Model()
+    model.up.forward = lambda x: torch.einsum("bi,oi->bo", x, model.up.weight) + model.up.lora_b(model.up.lora_a(x))
+    stored(model=model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    step(model)
+    with pytest.warns(UserWarning, match="the plan stores up.weight#0, which the first step did not run .* gets it dequantized"):
+        optimizer.step()
+
+
 class _Formula(torch.autograd.Function):
     """A gradient of its own, which reads the weight past functions of tensor classes."""
 
