@@ -110,6 +110,108 @@ def test_under_checkpoints_and_a_compiler():
     assert same(step(torch.compile(stored(), backend="aot_eager", fullgraph=True)), wanted)
 
 
+READS = {
+    "to": lambda x, w, bias: F.linear(x, w.to(x.dtype), bias),
+    "type_as": lambda x, w, bias: F.linear(x, w.type_as(x), bias),
+    "detach": lambda x, w, bias: F.linear(x, w.detach(), bias),
+    "matmul": lambda x, w, bias: x @ w.t() + bias,
+    "addmm": lambda x, w, bias: torch.addmm(bias, x, w.T),
+    "transpose": lambda x, w, bias: torch.matmul(x, w.to(x.dtype).transpose(0, 1)) + bias,
+}
+
+
+class Reading(LoRALinear):
+    """Gets its weight ready for its product in another way."""
+
+    read = "to"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return READS[self.read](x, self.weight, self.bias) + 2 * self.lora_b(self.lora_a(x))
+
+
+def reading(how: str, dtype: torch.dtype) -> nn.Module:
+    model = Model(dtype)
+    for layer in (model.up, model.down):
+        layer.__class__, layer.read = Reading, how
+    return model
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize(("variant", "dtype"), [("bfloat16@nf4", torch.bfloat16), ("float32@int8-row", torch.float32)])
+@pytest.mark.parametrize("how", READS)
+def test_a_weight_that_is_cast_or_turned_for_its_product_is_not_kept_either(how, variant, dtype, is_training):
+    model, kept = stored(variant, reading(how, dtype)).train(is_training), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.nbytes), t)[1], lambda t: t):
+        found = step(model, X.to(dtype))
+    assert max(kept) < dtype.itemsize * 64 * 192
+    for mine, wanted in zip(found, step(copy.deepcopy(model), X.to(dtype)), strict=True):
+        assert (mine - wanted).norm() <= (0.01 if dtype is torch.bfloat16 else 1e-6) * wanted.norm()
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_cast_in_a_model_under_autocast_is_not_kept_either(is_training):
+    """Of float32 weights, to the format in which the layer computes."""
+    model, kept = Model(torch.float32), []
+    for layer in (model.up, model.down):
+        layer.__class__ = Reading
+        layer.forward = lambda x, layer=layer: Reading.forward(layer, x.bfloat16())
+    apply_(model, {"up.weight": "bfloat16@nf4", "down.weight": "bfloat16@nf4"}, base=Precision.BFLOAT16)
+    model.train(is_training)
+    assert model.up.weight.bfloat16().dtype is torch.bfloat16
+    plain = copy.deepcopy(model)
+    for layer in (plain.up, plain.down):
+        layer.forward = lambda x, layer=layer: Reading.forward(layer, x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.nbytes), t)[1], lambda t: t):
+            found = step(model, X.float())
+        wanted = step(plain, X.float())
+    assert max(kept) < 2 * 64 * 192
+    assert all((mine - other).norm() <= 0.01 * other.norm() for mine, other in zip(found, wanted, strict=True))
+
+
+def test_a_cast_is_a_tensor_of_its_own():
+    """What is written into one is seen where it is multiplied with; what is stored later is not."""
+    model = stored()
+    cast, wanted = model.up.weight.float(), copy.deepcopy(model).up.weight.detach().float()
+    row, x = cast[0], X.float()
+    row.zero_()
+    wanted[0] = 0
+    assert torch.equal(F.linear(x, cast), F.linear(x, wanted))
+    cast.mul_(2)
+    assert torch.equal(cast, 2 * wanted)
+    backup, wanted = model.up.weight.float(), copy.deepcopy(model).up.weight.detach().float()
+    with pytest.warns(UserWarning, match="is rounded to that format"):
+        model.up.weight.data.zero_()
+    assert not model.up.weight.any()
+    assert torch.equal(backup, wanted)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.t().data.zero_(),
+        lambda layer: layer.weight.detach().T.zero_(),
+        lambda layer: setattr(layer.weight.t(), "data", torch.zeros(64, 192)),
+        lambda layer: setattr(layer, "weight", layer.weight.t()),
+        lambda layer: setattr(layer, "weight", layer.weight.float()),
+        lambda layer: nn.Parameter(layer.weight.float()),
+        lambda layer: nn.Parameter(layer.weight, requires_grad=False),
+    ],
+)
+def test_what_would_not_reach_a_weight_through_a_cast_or_a_transpose_is_refused(change):
+    with pytest.raises(PlanError, match=r"up.weight\b.*(call remove\(\) first|may be trained)"):
+        change(stored().up)
+
+
+def test_the_address_of_a_weight_is_that_of_its_numbers():
+    """As long as the tensor lives that was asked for it."""
+    weight = stored().up.weight
+    address = weight.data_ptr()
+    others = [torch.zeros(192, 64, dtype=torch.bfloat16) for _ in range(4)]
+    assert all(other.data_ptr() != address for other in others)
+    assert weight.data_ptr() == address
+
+
 class SubLinear(nn.Linear):
     """As in Microsoft's loralib: a linear module with adapters, and a forward of its own."""
 

@@ -473,7 +473,8 @@ def methods_of_storing(unplanned: Any) -> dict[str, Any]:
     def set_attribute(self: Any, name: str, value: Any) -> None:
         held = self.__dict__.get(STORED)
         if name == "weight" and held is not None:
-            if getattr(value, "held", None) is held or getattr(value, "value", None) is held.parameter:
+            is_read = isinstance(value, ReadWeight) and value.held is held and not value.is_view
+            if is_read or getattr(value, "value", None) is held.parameter:
                 return  # its own, as when adapters are taken off
             refuse(self, "another parameter is put")
         unplanned.__setattr__(self, name, value)
