@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Assignment
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_, load_planned
 from qsync_torch.apply.kernel_check import check_backends
@@ -332,6 +334,45 @@ def test_operators_are_found_again_once_their_weights_are_stored():
     addressed = locate(model, wanted)
     assert addressed.planned == tuple(wanted)
     check_backends(addressed, torch.device("cpu"))
+
+
+def moved(applied) -> None:
+    """As when the script sends the model to another device: the next forward asks for kernels anew."""
+    applied.in_model._placed_on = None
+
+
+@pytest.mark.parametrize("layer", [LoRALinear, SubLinear])
+def test_names_may_change_before_the_model_comes_to_its_device(layer):
+    model = Model()
+    model.up, model.down = layer(64, 192).bfloat16(), layer(192, 64).bfloat16()
+    applied = apply_(model, {"up.weight": "bfloat16@nf4", "down.weight": "int8"}, base=Precision.BFLOAT16, seed=1)
+    wanted = step(model)
+    model.up, model.down = checkpoint_wrapper(model.up), checkpoint_wrapper(model.down)
+    moved(applied)
+    assert same(step(model), wanted)
+
+
+@pytest.mark.parametrize("group", ["train", "infer"])
+def test_a_rank_that_keeps_what_others_store_asks_for_kernels_on_its_device(group):
+    """Of a layer with its adapters beside its weight, and of modules of PyTorch's own."""
+    model = nn.Sequential(Model(torch.float32), nn.Unflatten(1, (4, 4, 4)), nn.Conv2d(4, 4, 3).requires_grad_(False))
+    adapters = tuple(OpId(name) for name, module in model.named_modules() if name.endswith(("lora_a", "lora_b")))
+    names = (OpId("0.up.weight"), OpId("0.down.weight"), OpId("2"))
+
+    def of(name: str, role: Role, variant: str) -> GroupPlan:
+        chosen = dict.fromkeys(names, Assignment(Variant.parse(variant), "aten", "", "by hand"))
+        return GroupPlan(name, role, 1, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32, chosen)
+
+    groups = (of("train", Role.TRAIN, "int8"), of("infer", Role.INFER, "float32@nf4"))
+    plan = PrecisionPlan(
+        "beside", "", names, {}, "by hand", "", 1, 1, 0.0, None, groups, "train",
+        unaddressed_ids=adapters, output_formats=OutputFormats(decides=False),
+    )  # fmt: skip
+    applied = apply_(model, plan, group=group, allow_flags=["share"])
+    assert "weight" not in dict(model[2].named_parameters())
+    wanted = model(X.float())
+    moved(applied)
+    assert torch.equal(model(X.float()), wanted)
 
 
 def test_a_checkpoint_is_loaded_straight_into_layers_behind_checkpoint_wrappers(tmp_path):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import nn, overrides
 
@@ -426,7 +427,8 @@ class PlannedModel:
             self.check_parameters(device)
         if device == self._placed_on or self._changes_nothing:
             return
-        self._addressed = locate(self.model, self.planned.on(device), self.planned.plan, self.planned.caller)
+        # Of what was found where the plan was put in force: wrappers and adapters may have changed names since.
+        self._addressed = attrs.evolve(self._addressed, entries=self.planned.on(device))
         check_backends(self._addressed, device, self.planned.caller)
         prebuild(self._addressed, device, self.planned.caller)
         for op_id, operator in self._operators.items():

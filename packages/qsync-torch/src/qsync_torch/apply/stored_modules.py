@@ -43,9 +43,7 @@ class HeldWeight:
         original: gives the weight as its checkpoint has it; None where that is not known.
     """
 
-    def __init__(
-        self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind | None = None, keep: bool = False
-    ) -> None:
+    def __init__(self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind, keep: bool = False) -> None:
         self.fqn, self.storage, self.parameter, self.kind, self.keep = fqn, storage, parameter, kind, keep
         self.shape, self.dtype = tuple(parameter.shape), parameter.dtype
         self.original: Callable[[], torch.Tensor] | None = None
@@ -148,8 +146,8 @@ class HeldWeight:
 class KeptWeight(HeldWeight):
     """A weight that this rank keeps as the script has it and another group stores: in no rank is it a parameter of its module."""
 
-    def __init__(self, fqn: str, parameter: nn.Parameter) -> None:
-        self.fqn, self.storage, self._scripts = fqn, Storage.AS_IS, parameter
+    def __init__(self, fqn: str, parameter: nn.Parameter, kind: OperatorKind) -> None:
+        self.fqn, self.storage, self.kind, self._scripts = fqn, Storage.AS_IS, kind, parameter
         self.parameter = nn.Parameter(parameter.data, requires_grad=False)
         self.shape, self.dtype, self.original = tuple(parameter.shape), parameter.dtype, self.parameter.detach
         parameter.data = parameter.data.new_empty(0)  # as on the ranks that store it: ZeroRedundancyOptimizer sends what it has
@@ -369,7 +367,7 @@ def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], 
         for name in names:
             module = model.get_submodule(name.rpartition(".")[0])
             if isinstance(parameter := module._parameters.get("weight"), nn.Parameter) and not parameter.requires_grad:
-                hold(module, KeptWeight(name, parameter))
+                hold(module, KeptWeight(name, parameter, kind_of_module(module) or OF_ROWS))
     except BaseException:
         restore()
         raise
