@@ -218,9 +218,17 @@ class Own(nn.Module):
         return y @ self.weight if self.turns else y
 
 
+class OwnLinear(nn.Linear):
+    """A linear module with a forward of its own, as loralib's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) + x
+
+
 def test_the_weight_of_a_layer_that_calls_linear_itself_is_storable():
     """Layers that have adapters beside their weight do; one whose weight is looked up or turned is read dequantized too often."""
-    parts = {"norm": nn.LayerNorm(8), "own": Own(), "embeds": Own(embeds=True), "turns": Own(turns=True)}
+    own = {"own": Own(), "linear": OwnLinear(8, 8).requires_grad_(False)}
+    parts = {"norm": nn.LayerNorm(8), **own, "embeds": Own(embeds=True), "turns": Own(turns=True)}
 
     def batch(step: int, size: int) -> Batch:
         return Batch((torch.randn(size, 3, 8),), target=torch.zeros(size, 3, 8))
@@ -231,5 +239,6 @@ def test_the_weight_of_a_layer_that_calls_linear_itself_is_storable():
     )  # fmt: skip
     found = {operator.op_id.fqn: operator.not_stored_as(Storage.NF4) for operator in trace(job).operators if operator.frozen}
     assert not found.pop("own.weight")
+    assert not found.pop("linear.weight")
     assert set(found) == {"embeds.weight", "turns.weight"}
     assert all("read by a functional call other than" in reason for reason in found.values())

@@ -233,17 +233,17 @@ def _same(w: Handle, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 _T = torch.Tensor
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, _T.backward)
 _PERMUTATIONS = (torch.permute, _T.permute)
+TURNING = (
+    *(torch.t, _T.t, torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes),
+    *(_T.T.__get__, _T.mT.__get__),  # type: ignore[attr-defined]
+    *_PERMUTATIONS,
+)
+"""Functions that make the transpose of a matrix."""
+CASTING = (_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float)
+"""Functions that make the same numbers in another format."""
 _PREPARING: dict[Any, tuple[str, _Prepared]] = {
-    **dict.fromkeys(
-        (
-            *(torch.t, _T.t, torch.transpose, _T.transpose, torch.swapaxes, _T.swapaxes),
-            *(_T.T.__get__, _T.mT.__get__),  # type: ignore[attr-defined]
-            *_PERMUTATIONS,
-        ),
-        ("input", _turned),
-    ),
-    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.contiguous), ("self", _same)),
-    **dict.fromkeys((_T.to, _T.type, _T.type_as, _T.bfloat16, _T.half, _T.float), ("self", _same)),
+    **dict.fromkeys(TURNING, ("input", _turned)),
+    **dict.fromkeys((_T.detach, _T.requires_grad_, _T.view_as, _T.contiguous, *CASTING), ("self", _same)),
 }
 """Functions by which a planned weight, their first argument, is got ready for a product: its keyword, and what runs."""
 

@@ -23,7 +23,7 @@ from qsync_torch.kernels.canary import Canary, WrongKernel
 from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, stand_in, why_missing
 from qsync_torch.kinds.kind import OperatorKind, Settings
-from qsync_torch.kinds.table import OPERATOR_KINDS, kind_of_module
+from qsync_torch.kinds.table import OPERATOR_KINDS
 
 _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
@@ -49,7 +49,7 @@ def check_backends(addressed: Addressed, device: torch.device, caller: Caller = 
     if not reasons:
         reasons_of = functools.cache(lambda entry, call: tuple(_reasons(entry, call, device)))  # layers repeat
         for op_id, entry, calls in _planned_calls(addressed):
-            for reason in min((reasons_of(entry, call) for call in calls), key=len):
+            for reason in min((reasons_of(entry, call) for call in calls), key=len, default=()):
                 reasons.setdefault(reason, []).append(op_id)
     if reasons:
         refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
@@ -139,8 +139,8 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 def _nominal(module: nn.Module) -> CallShapes:
     """Return nominal shapes of a module's own call."""
     held = module.__dict__.get(STORED)
-    kind = kind_of_module(module) if held is None else held.kind
-    assert kind is not None
+    # A planned module's forward is its class's no more.
+    kind = next(kind for kind in OPERATOR_KINDS.values() if isinstance(module, kind.module)) if held is None else held.kind
     weight: torch.Tensor = module.weight if held is None else held.parameter  # type: ignore[assignment]
     shape = tuple(weight.shape) if held is None else held.shape
     call = _nominal_call(kind, shape, tuple(getattr(module, name) for name in kind.settings))
@@ -164,7 +164,8 @@ def _nominal_calls(place: WeightPlace) -> list[CallShapes]:
     weight, held = place.weight, place.module.__dict__.get(STORED)
     if held is not None:
         return [_nominal_call(held.kind, held.shape, ())]
-    assert weight is not None
+    if weight is None:  # the script has taken it out
+        return []
     kinds = [kind for kind in OPERATOR_KINDS.values() if kind.weight_dimensions == weight.dim()]
     calls = [_nominal_call(kind, tuple(weight.shape), kind.defaults) for kind in kinds]
     return calls + [

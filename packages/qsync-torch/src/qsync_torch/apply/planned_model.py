@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import nn, overrides
 
@@ -426,7 +427,8 @@ class PlannedModel:
             self.check_parameters(device)
         if device == self._placed_on or self._changes_nothing:
             return
-        self._addressed = locate(self.model, self.planned.on(device), self.planned.plan, self.planned.caller)
+        # Of what was found where the plan was put in force: wrappers and adapters may have changed names since.
+        self._addressed = attrs.evolve(self._addressed, entries=self.planned.on(device))
         check_backends(self._addressed, device, self.planned.caller)
         prebuild(self._addressed, device, self.planned.caller)
         for op_id, operator in self._operators.items():
@@ -452,11 +454,20 @@ class PlannedModel:
         if not missing or self._in_force.is_compiled:
             return
         in_eval = "" if self.model.training else f", or, where the script trains in eval mode, call {self._lower_eval}"
-        warnings.warn(
-            f"the plan lowers {first_named(missing)}, which the first step did not run as a linear or convolution: they keep their "
-            f"precision; if that is not meant, {self.planned.caller.trace_again}{in_eval}",
-            stacklevel=4,
-        )
+        stored = [op_id for op_id in missing if self.variants[op_id].storage.is_quantized and not in_eval]
+        if lowered := [op_id for op_id in missing if op_id not in stored]:
+            warnings.warn(
+                f"the plan lowers {first_named(lowered)}, which the first step did not run as a linear or convolution: they keep "
+                f"their precision; if that is not meant, {self.planned.caller.trace_again}{in_eval}",
+                stacklevel=4,
+            )
+        if stored:
+            warnings.warn(
+                f"the plan stores {first_named(stored)}, which the first step did not run as a linear or convolution: code that "
+                "reads such a weight otherwise gets it dequantized, which takes the memory that storing it saves until backward is "
+                "through; multiply by F.linear(x, self.weight), or plan it as the script has it",
+                stacklevel=4,
+            )
 
     @property
     def _lower_eval(self) -> str:

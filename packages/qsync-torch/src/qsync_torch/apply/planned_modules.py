@@ -7,6 +7,7 @@ checkpoints see nothing; copies and pickles of a module are without its plan, an
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import PlanError
-from qsync_torch.apply.handles import Handle, OperatorCall, multiplied, plain
+from qsync_torch.apply.handles import CASTING, TURNING, Handle, OperatorCall, multiplied, plain
 from qsync_torch.apply.plan_fit import STORED
 from qsync_torch.apply.stored_modules import (
     HeldWeight,
@@ -26,6 +27,7 @@ from qsync_torch.apply.stored_modules import (
     untrainable,
     without_storage,
 )
+from qsync_torch.dtypes import PRECISION
 from qsync_torch.kinds.kind import OperatorKind, Settings, Spelling
 from qsync_torch.kinds.table import OPERATOR_KINDS, SPELLED, kind_of_module
 from qsync_torch.operators.stored import run_in_own_format
@@ -235,7 +237,9 @@ def _read_as_handle(unplanned: type, leaf: str, *, may_be_computed: bool) -> pro
             if may_be_computed:
                 return held.dequantized() if torch.compiler.is_compiling() else ReadWeight.of(held)
             if torch.compiler.is_compiling():
-                return Handle.of(held, self._qsync_plan[leaf], self, held.dequantized())
+                value = held.dequantized()
+                is_handled = torch.compiler.is_dynamo_compiling()  # torch.export may run code by itself, and reads what there is
+                return Handle.of(held, self._qsync_plan[leaf], self, value) if is_handled else value
             return UnreadWeight.of_call(held, self._qsync_plan[leaf], self)
         value = read(self)
         # What is computed, or cut out of a flat parameter, is none itself, and no operator of a trace.
@@ -304,27 +308,52 @@ def _as_held(
 class UnreadWeight(ReadWeight):
     """A stored weight as functional calls read it, ``F.linear(x, self.weight)`` of a layer that has its adapters beside it.
 
-    The product is the plan's, as that of a module of PyTorch's own; anything else reads the weight dequantized, and nothing is
-    before: until then it is one number, expanded to the weight's shape.
+    The product is the plan's, as that of a module of PyTorch's own, also with the weight cast or turned for it
+    (``self.weight.to(x.dtype)``); anything else reads the weight dequantized, and nothing is before: until then it is one number,
+    expanded to the weight's shape.
 
     Attributes:
         call: what runs in the place of products with it.
         owner: the module it was read from.
         source: what those read.
+        prepared: the functions that got it ready for a product.
+        transposed: whether these turned it.
+        value: what they make of the dequantized weight, once something has read that which may write there or keeps its address.
     """
 
     call: OperatorCall
     owner: nn.Module
     source: HeldWeight
+    prepared: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     transposed = False
+    value: torch.Tensor | None = None
 
     @classmethod
-    def of_call(cls, held: HeldWeight, call: OperatorCall, owner: nn.Module) -> UnreadWeight:
-        """What a module's own code gets when it reads its weight."""
-        unread = torch.empty((), dtype=held.dtype, device=held.device).expand(held.shape).as_subclass(cls)
+    def of_call(
+        cls, held: HeldWeight, call: OperatorCall, owner: nn.Module, dtype: torch.dtype | None = None, *, transposed: bool = False
+    ) -> UnreadWeight:
+        """What a module's own code gets when it reads its weight, and what it makes of that for a product."""
+        shape = held.shape[::-1] if transposed else held.shape
+        unread = torch.empty((), dtype=dtype or held.dtype, device=held.device).expand(shape).as_subclass(cls)
         unread.held = unread.source = held
-        unread.call, unread.owner = call, owner
+        unread.call, unread.owner, unread.transposed = call, owner, transposed
         return unread
+
+    def read(self) -> torch.Tensor:
+        """The dequantized weight, and what was made of it: a cast is a tensor of its own, which a script may change."""
+        if self.value is not None:
+            return self.value
+        value: torch.Tensor = ReadWeight.of(self.held)
+        for function in self.prepared:
+            value = function(value)
+        if self.prepared:
+            self.value = value
+        return value
+
+    @ReadWeight.data.getter  # type: ignore[attr-defined,untyped-decorator]
+    def data(self) -> torch.Tensor:
+        """That of the dequantized weight."""
+        return self.read().data
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -336,19 +365,48 @@ class UnreadWeight(ReadWeight):
         if (spelled := SPELLED.get(func)) is not None:
             place, name = spelled[1].place, spelled[1].name
             weight = args[place] if len(args) > place else kwargs.get(name)
-            if isinstance(weight, cls) and (y := weight._multiplied(*spelled, args, kwargs)) is not None:
+            if isinstance(weight, cls) and weight.value is None and (y := weight._multiplied(*spelled, args, kwargs)) is not None:
                 return y
+        elif args and isinstance(args[0], cls) and args[0].value is None:
+            if func in _PREPARING and (prepared := args[0]._prepared(func, args[1:], kwargs)) is not None:
+                return prepared
+            if func is _T.requires_grad_ and args[0].prepared:  # as nn.Parameter asks, which takes no other class
+                raise PlanError(untrainable(args[0].held))
+            if func is _T.data_ptr:  # of what is to be there as long as this is
+                args[0].value = args[0].read()
         return func(*map(_dequantized, args), **{name: _dequantized(value) for name, value in kwargs.items()})
 
     def _multiplied(self, kind: OperatorKind, spelling: Spelling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The product, as planned or as the script has it; None where this is none."""
+        """The product, as planned or as the script has it; None where this is none, and where the script's own is to run."""
         if self.call.is_on(self.owner):
             return multiplied(self, kind, spelling, args, kwargs)
-        read = None if spelling.transposed or self.dim() != kind.weight_dimensions else spelling.read(args, kwargs, self)
-        if read is None:
+        held = self.held
+        is_cast_twice = self.dtype is not held.dtype and held.dtype is not torch.float32
+        if spelling.transposed is not self.transposed or self.dim() != kind.weight_dimensions or is_cast_twice:
+            return None
+        read = spelling.read(args, kwargs, self)
+        if read is None or type(read[0]) is not torch.Tensor:
             return None
         x, bias, settings = read
-        return _as_held(kind.function, x, self.held, plain(bias), kind, settings) if type(x) is torch.Tensor else None
+        return run_in_own_format(x, held.tensors, held.storage, held.shape, self.dtype, plain(bias), kind, settings)
+
+    def _prepared(self, func: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> UnreadWeight | None:
+        """The same numbers in another format, which products cast once, or the transpose; None for anything else."""
+        with DisableTorchFunction():
+            small = torch.empty((1, 0) if self.transposed else (0, 1), dtype=self.dtype, device=self.device)
+            made = func(small, *others, **kwargs)
+        if made is small:
+            return self
+        if not isinstance(made, torch.Tensor) or made.device != small.device:
+            return None
+        held, function = self.held, lambda value: func(value, *others, **kwargs)
+        if func in CASTING:
+            if made.dtype is small.dtype or small.dtype is not held.dtype or made.dtype not in PRECISION:
+                return None
+            held, function = copy.copy(held), lambda value: value.to(made.dtype)  # of what is stored now
+        unread = self.of_call(held, self.call, self.owner, made.dtype, transposed=made.shape == (1, 0))
+        unread.prepared, unread.is_view = (*self.prepared, function), True
+        return unread
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -360,15 +418,16 @@ class UnreadWeight(ReadWeight):
 
 def _dequantized(value: Any) -> Any:
     if isinstance(value, UnreadWeight):
-        return ReadWeight.of(value.held)
+        return value.read()
     return type(value)(map(_dequantized, value)) if type(value) in (list, tuple) else value
 
 
 def _plainly(value: Any) -> Any:
-    return value.held.dequantized() if isinstance(value, UnreadWeight) else value
+    return value.read().as_subclass(torch.Tensor) if isinstance(value, UnreadWeight) else value
 
 
 _T = torch.Tensor
+_PREPARING = frozenset({*CASTING, *TURNING, _T.detach})
 _ASKED = frozenset(
     {
         *(_T.size, _T.dim, _T.numel, _T.is_floating_point),

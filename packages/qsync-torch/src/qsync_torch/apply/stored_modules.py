@@ -43,9 +43,7 @@ class HeldWeight:
         original: gives the weight as its checkpoint has it; None where that is not known.
     """
 
-    def __init__(
-        self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind | None = None, keep: bool = False
-    ) -> None:
+    def __init__(self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind, keep: bool = False) -> None:
         self.fqn, self.storage, self.parameter, self.kind, self.keep = fqn, storage, parameter, kind, keep
         self.shape, self.dtype = tuple(parameter.shape), parameter.dtype
         self.original: Callable[[], torch.Tensor] | None = None
@@ -148,8 +146,8 @@ class HeldWeight:
 class KeptWeight(HeldWeight):
     """A weight that this rank keeps as the script has it and another group stores: in no rank is it a parameter of its module."""
 
-    def __init__(self, fqn: str, parameter: nn.Parameter) -> None:
-        self.fqn, self.storage, self._scripts = fqn, Storage.AS_IS, parameter
+    def __init__(self, fqn: str, parameter: nn.Parameter, kind: OperatorKind) -> None:
+        self.fqn, self.storage, self.kind, self._scripts = fqn, Storage.AS_IS, kind, parameter
         self.parameter = nn.Parameter(parameter.data, requires_grad=False)
         self.shape, self.dtype, self.original = tuple(parameter.shape), parameter.dtype, self.parameter.detach
         parameter.data = parameter.data.new_empty(0)  # as on the ranks that store it: ZeroRedundancyOptimizer sends what it has
@@ -369,7 +367,7 @@ def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], 
         for name in names:
             module = model.get_submodule(name.rpartition(".")[0])
             if isinstance(parameter := module._parameters.get("weight"), nn.Parameter) and not parameter.requires_grad:
-                hold(module, KeptWeight(name, parameter))
+                hold(module, KeptWeight(name, parameter, kind_of_module(module) or OF_ROWS))
     except BaseException:
         restore()
         raise
@@ -473,7 +471,8 @@ def methods_of_storing(unplanned: Any) -> dict[str, Any]:
     def set_attribute(self: Any, name: str, value: Any) -> None:
         held = self.__dict__.get(STORED)
         if name == "weight" and held is not None:
-            if getattr(value, "held", None) is held or getattr(value, "value", None) is held.parameter:
+            is_read = isinstance(value, ReadWeight) and value.held is held and not value.is_view
+            if is_read or getattr(value, "value", None) is held.parameter:
                 return  # its own, as when adapters are taken off
             refuse(self, "another parameter is put")
         unplanned.__setattr__(self, name, value)

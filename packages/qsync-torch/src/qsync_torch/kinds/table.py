@@ -76,12 +76,13 @@ _TORCHS = frozenset(code for kind in OPERATOR_KINDS.values() for code in _torchs
 
 def reads_own_weight(module: nn.Module, name: str) -> bool:
     """True for a parameter that a plan may store though functional calls read it: the ``weight`` of a module of a class of its own,
-    such as a linear layer that has its adapters beside its weight.  PyTorch's own modules read theirs otherwise.
+    such as a linear layer that has its adapters beside its weight.  PyTorch's own modules read theirs otherwise, and so do
+    embeddings.
     """
-    return name == "weight" and not type(module).__module__.startswith("torch.nn.") and not isinstance(module, _TORCHS_OWN)
+    is_torchs = type(module).__module__.startswith("torch.nn.") or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return name == "weight" and not is_torchs
 
 
-_TORCHS_OWN = (*MODULES, nn.Embedding, nn.EmbeddingBag)
 FUNCTIONAL = "it is read by a functional call other than F.linear(x, self.weight) of a module of its own"
 """Why a plan does not store a weight that :func:`reads_own_weight` does not take."""
 
