@@ -98,7 +98,7 @@ class HutchinsonCollector:
         stored = any(v.storage.is_quantized and operator.runs_in(v) for v in variants for operator in dag.adjustable)
         again = _PASS_AGAIN * (len(terms.SHIFTS) - 1) + MOST + 1
         bent = stored and any(v.storage is Storage.NF4 for v in variants)
-        followed = len(ON_THE_WAY[0]) * (1 + _PASS_AGAIN * len(terms.SHIFTS))
+        followed = 1 + _PASS_AGAIN * len(terms.SHIFTS)
         return (_PASSES_WITH_MASKS if masks else _PASSES) + (again if stored else 0.0) + (followed if bent else 0.0)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
@@ -198,9 +198,9 @@ class _Pass:
             self._split = Split(self._joint_changes(parts, parameters), len(terms.SHIFTS))
         self._all(parts, parameters)
         for number, stored in enumerate(self._joint):
-            for points in ON_THE_WAY:
+            for earlier, points in ON_THE_WAY:
                 if self._split.is_missed(number, self._along(stored)):
-                    self._follow(stored, points, parts, parameters)
+                    self._follow(stored, earlier, points, parts, parameters)
         with torch.no_grad():
             for (phase, _, place, _), found in self._parameter_responses.items():
                 share = 1 / math.sqrt(len(found.calls))
@@ -329,11 +329,17 @@ class _Pass:
         return said
 
     def _follow(
-        self, stored: StoredError, points: Iterable[tuple[float, float]], parts: int, parameters: Sequence[torch.Tensor]
+        self,
+        stored: StoredError,
+        earlier: float,
+        points: Iterable[tuple[float, float]],
+        parts: int,
+        parameters: Sequence[torch.Tensor],
     ) -> None:
-        """Take the derivatives of one storage anew, at points on the way to it that count so much each."""
-        for key in [key for key in self._shifts if key[1] == stored]:
-            del self._shifts[key]
+        """Take derivatives of one storage at points on the way to it that count so much each, beside a share of those before."""
+        for key, shift in self._shifts.items():
+            if key[1] == stored:
+                shift.scale(earlier)
         for share, weight in points:
             self._followed = stored, weight
             with self._on_the_way(self._alike(stored), share):

@@ -21,13 +21,11 @@ MOST, MIXED = 10, 6
 """Such directions, of those that an update takes in all, and how many of them mixtures of storages have at least."""
 _NEW = 1e-2
 """What a change has of its own beside others, at least, to be a direction."""
-_TWO, _THREE = math.sqrt(3) / 6, math.sqrt(0.15)
-ON_THE_WAY = (
-    ((0.5 - _TWO, 1 / 2), (0.5 + _TWO, 1 / 2)),
-    ((0.5 - _THREE, 5 / 18), (0.5, 8 / 18), (0.5 + _THREE, 5 / 18)),
-)
-"""Where derivatives are taken on the way from weights to what is stored, and how much each counts: Gauss's rules of two points and
-of three, which are exact for changes of up to the fourth and the sixth order."""
+_OUTER = math.sqrt(0.15)
+ON_THE_WAY = ((0.0, ((0.5, 1.0),)), (8 / 18, ((0.5 - _OUTER, 5 / 18), (0.5 + _OUTER, 5 / 18))))
+"""Where derivatives are taken on the way from weights to what is stored, stage by stage: how much those before count then, and
+points with how much each counts.  Gauss's rules of one point and of three, which are exact for changes of up to the second and the
+sixth order and have their midpoint in common."""
 _MISSED = 0.1
 """The part of a change that derivatives at its begin may miss."""
 

@@ -152,6 +152,10 @@ class DeferredSum:
         """Add ``constant`` times the product of ``factors``."""
         self.terms.append((constant, factors))
 
+    def scale(self, share: float) -> None:
+        """Let what was added so far count that much."""
+        self.terms = [(share * constant, factors) for constant, factors in self.terms] if share else []
+
 
 class Fetched:
     """The values of deferred sums, fetched with one transfer for each device and dtype."""
