@@ -225,9 +225,20 @@ class OwnLinear(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias) + x
 
 
+class OwnProduct(nn.Module):
+    """As short recipes write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
 def test_the_weight_of_a_layer_that_calls_linear_itself_is_storable():
     """Layers that have adapters beside their weight do; one whose weight is looked up or turned is read dequantized too often."""
-    own = {"own": Own(), "linear": OwnLinear(8, 8).requires_grad_(False)}
+    own = {"own": Own(), "linear": OwnLinear(8, 8).requires_grad_(False), "product": OwnProduct()}
     parts = {"norm": nn.LayerNorm(8), **own, "embeds": Own(embeds=True), "turns": Own(turns=True)}
 
     def batch(step: int, size: int) -> Batch:
@@ -240,5 +251,6 @@ def test_the_weight_of_a_layer_that_calls_linear_itself_is_storable():
     found = {operator.op_id.fqn: operator.not_stored_as(Storage.NF4) for operator in trace(job).operators if operator.frozen}
     assert not found.pop("own.weight")
     assert not found.pop("linear.weight")
+    assert not found.pop("product.weight")
     assert set(found) == {"embeds.weight", "turns.weight"}
     assert all("read by a functional call other than" in reason for reason in found.values())

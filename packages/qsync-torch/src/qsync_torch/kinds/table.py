@@ -83,7 +83,7 @@ def reads_own_weight(module: nn.Module, name: str) -> bool:
     return name == "weight" and not is_torchs
 
 
-FUNCTIONAL = "it is read by a functional call other than F.linear(x, self.weight) of a module of its own"
+FUNCTIONAL = "it is read by a functional call other than F.linear(x, self.weight) or x @ self.weight.t() of a module of its own"
 """Why a plan does not store a weight that :func:`reads_own_weight` does not take."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from qsync_core.errors import JobError, TraceError
-from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.ir.dag import WEIGHT_LAYOUT, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
@@ -132,7 +132,9 @@ def _note_held(drafts: Sequence[Draft], job: Job) -> None:
     holders = Counter(id(parameter) for module in job.model.modules() for parameter in module._parameters.values())
     # As attention reads the weight of its out_proj.
     functional = {draft.address for draft in drafts if draft.address and draft.address != draft.scope}
-    otherwise = {draft.address for draft in drafts if draft.address and draft.name != OF_ROWS.name}
+    otherwise = {
+        draft.address for draft in drafts if draft.address and (draft.kind != OF_ROWS.name or WEIGHT_LAYOUT in draft.attributes)
+    }
     otherwise |= {name for draft in drafts if draft.name == "embedding" for name in draft.parameters}
     holds_16_bits = any(parameter.dtype in LOW_FLOATS for parameter in job.model.parameters())
     for draft in drafts:
