@@ -46,10 +46,16 @@ def replayed(case: Case, variants: dict[str, dict[OpId, Variant]]) -> tuple[floa
     """Σ Ω, step time and peaks of a plan, from scratch."""
     prediction = Replayer(Inputs(case.dag, case.cluster, case.profiles)).replay(variants)
     omega = sum(
-        case.cluster.group(name).count * sum(case.sensitivity.omega[op_id][variant] for op_id, variant in chosen.items())
+        case.cluster.group(name).count * sum(rated(case, op_id, variant) for op_id, variant in chosen.items())
         for name, chosen in variants.items()
     )
     return omega, prediction.iteration_ns, {name: group.peak_bytes for name, group in prediction.groups.items()}
+
+
+def rated(case: Case, op_id: OpId, variant: Variant) -> float:
+    """Ω of an operator; where it is not rated with a result in float32, that with one in 16 bits, which is not less."""
+    omega = case.sensitivity.omega[op_id]
+    return omega[variant] if variant in omega else max(value for other, value in omega.items() if other.in_float32 == variant)
 
 
 @functools.cache

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.plan import Role
+from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import MAX_TOLERANCE, check_training_memory, move_to_uniform, time_limit_ns
@@ -55,7 +57,7 @@ class TradeoffPoint:
         bound: no plan of at most this time and memory has a smaller one.
         iteration_ns: predicted period of the job.
         peak_bytes: predicted peak of one rank, by group.
-        variants: the plan, by inference group.
+        variants: the plan, by inference group, with the outputs that the graph allows.
         arguments: what to add to ``qsync plan`` with the same artifacts, to get this plan or one that is as good.
         memory: by inference group its ``memory`` line in the cluster file for these arguments; groups not named keep theirs.
     """
@@ -411,8 +413,13 @@ class _Curve:
             arguments: tuple[str, ...] = ("--tolerance", f"{tolerance:.{DECIMALS}f}".rstrip("0").rstrip("."))
         else:
             arguments = ("--minimise", "time", "--omega-limit", rounded_up(omega))
-        variants = {group.name: group.variants(plans[group.name].rungs) for group in self._problem.groups}
+        variants = {group.name: self._as_run(group.variants(plans[group.name].rungs)) for group in self._problem.groups}
         return TradeoffPoint(omega, min(max(0.0, bound), omega), period, peaks, variants, arguments, dict(level.lines))
+
+    def _as_run(self, chosen: Variants) -> Variants:
+        """What a plan says of these: operators deliver what the graph allows."""
+        variants = {op_id: variant for op_id, variant in chosen.items() if isinstance(variant, Variant)}
+        return {**chosen, **OutputFormats.of(self._problem.dag).decided(variants)}
 
 
 def _widest(level: MemoryLevel, solved: Mapping[int, tuple[int, float]]) -> int | None:
