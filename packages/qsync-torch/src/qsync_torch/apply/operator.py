@@ -22,7 +22,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.first_step import check_autocast
-from qsync_torch.apply.handles import in_backward, stores
+from qsync_torch.apply.handles import in_backward
 from qsync_torch.apply.plan_fit import STORED, Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.apply.stored_modules import HeldWeight
@@ -189,7 +189,7 @@ class Operator:
     ) -> None:
         self.op_id, self._named_as, self._shown = op_id, str(op_id), f"operator {op_id}"
         self.forms: set[tuple[str, bool]] = set()
-        self._in_force, self._module, self._held = in_force, module, held
+        self.model, self._in_force, self._module, self._held = in_force.model, in_force, module, held
         self._kind = kind_of_module(module) or OF_ROWS
         if module is not None:
             self.forms.add((self._kind.name, True))
@@ -199,10 +199,6 @@ class Operator:
     def is_on(self, owner: nn.Module) -> bool:
         """Whether the plan is in force for the module that reads the parameter."""
         return self._in_force.is_on(owner)
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
-        return stores(self._in_force.model, x)
 
     def assign(self, assigned: Assigned) -> None:
         """Take a variant and its kernels.
@@ -423,11 +419,7 @@ class _NotLowered:
 
     def __init__(self, name: str, in_force: InForce) -> None:
         self.forms: set[tuple[str, bool]] = set()
-        self._name, self._in_force = name, in_force
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
-        return stores(self._in_force.model, x)
+        self._name, self.model, self._in_force = name, in_force.model, in_force
 
 
 class Unchanged(_NotLowered):
