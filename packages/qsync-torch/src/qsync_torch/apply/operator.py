@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.overrides import has_torch_function
 
-from qsync_core.errors import NumericsError, PlanError
+from qsync_core.errors import BackendError, NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
@@ -264,6 +264,9 @@ class Operator:
         Args:
             input, weight, bias, settings: as that function takes them; or what is stored of a weight.
             kind: which function.
+
+        Raises:
+            BackendError: when that kind has no kernels in 8 bit: of a parameter a plan does not say as which kind it is called.
         """
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
@@ -277,6 +280,11 @@ class Operator:
                 return _by_class(self.run, input, weight, bias, kind, settings)
         binding = self._binding
         if kind is not self._kind or settings != self._prepared:
+            if not kind.row.in_8_bit and self.is_quantized:
+                raise BackendError(
+                    f"{self._shown} is called as {kind.name}, which has no kernels in 8 bit, and the plan has it as {self.label}: "
+                    "keep it in a float format in the plan"
+                )
             geometry = None
             if kind.prepare is not None:
                 shaped = torch.empty(weight.shape, device="meta") if isinstance(weight, HeldWeight) else weight
