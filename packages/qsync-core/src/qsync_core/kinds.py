@@ -1,7 +1,7 @@
 """The table of kinds: operators whose precision a plan can pick, one row each, with what of them needs no PyTorch.
 
-How PyTorch's functions and modules call them is said in ``qsync_torch.kinds``, a file each (docs/operator-kinds.md).  All other
-functions are in :mod:`qsync_core.ir.functions`.
+How PyTorch's functions and modules call them is said in ``qsync_torch.kinds`` (docs/operator-kinds.md).  All other functions are
+in :mod:`qsync_core.ir.functions`.
 
 Every operator multiplies an activation with a weight whose dimension 0 counts output channels: (N, K) of a linear operator, (O,
 C / groups, …) of a convolution, transposed ones too, whatever PyTorch stores.
@@ -31,6 +31,7 @@ class Kind:
     """A kind of operators: one row of the table.
 
     Attributes:
+        name: of PyTorch's function.
         dimensions: of the images that it convolves; 0: it multiplies rows, the last dimension of its activation.
         transposed: it is the transpose of a convolution.
         runs_as: kind whose kernels run it, on images with more dimensions of size 1; empty: its own.

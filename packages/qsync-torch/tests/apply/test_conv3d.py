@@ -2,12 +2,13 @@
 
 import copy
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.errors import QSyncError
+from qsync_core.errors import BackendError, QSyncError
 from qsync_core.geometry import Geometry
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
@@ -20,6 +21,7 @@ from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.float_products import FORMATS_WITHOUT_HARDWARE
 from qsync_torch.kernels.canary import float_products_of
 from qsync_torch.kernels.exact_products import problem_of
+from qsync_torch.kinds.table import SPELLED
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import ObserveRequest, observe
@@ -69,6 +71,17 @@ class Called(nn.Module):
         return F.conv3d(x, self.filters, bias=self.bias, padding=1)
 
 
+class Spread(nn.Module):
+    """A transposed convolution as a function of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.filters = nn.Parameter(torch.randn(3, 5, 3, 3))
+
+    def forward(self, x):
+        return F.conv_transpose2d(x, self.filters)
+
+
 def test_functional_calls_run_as_planned():
     model, x = Called(), torch.randn(2, 5, 3, 6, 5)
     assert [operator.op_id.fqn for operator in trace(job_of(model, (5, 3, 6, 5))).adjustable] == ["filters"]
@@ -81,6 +94,22 @@ def test_functional_calls_run_as_planned():
 def test_8_bit_is_refused_by_name():
     with pytest.raises(QSyncError, match=r"filters#0.*conv3d"):
         apply_(Called(), {"filters#0": INT8})
+
+
+def test_8_bit_is_refused_where_another_kind_has_weights_of_as_many_dimensions(monkeypatch):
+    """A plan does not say as which kind a parameter is called, so that only the call shows it."""
+    kind, spelling = SPELLED[F.conv_transpose2d]
+    in_floats = attrs.evolve(kind, row=attrs.evolve(kind.row, in_8_bit=False))
+    monkeypatch.setitem(SPELLED, F.conv_transpose2d, (in_floats, spelling))
+    model, x = Spread(), torch.randn(2, 3, 6, 5)
+    applied = apply_(model, {"filters#0": INT8})
+    with pytest.raises(
+        BackendError, match=r"^operator filters#0 is called as conv_transpose2d, which has no kernels in 8 bit, and"
+    ):
+        model(x)
+    applied.remove()
+    apply_(model, {"filters#0": BFLOAT16})
+    assert model(x).shape == (2, 5, 8, 7)
 
 
 def test_aten_offers_it_in_float_formats_alone():

@@ -273,8 +273,6 @@ def test_a_loss_without_parameters():
 def test_an_unknown_collector():
     with pytest.raises(ObservationError, match=r"^there is no collector 'hutchison'; installed are hutchinson, lossvar, "):
         collectors_named(["lossvar", "hutchison"])
-    with pytest.raises(ObservationError, match=r"^there is no collector 'paper'; .*moved to .*qsync-indicators-example"):
-        collectors_named(["paper"])
     expected = r"^no collector is named, so that nothing would be observed; installed are hutchinson, lossvar, "
     with pytest.raises(ObservationError, match=expected):
         collectors_named([])

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from qsync_core.kinds import Kind
 from qsync_torch.kinds.convolution import convolution
 from qsync_torch.kinds.kind import TracedCall
 
 KINDS = {
-    "conv2d": (convolution(Kind("conv2d", dimensions=2), F.conv2d, nn.Conv2d), torch.channels_last),
-    "conv3d": (convolution(Kind("conv3d", dimensions=3), F.conv3d, nn.Conv3d), torch.channels_last_3d),
+    "conv2d": (convolution(Kind("conv2d", dimensions=2)), torch.channels_last),
+    "conv3d": (convolution(Kind("conv3d", dimensions=3)), torch.channels_last_3d),
 }
 SETTINGS = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1}
 

@@ -23,7 +23,7 @@ class Unchained:
     """An activation that no chain delivers, to the operators that read it.
 
     Attributes:
-        what: the kind of operator that made it; ``readers``: last parts of their names.
+        what: made it, the kind of an operator or a function; ``readers``: last parts of their names.
         why: no chain writes its copy.
     """
 

@@ -25,9 +25,6 @@ BATCHES = ("equal", "free")
 PLANNERS = ("auto", "exact", "greedy")
 """Solvers that need a sensitivity."""
 
-MOVED = {"greedy-paper": "bench/allocator/greedy_paper.py, and greedy is the same with its errors corrected"}
-"""Solvers that qsync-planner had, and where they are now."""
-
 
 class Solver(Protocol):
     """A way to look for a plan that qsync-planner does not have, as :attr:`Request.solver` takes one.
@@ -83,10 +80,8 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         """Refuse what does not go together."""
-        solver, own = self.name, not isinstance(self.solver, str)
-        if solver in MOVED and not own:
-            raise PlanError(f"the solver {solver} has moved out of qsync-planner, to QSync's repository: {MOVED[solver]}")
-        if solver not in SOLVERS and not own:
+        solver = self.name
+        if isinstance(self.solver, str) and solver not in SOLVERS:
             raise PlanError(f"there is no solver {solver!r}; choose one of {', '.join(SOLVERS)}")
         if not 0 <= self.tolerance <= MAX_TOLERANCE:
             raise PlanError(

@@ -19,11 +19,6 @@ AUTO = "auto"
 BUILT_IN: tuple[Indicator, ...] = (Hutchinson(), LossVar())
 """The indicators of this package, least true error of plans made from them first (rows ``I-equal-time-…`` of
 docs/results/indicator.json)."""
-MOVED = dict.fromkeys(
-    ("paper", "hessian", "random"),
-    "the plugin examples/qsync-indicators-example of QSync's repository: install it, or choose hutchinson or lossvar",
-)
-"""Indicators that qsync-planner had, and where they are now."""
 
 
 def observed_collectors(observations: Observations) -> list[str]:
@@ -92,8 +87,6 @@ def get_indicator(name: str, registry: Registry | None = None) -> Indicator:
             return indicator
     disabled: list[str] = []
     known = available_indicators(registry, disabled.append)
-    if name in MOVED and name not in known:
-        raise ObservationError(f"the indicator {name} has moved out of qsync-planner, to {MOVED[name]}")
     if name not in known:
         raise ObservationError("; ".join((f"there is no indicator {name!r}; choose one of {', '.join(sorted(known))}", *disabled)))
     return known[name]

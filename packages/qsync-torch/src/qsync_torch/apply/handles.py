@@ -33,12 +33,14 @@ class OperatorCall(Protocol):
     """Runs where a model calls an adjustable operator.
 
     Attributes:
+        model: whose code calls it.
         forms: as which kind the parameter was multiplied with, and whether as that kind's function takes it, or as the transpose.
         follows_casts: whether products with what the model casts the parameter to are this operator's too.
         lowers: whether it takes PyTorch's place, or refuses; else products alone are looked at, and a script may read the weight.
         label: what it runs as, where that is not what the job does by itself; else empty.
     """
 
+    model: nn.Module
     forms: set[tuple[str, bool]]
     follows_casts: bool
     lowers: bool
@@ -50,10 +52,6 @@ class OperatorCall(Protocol):
 
     def is_on(self, owner: nn.Module) -> bool:
         """Whether it runs now, in place of PyTorch's operator."""
-        ...
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Whether it is a parameter or buffer of the model, or a view of one: no operator of a plan is a product of such alone."""
         ...
 
     def run(
@@ -183,7 +181,7 @@ def multiplied(w: Any, kind: OperatorKind, spelling: Spelling, args: tuple[Any, 
     if w.ndim != kind.weight_dimensions or (read := spelling.read(args, kwargs, w)) is None:
         return None
     x, bias, settings = read
-    if isinstance(x, Handle) or not isinstance(x, torch.Tensor) or w.call.is_stored(x):
+    if isinstance(x, Handle) or not isinstance(x, torch.Tensor) or _is_stored(w.call.model, x):
         return None
     as_stored = w.transposed == spelling.transposed
     if not as_stored and not isinstance(w.source, torch.Tensor):
@@ -259,8 +257,8 @@ def _open(function: Any) -> Callable[..., Any]:
 _OPEN_ATTENTION = _open(F.multi_head_attention_forward)
 
 
-def stores(model: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter or buffer of a model, or a view of one."""
+def _is_stored(model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer of a model, or a view of one: no operator of a plan is a product of such alone."""
     source = x if torch.compiler.is_compiling() or x._base is None else x._base
     if not source.is_leaf:
         return False

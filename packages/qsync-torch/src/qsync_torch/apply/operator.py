@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.overrides import has_torch_function
 
-from qsync_core.errors import NumericsError, PlanError
+from qsync_core.errors import BackendError, NumericsError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.first_step import check_autocast
-from qsync_torch.apply.handles import in_backward, stores
+from qsync_torch.apply.handles import in_backward
 from qsync_torch.apply.plan_fit import STORED, Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.apply.stored_modules import HeldWeight
@@ -189,7 +189,7 @@ class Operator:
     ) -> None:
         self.op_id, self._named_as, self._shown = op_id, str(op_id), f"operator {op_id}"
         self.forms: set[tuple[str, bool]] = set()
-        self._in_force, self._module, self._held = in_force, module, held
+        self.model, self._in_force, self._module, self._held = in_force.model, in_force, module, held
         self._kind = kind_of_module(module) or OF_ROWS
         if module is not None:
             self.forms.add((self._kind.name, True))
@@ -199,10 +199,6 @@ class Operator:
     def is_on(self, owner: nn.Module) -> bool:
         """Whether the plan is in force for the module that reads the parameter."""
         return self._in_force.is_on(owner)
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
-        return stores(self._in_force.model, x)
 
     def assign(self, assigned: Assigned) -> None:
         """Take a variant and its kernels.
@@ -268,6 +264,9 @@ class Operator:
         Args:
             input, weight, bias, settings: as that function takes them; or what is stored of a weight.
             kind: which function.
+
+        Raises:
+            BackendError: when that kind has no kernels in 8 bit: of a parameter a plan does not say as which kind it is called.
         """
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
@@ -281,6 +280,11 @@ class Operator:
                 return _by_class(self.run, input, weight, bias, kind, settings)
         binding = self._binding
         if kind is not self._kind or settings != self._prepared:
+            if not kind.row.in_8_bit and self.is_quantized:
+                raise BackendError(
+                    f"{self._shown} is called as {kind.name}, which has no kernels in 8 bit, and the plan has it as {self.label}: "
+                    "keep it in a float format in the plan"
+                )
             geometry = None
             if kind.prepare is not None:
                 shaped = torch.empty(weight.shape, device="meta") if isinstance(weight, HeldWeight) else weight
@@ -423,11 +427,7 @@ class _NotLowered:
 
     def __init__(self, name: str, in_force: InForce) -> None:
         self.forms: set[tuple[str, bool]] = set()
-        self._name, self._in_force = name, in_force
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
-        return stores(self._in_force.model, x)
+        self._name, self.model, self._in_force = name, in_force.model, in_force
 
 
 class Unchanged(_NotLowered):

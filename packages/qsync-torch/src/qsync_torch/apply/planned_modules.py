@@ -413,17 +413,15 @@ class UnreadWeight(ReadWeight):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What comes here past classes' functions reads the dequantized weight too."""
-        return func(*map(_plainly, args), **{name: _plainly(value) for name, value in (kwargs or {}).items()})
+        read = functools.partial(_dequantized, is_plain=True)
+        return func(*map(read, args), **{name: read(value) for name, value in (kwargs or {}).items()})
 
 
-def _dequantized(value: Any) -> Any:
+def _dequantized(value: Any, is_plain: bool = False) -> Any:
+    """A weight as it is read, of no class if that is wanted, also in lists and tuples; anything else as it is."""
     if isinstance(value, UnreadWeight):
-        return value.read()
-    return type(value)(map(_dequantized, value)) if type(value) in (list, tuple) else value
-
-
-def _plainly(value: Any) -> Any:
-    return value.read().as_subclass(torch.Tensor) if isinstance(value, UnreadWeight) else value
+        return value.read().as_subclass(torch.Tensor) if is_plain else value.read()
+    return type(value)(_dequantized(one, is_plain) for one in value) if type(value) in (list, tuple) else value
 
 
 _T = torch.Tensor

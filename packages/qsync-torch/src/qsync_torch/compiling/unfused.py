@@ -7,9 +7,9 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-import attrs
 from torch.fx import Graph, GraphModule, Node
 
+from qsync_core.chains.unchained import Unchained
 from qsync_core.ir.chain import Producer
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.compiling.finding import (
@@ -35,25 +35,7 @@ AN_INPUT = "an input"
 """What a graph gets from outside."""
 
 
-@attrs.frozen
-class Unfused:
-    """An activation that operators quantize by themselves.
-
-    Attributes:
-        what: made it; ``readers``: names of the modules that read it, without the modules that these are in.
-        why: no producer writes its copy.
-    """
-
-    what: str
-    readers: tuple[str, ...]
-    why: str
-
-    def __str__(self) -> str:
-        """Such as ``scaled_dot_product_attention before o_proj: no producer computes it``."""
-        return f"{self.what} before {', '.join(self.readers)}: {self.why}"
-
-
-def unfused(module: GraphModule, reasons: Callable[[Node], str]) -> Iterator[Unfused]:
+def unfused(module: GraphModule, reasons: Callable[[Node], str]) -> Iterator[Unchained]:
     """Every activation that 8-bit operators of a graph, and of its checkpointed parts, quantize by themselves.
 
     Args:
@@ -66,10 +48,10 @@ def unfused(module: GraphModule, reasons: Callable[[Node], str]) -> Iterator[Unf
         for source in dict.fromkeys(source for source in sources if isinstance(source, Node)):
             readers = [user for user in source.users if nodes.makes_its_copy(user) and user.args[0] is source]
             names = tuple(dict.fromkeys(map(_name_of, readers)))
-            yield Unfused(_what(source), names, reasons(source) or _why(source, readers, part.graph, order))
+            yield Unchained(_what(source), names, reasons(source) or _why(source, readers, part.graph, order))
 
 
-def tell(found: Sequence[FoundChain], alone: Sequence[Unfused]) -> None:
+def tell(found: Sequence[FoundChain], alone: Sequence[Unchained]) -> None:
     """Log what was fused and what was not, each kind with how often it is there: a warning where no chain was found at all."""
     if not found and not alone:
         return

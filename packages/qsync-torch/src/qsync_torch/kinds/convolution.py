@@ -1,7 +1,8 @@
 """What convolutions have in common, of images with any number of dimensions, and their transposes.
 
-Shapes: x (B, C, …), weight (O, C / groups, …), bias (O,), y (B, O, …).  PyTorch stores the weight of a transposed convolution as
-(C, O / groups, …); operators take it with output channels first (:func:`other_layout`), as all weights.
+Shapes: x (B, C, …), weight (O, C / groups, …), bias (O,), y (B, O, …).  A transposed convolution spreads its input by the stride;
+PyTorch stores its weight as (C, O / groups, …), and operators take it with output channels first (:func:`other_layout`), as all
+weights.  A channels-last activation gives a channels-last output.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _SETTINGS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _TRANSPOSED = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
 
-def convolution(row: Kind, function: Callable[..., torch.Tensor], module: type[nn.Module]) -> OperatorKind:
-    """The kind of a convolution.
+def convolution(row: Kind) -> OperatorKind:
+    """The kind of a convolution, from what core's table says of it.
 
-    Args:
-        row: what core's table says of it.
-        function: PyTorch's.
-        module: whose forward calls it.
+    PyTorch's function has the kind's name, and the module whose forward calls it is named alike: ``ConvTranspose2d`` of
+    ``conv_transpose2d``.
     """
+    function = getattr(torch, row.name)
+    module = getattr(nn, "".join(map(str.capitalize, row.name.split("_"))))
     settings = _TRANSPOSED if row.transposed else _SETTINGS
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any], weight: torch.Tensor) -> tuple[Any, Any, Settings]:

@@ -7,15 +7,12 @@ from typing import Any
 from torch import nn
 
 from qsync_core.geometry import Geometry
-from qsync_core.kinds import kind_of
-from qsync_torch.kinds.conv1d import CONV1D
-from qsync_torch.kinds.conv2d import CONV2D
-from qsync_torch.kinds.conv3d import CONV3D
-from qsync_torch.kinds.conv_transpose2d import CONV_TRANSPOSE2D
+from qsync_core.kinds import KINDS, kind_of
+from qsync_torch.kinds.convolution import convolution
 from qsync_torch.kinds.kind import Operands, OperatorKind, Spelling
 from qsync_torch.kinds.linear import LINEAR
 
-OPERATOR_KINDS: dict[str, OperatorKind] = {kind.name: kind for kind in (LINEAR, CONV2D, CONV1D, CONV_TRANSPOSE2D, CONV3D)}
+OPERATOR_KINDS: dict[str, OperatorKind] = {name: LINEAR if row.of_rows else convolution(row) for name, row in KINDS.items()}
 """Every kind by its name."""
 
 MODULES = tuple(kind.module for kind in OPERATOR_KINDS.values())

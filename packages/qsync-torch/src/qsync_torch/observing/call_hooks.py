@@ -18,7 +18,7 @@ from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.apply.handles import in_backward, stores
+from qsync_torch.apply.handles import in_backward
 from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.apply.planned_modules import put_plan
 from qsync_torch.kinds.kind import OperatorKind, Settings
@@ -94,15 +94,11 @@ class _HookedCall:
 
     def __init__(self, model: _HookedModel, fqn: str) -> None:
         self.forms: set[tuple[str, bool]] = set()
-        self._model, self._fqn = model, fqn
+        self.model, self._hooked, self._fqn = model.model, model, fqn
 
     def is_on(self, owner: torch.nn.Module) -> bool:
         """Whether calls are observed now: they are in every mode of the model."""
         return True
-
-    def is_stored(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer of the model, or a view of one."""
-        return stores(self._model.model, x)
 
     def run(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: OperatorKind, settings: Settings = ()
@@ -112,7 +108,7 @@ class _HookedCall:
         if kind.prepare is not None:
             # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
             input, geometry = kind.prepare(input, weight, settings)
-        return self._model.run(self._model.next_of(self._fqn, input), input, operand_of(weight, geometry), bias, geometry)
+        return self._hooked.run(self._hooked.next_of(self._fqn, input), input, operand_of(weight, geometry), bias, geometry)
 
 
 @contextmanager

@@ -68,10 +68,8 @@ def collectors_named(names: Iterable[str]) -> list[AnyCollector]:
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed))}"
         )
     if unknown := [name for name in wanted if name not in installed]:
-        known = f"installed are {', '.join(sorted(installed))}"
-        if unknown[0] in ("paper", "hessian"):
-            known += "; it has moved to the plugin examples/qsync-indicators-example of QSync's repository"
-        raise ObservationError("; ".join((f"there is no collector {unknown[0]!r}", known, *disabled)))
+        sentence = f"there is no collector {unknown[0]!r}; installed are {', '.join(sorted(installed))}"
+        raise ObservationError("; ".join((sentence, *disabled)))
     return [installed[name] for name in wanted]
 
 
