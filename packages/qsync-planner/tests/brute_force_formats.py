@@ -22,7 +22,7 @@ BEFORE_FORWARD = (INPUT, WEIGHT)
 RESULT = "result"
 """After forward: from the format that was measured to the one that is delivered."""
 PROMOTED = ("add", "mul", "sub", "cat")
-PASSED_ON = ("relu", "gelu", "dropout", "max_pool2d", "avg_pool2d", "clone", "matmul", "bmm", "softmax")
+PASSED_ON = ("relu", "gelu", "silu", "dropout", "max_pool2d", "avg_pool2d", "clone", "matmul", "bmm", "softmax")
 """Functions that run in 16 bits, where all their operands have one format; those that take any formats."""
 
 

@@ -109,6 +109,8 @@ class Walker:
             variant = None if operator.not_applicable else variants.get(operator.op_id)
             if variant is None or variant.compute not in EIGHT_BIT or variant.grad_weight in EIGHT_BIT:
                 continue
+            if chain.producer == "glu" and operator.kind == "conv2d":  # its copies are of rows, not of images
+                continue
             if operator.input_shapes[0] == result.output_shape and (
                 chain.producer != "batch_norm" or variant.x_granularity == "tensor"
             ):

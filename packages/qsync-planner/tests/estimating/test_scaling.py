@@ -7,7 +7,7 @@ import re
 
 import attrs
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from qsync_core.devices import CHIPS
@@ -51,21 +51,30 @@ def _with(sheet: Datasheet, **changed: float) -> Datasheet:
     return attrs.evolve(sheet, chip=chip, **changed)
 
 
-@given(times, works, places, sheets, shares, st.floats(1.0, 20.0), st.floats(1.0, 20.0))
+FEW_TILES = Work(1e5, 1, ((FLOAT32, 10**9),), tiles=16.0)
+
+
+@given(times, works, places, sheets, shares, st.floats(1.0, 20.0), st.floats(1.0, 20.0), st.sampled_from([1, 2, 4, 16]))
+@example(10**5, FEW_TILES, Place(DATASHEETS["V100"], 1.0), "T4", 0.4, 1.0, 1.0, 1)  # power holds the whole T4, not 16 tiles on it
+@example(10**5, FEW_TILES, Place(DATASHEETS["V100"], 1.0), "A10", 1.0, 1.0, 1.0, 2)
 def test_a_better_chip_is_never_slower(
-    time_ns: int, work: Work, source: Place, name: str, share: float, peak: float, bandwidth: float
+    time_ns: int, work: Work, source: Place, name: str, share: float, peak: float, bandwidth: float, more: int
 ) -> None:
+    """More multiprocessors of one peak are each slower, as few tiles show; with theirs they are better.  Powers of two of them:
+    floating point scales by these exactly."""
     assume(name != source.sheet.name)  # another rule compares a chip with its shares
     sheet = DATASHEETS[name]
-    plain = scaled_ns(time_ns, work, source, Place(sheet, share))
     for better in (
         Place(_with(sheet, peak=peak), share),
         Place(_with(sheet, bandwidth=bandwidth), share),
         Place(_with(sheet, clock_ghz=sheet.clock_ghz * peak), share),
-        Place(_with(sheet, multiprocessors=round(sheet.multiprocessors * peak)), share),
+        Place(_with(sheet, multiprocessors=sheet.multiprocessors * more, peak=more), share),
         Place(sheet, 1.0),
     ):
-        assert scaled_ns(time_ns, work, source, better) <= plain
+        assert scaled_ns(time_ns, work, source, better) <= scaled_ns(time_ns, work, source, Place(sheet, share))
+    any_tiles, of_one_peak = attrs.evolve(work, tiles=0.0), _with(sheet, multiprocessors=round(sheet.multiprocessors * peak))
+    plain = scaled_ns(time_ns, any_tiles, source, Place(sheet, share))
+    assert scaled_ns(time_ns, any_tiles, source, Place(of_one_peak, share)) <= plain
 
 
 def test_a_product_on_another_share_by_hand() -> None:
@@ -103,10 +112,11 @@ def test_what_memory_does_not_explain_goes_with_the_cycles() -> None:
 
 
 def test_few_tiles_fill_a_small_chip_and_leave_a_large_one_idle() -> None:
-    """20 tiles keep 20 of 132 multiprocessors busy, and 20 of an A2's 10."""
+    """20 tiles keep 20 of 132 multiprocessors busy, which no power holds, and 20 of an A2's 10."""
     work = Work(0, 0, ((FLOAT16, 10**10),), tiles=20)
     a2 = Place(DATASHEETS["A2"], 1.0)
-    assert modelled_ns(work, H200) == pytest.approx(1e10 / H200.sustained_per_ns(FLOAT16, False) * 132 / 20)
+    peak_per_ns = 1e3 * H200.sheet.chip.peak_tera[FLOAT16]
+    assert modelled_ns(work, H200) == pytest.approx(1e10 / (1.04 * peak_per_ns * 20 / 132))
     assert modelled_ns(work, a2) == pytest.approx(1e10 / a2.sustained_per_ns(FLOAT16, False))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hand_models import LADDER, profile
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic import FLOAT32, GraphBuilder
 
@@ -85,6 +85,7 @@ def test_a_hierarchy_by_hand_where_the_links_inside_are_fast() -> None:
     st.integers(0, 10**9),
     st.integers(0, 10**6),
 )
+@example([1, 1, 7], [(2, 0.0, 0.0), (2, 0.0, 0.0), (2, 0.0, 0.625), (2, 0.0, 0.0)], (1.0, 0.0), 1, 1)  # .625 ns are no ratio of 1.6
 def test_never_shorter_for_more_bytes_or_more_ranks(
     counts: list[int], models: list[tuple[int, float, float]], across: tuple[float, float], nbytes: int, more: int
 ) -> None:

@@ -10,9 +10,9 @@ from brute_force_calibration import learn
 from brute_force_clocks import fastest_pace, write_program
 from brute_force_memory import levels_bytes
 from brute_force_walk import Walker
-from chained_models import CHOSEN, IMAGE, ChainBuilder, block, chained_dags, chained_profiles, chosen, way, with_chains
+from chained_models import CHOSEN, IMAGE, ChainBuilder, block, chained_dags, chained_profiles, chosen, way, ways, with_chains
 from hand_models import BF16, FP32, I8, I8_BF16, cast_ns, op, profile, single_group
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from random_models import assignments, changes
 from synthetic import BFLOAT16, FLOAT32, INT8, GraphBuilder
@@ -170,8 +170,21 @@ def plans(draw: st.DrawFn) -> tuple[PrecisionDag, Profile, dict[OpId, Chosen]]:
     return dag, made, {**draw(assignments(dag)), **said}
 
 
+def gated_images() -> tuple[PrecisionDag, Profile, dict[OpId, Chosen]]:
+    """silu(gate) · up → down: its function passes 16 bits on, and the convolution reads floats, of which it makes its own copy."""
+    g = ChainBuilder("m")
+    x = g.input("x", IMAGE)
+    gate, up = g.conv2d("gate", x, 3, 1), g.conv2d("up", x, 3, 1)
+    g.loss(g.conv2d("down", g.called("product", "mul", g.called("silu", "silu", gate), up), 3, 1))
+    dag = g.build()
+    costs = {chain.name: dict.fromkeys(ways(chain), OpCost(1, 2, 3, 4, saved_own_bytes=5)) for chain in chains_of(dag)}
+    variants: dict[OpId, Chosen] = {op("gate"): I8_BF16, op("up"): I8_BF16, op("down"): I8, op("silu"): FUSED}
+    return dag, with_chains(profile(dag, {}), dag, costs), variants
+
+
 @tries(60)
 @given(plans())
+@example(gated_images())
 def test_time_and_memory_equal_those_of_a_second_implementation(plan: tuple[PrecisionDag, Profile, dict[OpId, Chosen]]) -> None:
     dag, made, variants = plan
     walker = Walker(dag, made, chains_of(dag))

@@ -203,10 +203,14 @@ class Place:
         peak, _, _ = self._products(precision, tf32)
         return 1e3 * peak * self.share * REACHED_PEAK
 
-    def sustained_per_ns(self, precision: Precision, tf32: bool) -> float:
-        """Estimate the speed of large products in a format while the chip's power lasts; chips are compared with it."""
+    def sustained_per_ns(self, precision: Precision, tf32: bool, tiles: float = 0.0) -> float:
+        """Estimate the speed of products in a format while the chip's power lasts; chips are compared with it.
+
+        Fewer ``tiles`` (0: any number) than multiprocessors leave the others idle, and those at work have the power of all.
+        """
         peak, most, joules = self._products(precision, tf32)
-        return 1e3 * min(most * peak * self.share, self.sheet.watts / (joules * self.sheet.process_nm))
+        at_work = min(self.share, tiles / self.sheet.multiprocessors) if tiles else self.share
+        return 1e3 * min(most * peak * at_work, self.sheet.watts / (joules * self.sheet.process_nm))
 
     def _products(self, precision: Precision, tf32: bool) -> tuple[float, float, float]:
         """The peak, the largest share of it, and the energy of an operation."""

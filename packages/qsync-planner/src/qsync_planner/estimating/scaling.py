@@ -58,9 +58,8 @@ def _on_another_chip(time_ns: int, work: Work, source: Place, target: Place, tf3
 
 def _bound_ns(work: Work, place: Place, tf32: bool) -> float:
     """Memory traffic and large products, which overlap; few tiles leave multiprocessors idle."""
-    busy = min(1.0, work.tiles / place.multiprocessors) if work.tiles else 1.0
-    computing = sum(count / place.sustained_per_ns(precision, tf32) for precision, count in work.products)
-    return math.hypot(work.nbytes / place.bytes_per_ns, computing / busy)
+    computing = sum(count / place.sustained_per_ns(precision, tf32, work.tiles) for precision, count in work.products)
+    return math.hypot(work.nbytes / place.bytes_per_ns, computing)
 
 
 def _on_another_share(time_ns: int, work: Work, source: Place, target: Place, tf32: bool) -> float:

@@ -149,10 +149,10 @@ class _Member:
         return max(own_ns or 0.0, *across_ns, 0.0)
 
     def _ratio(self, nbytes: int) -> float:
-        """What was measured of this size, over the fitted line."""
+        """What was measured of this size, over the fitted line; 1 where that is the line, rounded to nanoseconds."""
         assert self.model is not None
-        fitted = self.model.alpha_ns + self.model.beta_ns_per_byte * nbytes
-        return self.model.cost_ns(nbytes) / fitted if fitted > 0 else 1.0
+        fitted, cost_ns = self.model.alpha_ns + self.model.beta_ns_per_byte * nbytes, self.model.cost_ns(nbytes)
+        return cost_ns / fitted if fitted > 0 and abs(cost_ns - fitted) > 0.5 else 1.0
 
 
 def compute_share(profile: Profile) -> float:
