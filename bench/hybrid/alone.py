@@ -51,8 +51,8 @@ from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Job
-from qsync_torch.observing.observe import observe
-from qsync_torch.profiling.profile import profile
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.profiling.profile import ProfileRequest, profile
 from qsync_torch.timing import Stopwatch
 from qsync_torch.tracing.trace import trace
 from results import provenance
@@ -168,7 +168,8 @@ def main() -> None:
     job = make_job(options.name, batch)
     dag = artifact(options.out / "dag.qsync", PrecisionDag, lambda: trace(job))
     laps = Laps()
-    measure_profile = partial(profile, job, dag, device=DEVICE, share=options.share, ladder=LADDER, progress=laps.at)
+    asked = ProfileRequest(device=DEVICE, share=options.share, ladder=LADDER)
+    measure_profile = partial(profile, job, dag, asked, progress=laps.at)
     profile_ = artifact(options.out / f"profile.{options.share:g}.qsync", Profile, measure_profile)
     found.setdefault("profile_s", laps.taken())
     found.setdefault("call_us", Stopwatch(torch.device("cpu")).overhead_ns / 1e3)
@@ -189,7 +190,7 @@ def main() -> None:
         print(options.name, options.share, label, f"{prediction.iteration_ns / 1e6:.2f}", measured, flush=True)
         write(path, found)
     if options.budgets:
-        observed = partial(observe, job, dag, LADDER, device=DEVICE, steps=10)
+        observed = partial(observe, job, dag, ObserveRequest(LADDER, device=DEVICE, steps=10))
         sensitivity = artifact(options.out / "sensitivity.qsync", Sensitivity, lambda: indicate(observed(), dag, LADDER))
         rows = found.setdefault("budgets", [])
         for budget in budgets_of(replayer, dag, options.budgets)[len(rows) :]:

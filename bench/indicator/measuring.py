@@ -21,7 +21,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
@@ -121,10 +121,10 @@ def measure(task: Task, kept: Kept, say: Callable[[str], None], *, again: bool =
     dag = trace(job)
     kept.folder.mkdir(parents=True, exist_ok=True)
     save(dag, kept.path(task, "dag"))
-    run = functools.partial(observe, job, dag, variants, warmup=effort.warmup, settled=None, seed=task.seed)
+    asked = functools.partial(ObserveRequest, variants, warmup=effort.warmup, settled=None, seed=task.seed)
     if again or not kept.path(task, "observed").exists():
         collectors = [HutchinsonCollector(), HessianCollector(), LossVarCollector(), PaperCollector()]
-        save(run(steps=effort.steps, collectors=collectors), kept.path(task, "observed"))
+        save(observe(job, dag, asked(steps=effort.steps, collectors=collectors)), kept.path(task, "observed"))
         say(f"{task}: {len(dag.adjustable)} operators observed")
     if again or not kept.path(task, "reached").exists():
         found = reached(subject, task.seed, effort.warmup)
@@ -132,5 +132,5 @@ def measure(task: Task, kept: Kept, say: Callable[[str], None], *, again: bool =
         say(f"{task}: held-out loss {found.loss:.3f}, accuracy {found.accuracy:.1%}, training loss {found.training_loss:.3f}")
     if not kept.path(task, "truth").exists():
         collector = MonteCarloCollector(effort.draws)
-        save(run(steps=effort.truth_steps, collectors=[collector]), kept.path(task, "truth"))
+        save(observe(job, dag, asked(steps=effort.truth_steps, collectors=[collector])), kept.path(task, "truth"))
         say(f"{task}: measured")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.collector import ObservedStep, StepTerm
 from qsync_torch.observing.montecarlo import is_random, squared_norm, step_gradients, whole_plan
-from qsync_torch.observing.observe import observe
+from qsync_torch.observing.observe import ObserveRequest, observe
 
 Plan = Mapping[OpId, Variant]
 """What runs in another variant than float32."""
@@ -91,8 +90,15 @@ def plan_errors(task: Task, dag: PrecisionDag, plans: Sequence[Plan], kept: Kept
     if not path.exists():
         torch.set_num_threads(1)
         job = SUBJECTS[task.model].job(task.seed)
-        run = functools.partial(observe, job, dag, SETS["ladder"], warmup=kept.effort.warmup, settled=None, seed=task.seed)
-        save(run(steps=effort.steps, collectors=[PlanErrors(plans, effort.draws)]), path)
+        asked = ObserveRequest(
+            SETS["ladder"],
+            warmup=kept.effort.warmup,
+            steps=effort.steps,
+            collectors=[PlanErrors(plans, effort.draws)],
+            settled=None,
+            seed=task.seed,
+        )
+        save(observe(job, dag, asked), path)
     found = load(path, Observations)
     return [tuple(found.values(PlanErrors.name, f"plan {i}")) for i in range(len(plans))]
 
