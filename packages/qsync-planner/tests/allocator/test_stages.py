@@ -56,9 +56,9 @@ class Drawn:
 
     @classmethod
     def of(cls, group: GroupProblem, replayer: Replayer) -> Drawn | None:
-        """None where a step is no sum, or where there are too many plans."""
+        """None where a step is no sum, where there is nothing to decide and so no stage, or where there are too many plans."""
         program = GroupProgram(group, replayer)
-        if not program.deadlines or math.prod(len(unit.rungs) for unit in group.units) > MOST_PLANS:
+        if not program.deadlines or not group.units or math.prod(len(unit.rungs) for unit in group.units) > MOST_PLANS:
             return None
         plans = itertools.product(*(range(len(unit.rungs)) for unit in group.units))
         return cls(group, program, tuple(program.replay(rungs) for rungs in plans))

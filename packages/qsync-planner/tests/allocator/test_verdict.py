@@ -80,10 +80,8 @@ def brute_force_best(case: Case) -> float:
 
 
 @tries(8)
-@example(seed=45, kind=DeviceKind.CPU, train=1).xfail(  # 1.3%, by one group's head alone in int8
-    reason="a group's choices are its ladder's rungs and what was found at the traced batch, not every mixture at every batch",
-    raises=AssertionError,
-)
+@example(seed=45, kind=DeviceKind.CPU, train=1)  # 1.3% by rungs that are the fastest at an uneven batch alone
+@example(seed=83, kind=DeviceKind.CPU, train=2)  # 4%, by such as are the fastest at one sample more than the known ones allow
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from([*DeviceKind, None]), train=st.integers(1, 2))
 def test_no_way_is_better_than_the_recommended_one_by_a_percent(seed: int, kind: DeviceKind | None, train: int) -> None:
     case = random_case(seed, blocks=1, kind=kind, train=train, infer_groups=2 - train + (seed % 2))

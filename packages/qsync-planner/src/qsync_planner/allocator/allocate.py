@@ -34,7 +34,7 @@ from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs
 from qsync_planner.allocator.exact.search import Progress, TimeLeft
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, solve_exactly
-from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, fastest_rungs
+from qsync_planner.allocator.fastest import FastestJobs, GroupChoices, Rungs, add_at_uneven_batches, fastest_rungs
 from qsync_planner.allocator.free_batch import Freed, fastest_batches, free_batches
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.jobs import Jobs
@@ -176,6 +176,7 @@ class _Allocation:
         for known in (fastest_rungs(problem, self._start.programs, self._uniform_rungs), found.solution.rungs):
             for name, rungs in known.items():
                 self._choices.add(name, rungs)
+        add_at_uneven_batches(self._fastest, self._uniform_rungs)
         if request.batch == "free" and request.objective == "time":
             found = fastest_batches(
                 problem, self._ways, found.solution, self._fastest, request.omega_limit, self._fastest_at_batches

@@ -17,7 +17,7 @@ import attrs
 from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
-from qsync_planner.allocator.dynamic_batch import balance, largest_batch
+from qsync_planner.allocator.dynamic_batch import balance, largest_batch, scaled_profiles
 from qsync_planner.allocator.exact.group_program import Quantity, Replayed
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.programs import Programs, least
@@ -37,6 +37,9 @@ _FIRST_MOVE = 16
 
 _NEAR = 1e-4
 """Part of the shortest period that the fastest rungs may take more."""
+_MOST_UNITS = 1_000
+"""Units of all inference groups up to which the fastest rungs are looked for at uneven batches, each of which has programs of its
+own; those of more units take seconds."""
 
 Rungs = tuple[int, ...]
 
@@ -367,3 +370,27 @@ def fastest_rungs(problem: Problem, programs: Programs, starts: Mapping[str, Run
             alike.append(best)
             found[group.name] = best.rungs
     return found
+
+
+def add_at_uneven_batches(fastest: FastestJobs, starts: Mapping[str, Rungs]) -> None:
+    """Add the fastest rungs at the batches of the fastest uneven job to what its groups may run, as long as that makes it faster.
+
+    Also those at one sample more: a split that gives a group more is not seen while the known rungs are too slow there.
+
+    Args:
+        fastest: jobs of all groups; nothing is added to those of very many units.
+        starts: rungs that keep the memory budgets, by group.
+    """
+    choices = fastest.choices
+    problem, ways, names = choices.problem, choices.jobs.ways, choices.jobs.names
+    if len(names) < 2 or sum(len(group.units) for group in problem.groups) > _MOST_UNITS:
+        return
+    best = fastest.find(names, lower=True, uneven=True)
+    while best is not None:
+        for more in (0, 1):
+            batches = {name: batch + more for name, batch in best.local_batches.items()}
+            there = ways.with_profiles(scaled_profiles(problem, batches)).first
+            for name, rungs in fastest_rungs(problem, Programs(there), starts).items():
+                choices.add(name, rungs)
+        found = fastest.find(names, lower=True, uneven=True)
+        best = found if found is not None and found.iteration_ns < best.iteration_ns else None
