@@ -362,7 +362,7 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
     known = {op_id.fqn for op_id in (*plan.operator_ids, *plan.unaddressed_ids)}
     named = {*dict(model.named_modules()), *dict(model.named_parameters())}
     # A call without an address is named by its function and by the module that makes it, with any parameter below.
-    callers = {op_id.fqn.rpartition(".")[0] for op_id in plan.unaddressed_ids if op_id.fqn not in named}
+    callers = tuple(op_id.fqn[: op_id.fqn.rfind(".") + 1] for op_id in plan.unaddressed_ids if op_id.fqn not in named)
     modules = [
         (name, module)
         for name, module in model.named_modules()
@@ -374,9 +374,7 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
         owner, _, leaf = name.rpartition(".")
         if id(parameter) in weights or parameter.dim() not in WEIGHT_DIMENSIONS or name in known or owner in known:
             continue
-        if any(f"{owner}.".startswith(f"{caller}." if caller else "") for caller in callers):
-            continue
-        if parameter.is_complex():  # of which no operator is adjustable
+        if name.startswith(callers) or parameter.is_complex():  # of which no operator is adjustable
             continue
         places.append(WeightPlace(name, model.get_submodule(owner), leaf))
     return modules, places

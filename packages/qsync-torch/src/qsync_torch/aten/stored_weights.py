@@ -128,9 +128,9 @@ def _int8(matrix: torch.Tensor, storage: Storage) -> StoredWeight:
     scales = stored.scale if stored.scale.ndim == 2 else stored.scale[:, None]
     if not columns:
         return stored._replace(scale=torch.ones_like(stored.scale))  # that of zeros, as rows have one without elements too
-    for part in _parts(rows, max(1, _PART // max(1, columns))):
+    for part in _parts(rows, max(1, _PART // columns)):
         wide = matrix[part].float()
-        for index, first in enumerate(range(0, columns, max(1, block))):
+        for index, first in enumerate(range(0, columns, block)):
             group = wide[:, first : first + block]
             scale = torch.empty(group.shape[0], device=matrix.device)
             write_scale(group.abs().amax(1), Precision.INT8, scale)
