@@ -3,12 +3,13 @@
     python bench/frozen_gpu.py --only F1,F2,F3,F6 --directory RUN
     python bench/frozen_gpu.py --only F7 --directory RUN [--seed 1]
     torchrun --nproc-per-node 2 bench/frozen_gpu.py --only F5 --directory RUN
-    python bench/frozen_gpu.py --tiny --only F1,F2,F3,F6,F7 --directory RUN
+    python bench/frozen_gpu.py --size 3b --only F1,F2,F3,F6 --directory RUN-3B
+    python bench/frozen_gpu.py --size tiny --only F1,F2,F3,F6,F7 --directory RUN
 
 A Llama-like model of 1.2 billion parameters, held in bfloat16, with LoRA r = 16 on all linears and 4 x 1024 tokens, trained on the
-text of Python's library for a while first; with ``--tiny`` a small one, on a CPU too.  The directory keeps the base, its graph,
-profile and sensitivity, the losses of F7 (of one seed, with ``--seed``, or of all that are not there yet), and ``frozen.json`` with
-the rows; ``python bench/results.py`` merges these.
+text of Python's library for a while first; with ``--size`` one of 3 billion, or a tiny one, on a CPU too.  The directory keeps the
+base, its graph, profile and sensitivity, the losses of F7 (of one seed, with ``--seed``, or of all that are not there yet), and
+``frozen.json`` with the rows; ``python bench/results.py`` merges these.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from results import write_rows
 
 LADDER = tuple(Variant.named(name) for name in ("bfloat16@nf4", "bfloat16@int8-block", "bfloat16@int8-row", "bfloat16"))
 NF4, BFLOAT16 = LADDER[0], LADDER[-1]
-CAPS, TIMED, TURNS, UPDATES, LAST, SEEDS, OBSERVED = 12, 4, 6, 400, 50, 3, 6
+CAPS, TIMED, TURNS, UPDATES, LAST, SEEDS = 12, 4, 6, 400, 50, 3
 _ANY_TIME = 5.0
 Stored = Mapping[OpId, Variant]
 
@@ -82,9 +83,14 @@ class Size:
     pretrained: int = 100
     updates: int = UPDATES
     seeds: int = SEEDS
+    pretrained_samples: int = 16
+    observed: int = 6
+    suffix: str = ""
 
 
 TINY = Size(2, 128, 352, 4, 256, 8, 4, 64, 100, 12, 2)
+SIZES = {"1b": Size(), "3b": Size(28, 3072, heads=24, pretrained=60, pretrained_samples=8, observed=2, suffix="-3b"), "tiny": TINY}
+"""By what ``--size`` says.  The larger one is trained and observed for less long: it is there for memory, time and loading."""
 
 
 class Bench:
@@ -107,7 +113,8 @@ class Bench:
         began = time.monotonic()
         model = adapted_llama(
             size.layers, size.width, 0, inner=size.inner, heads=size.heads, vocabulary=size.vocabulary, length=size.length,
-            rank=size.rank, trained=0 if path.exists() else size.pretrained, device=self.device,
+            rank=size.rank, trained=0 if path.exists() else size.pretrained,
+            samples=size.pretrained_samples, device=self.device,
         )  # fmt: skip
         if path.exists():
             load_model(model, path)
@@ -141,7 +148,7 @@ class Bench:
         return profile(self.job, self.dag, ProfileRequest(self.device, ladder=LADDER, with_collectives=False), note=print)
 
     def _rated(self) -> Sensitivity:
-        asked = ObserveRequest(LADDER, steps=OBSERVED, device=self.device, collectors=[HutchinsonCollector()])
+        asked = ObserveRequest(LADDER, steps=self.size.observed, device=self.device, collectors=[HutchinsonCollector()])
         return indicate(observe(self.job, self.dag, asked, announce=print), self.dag, LADDER)
 
     def inputs(self, memory_bytes: int) -> Inputs:
@@ -337,6 +344,7 @@ def _layer(op_id: OpId) -> int:
 def _true_errors(bench: Bench, rules: Mapping[str, Stored]) -> dict[str, float]:
     """√(Σ ‖Δg‖² / Σ ‖g‖²) over batches."""
     model = copy.deepcopy(bench.job.model).to(bench.device).double().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # in float64, what billions keep for backward fills a card
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     generator = torch.Generator(bench.device).manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -498,7 +506,7 @@ def main() -> None:
     parser.add_argument("--only", default="F1", help="parts, comma-separated")
     parser.add_argument("--directory", type=Path, required=True, help="what was measured of the job, and the rows")
     parser.add_argument("--seed", type=int, help="of F7: this one alone")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--size", choices=SIZES, default="1b", help="of the model; tiny is to try the script")
     options = parser.parse_args()
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -513,19 +521,19 @@ def main() -> None:
         rank = dist.get_rank()
         if rank:
             dist.barrier()  # until the first one has measured and written
-    bench = Bench(TINY if options.tiny else Size(), options.directory, device, options.seed)
+    bench = Bench(SIZES[options.size], options.directory, device, options.seed)
     if dist.is_initialized() and not rank:
         dist.barrier()
     for name in options.only.split(","):
         try:
-            rows = list(PARTS[name](bench))
+            rows = [row | {"id": row["id"] + bench.size.suffix} for row in PARTS[name](bench)]
         except Exception:
             traceback.print_exc()
             continue
         for one in rows:
             print(one)
         if not rank:
-            command = f"python bench/frozen_gpu.py --only {name}"
+            command = f"python bench/frozen_gpu.py --size {options.size} --only {name} --directory RUN"
             write_rows("frozen", rows, command, directory=options.directory)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -72,6 +72,7 @@ def adapted_llama(
     length: int = _TOKENS,
     rank: int = _RANK,
     trained: int = _TRAINED,
+    samples: int = 16,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
     """A Llama that was trained on the text a little, in bfloat16, with adapters in float32."""
@@ -88,10 +89,11 @@ def adapted_llama(
         vocab_size=vocabulary,
         max_position_embeddings=length,
     )
-    model = transformers.LlamaForCausalLM(config).to(device)
+    with torch.device(device):  # a GPU draws billions of numbers in an instant
+        model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 * min(1.0, 256 / width))
     for step in range(trained):
-        x = tokens(step, 16, length).to(device)
+        x = tokens(step, samples, length).to(device)
         with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
             loss = loss_of(model(input_ids=x, use_cache=False), Batch((), {}, x))
         loss.backward()

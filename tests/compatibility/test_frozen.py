@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from compatibility import adapted_layers
 from compatibility.job import difference
 from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
 from qsync_core.errors import PlanError
@@ -125,46 +125,22 @@ def test_ranks_that_store_in_different_formats(folder: Path) -> float:
     return float((both[0] - both[1]).abs().max()) if losses[-1] < losses[0] else 2.0
 
 
-class LoRALinear(nn.Module):
-    """As torchtune's: the weight is the layer's own parameter, beside its adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, 32) / 6, requires_grad=False)
-        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight) + 2 * self.lora_b(self.lora_a(x))
-
-
 @on_two_ranks
 def test_layers_that_have_adapters_beside_their_weight(folder: Path) -> float:
-    """Both are stored on the second rank and none on the first, where one runs in int8.  Adapters stay equal on both."""
-    torch.manual_seed(0)
-    model = nn.Sequential(checkpoint_wrapper(LoRALinear()), nn.SiLU(), checkpoint_wrapper(LoRALinear())).to(torch.bfloat16)
-    names = [f"{place}._checkpoint_wrapped_module.weight" for place in (0, 2)]
-    own = [model.get_parameter(name).clone() for name in names]
-    adapters = [OpId(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-
-    def group(name: str, role: Role, *variants: str) -> GroupPlan:
-        chosen = {OpId(fqn): Assignment(Variant.parse(one), "aten", "", "") for fqn, one in zip(names, variants, strict=True)}
-        return GroupPlan(name, role, 1, DeviceType("cpu", DeviceKind.CPU), Precision.BFLOAT16, chosen)
-
-    groups = (group("train", Role.TRAIN, "bfloat16", "int8"), group("infer", Role.INFER, "bfloat16@nf4", "bfloat16@int8-row"))
-    plan = PrecisionPlan(
-        "beside", "", tuple(map(OpId, names)), {}, "by hand", "", 1, 1, 0.0, None, groups, "train",
-        unaddressed_ids=tuple(adapters), base=Precision.BFLOAT16, output_formats=OutputFormats(decides=False),
-    )  # fmt: skip
+    """All are stored on the second rank and none on the first, where one runs in int8.  Adapters stay equal on both."""
+    model = adapted_layers.adapted()
+    modules = [model.get_submodule(name.removesuffix(".weight")) for name in adapted_layers.NAMES]
+    own = [module.weight.clone() for module in modules]
+    plan = adapted_layers.plan_of_adapted(DeviceType("cpu", DeviceKind.CPU))
     applied = apply_(model, plan, group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
     ddp = DistributedDataParallel(model, **applied.ddp_options())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())).bfloat16()
+        x = torch.randn(8, adapted_layers.WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())).bfloat16()
         ddp(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    modules = [model.get_submodule(name.removesuffix(".weight")) for name in names]
-    if [module.__dict__[STORED].storage.is_quantized for module in modules] != [bool(dist.get_rank())] * 2:
+    if [module.__dict__[STORED].storage.is_quantized for module in modules] != [bool(dist.get_rank())] * 3:
         return 1.0
     if not dist.get_rank() and not all(torch.equal(m.weight, weight) for m, weight in zip(modules, own, strict=True)):
         return 2.0

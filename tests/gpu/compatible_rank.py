@@ -20,6 +20,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from compatibility.adapted_layers import adapted, plan_of_adapted
 from compatibility.job import GROUPS, difference, plan_for
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
@@ -116,7 +117,32 @@ def normalized() -> float:
     return difference([found], [expected])
 
 
+def stored() -> float:
+    """The second rank alone stores its base, by a plan in force before the model comes to its device; adapters stay equal."""
+    model = adapted()
+    applied = apply_(
+        model, plan_of_adapted(DeviceType(torch.cuda.get_device_name(), DeviceKind.CUDA)), group=GROUPS[RANK], allow_flags=["share"]
+    )
+    model.cuda()
+    ddp = DistributedDataParallel(model, device_ids=[RANK], **applied.ddp_options())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    losses = []
+    for step in range(20):
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(2 * step + RANK)).bfloat16().cuda()
+        loss = ddp(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    mine = torch.cat([parameter.detach().flatten().float() for parameter in trained])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine)
+    return float((both[0] - both[1]).abs().max()) if losses[-1] < losses[0] else 1.0
+
+
 torch.cuda.set_device(RANK)
 dist.init_process_group("nccl", store=dist.FileStore(str(FOLDER / "store"), 2), rank=RANK, world_size=2)
-print(json.dumps({"refused": refused, "sharded": sharded, "compressed": compressed, "normalized": normalized}[CASE]()))
+CASES = {"refused": refused, "sharded": sharded, "compressed": compressed, "normalized": normalized, "stored": stored}
+print(json.dumps(CASES[CASE]()))
 dist.destroy_process_group()

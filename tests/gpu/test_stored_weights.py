@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from compatibility.adapted_layers import adapted, plan_of_adapted  # noqa: E402
 from qsync_core.ir.precision import Precision, Storage  # noqa: E402
+from qsync_core.ir.profile import DeviceKind, DeviceType  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
 
@@ -89,6 +93,32 @@ def test_one_dense_copy_lives_in_each_pass(storage):
     _, most, kept = rise(y.backward)
     assert dense <= most < dense + (2 << 20)
     assert kept < 2 << 20
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The result and the gradients of a step on the device."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16().cuda().requires_grad_()
+    y = model(x)
+    y.float().square().mean().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]
+
+
+@pytest.mark.parametrize("group", ["train", "infer"])
+def test_a_model_may_come_to_its_device_after_its_plan(group):
+    """The bits of one that came before: where this rank stores weights, and where it keeps what another group stores."""
+    from qsync_torch import apply_
+
+    card = DeviceType(torch.cuda.get_device_name(), DeviceKind.CUDA)
+    before, after = adapted().cuda(), adapted()
+    for model in (before, after):
+        apply_(model, plan_of_adapted(card), group=group, seed=1, allow_flags=["share"])
+    after.cuda()
+    found = gradients(after)
+    assert len(found) == 6
+    assert all(map(torch.equal, found, gradients(before), strict=True))
+    if group == "infer":
+        assert all(map(torch.equal, found, gradients(copy.deepcopy(after)), strict=True))
+    assert all(tensor.is_cuda for tensor in after.state_dict().values())
 
 
 def test_a_compiled_model_reads_the_same():
