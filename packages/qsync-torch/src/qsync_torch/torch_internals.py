@@ -51,9 +51,14 @@ def is_higher_order(target: Any) -> bool:
     return getattr(target, "__module__", "") == torch.ops.higher_order.__name__
 
 
-def saves_through_hooks() -> bool:
-    """Whether what is saved for backward goes through hooks now: activation checkpointing, or a script's own."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def saves_through_hooks(besides: Callable[[torch.Tensor], Any] | None = None) -> bool:
+    """Whether what is saved for backward goes through hooks now: activation checkpointing, or a script's own.
+
+    Args:
+        besides: a packing function that does not count.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0] is not besides
 
 
 def running_node() -> torch.autograd.graph.Node | None:

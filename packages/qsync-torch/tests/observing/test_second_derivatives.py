@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from qsync_core.geometry import Geometry
-from qsync_torch.observing.second_derivatives import differentiable_product
+from qsync_core.ir.precision import Precision
+from qsync_torch.devices import number_settings
+from qsync_torch.observing.second_derivatives import differentiable_product, products_as_coarse_as
 
 GEOMETRIES = {
     "plain": ((2, 3, 6, 5), (4, 3, 3, 3), Geometry()),
@@ -112,3 +114,21 @@ def test_a_double_backward_that_needs_one_gradient_only():
             results.append(torch.autograd.grad(first, [grad, (weight, x)[of]], _random(*first.shape)))
         for found, expected in zip(*results, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("asked", ["highest", "high"])
+@pytest.mark.parametrize("base", [Precision.FLOAT32, Precision.BFLOAT16])
+def test_products_run_in_tf32_where_the_jobs_have_no_more_bits(base, asked):
+    """On a GPU, in the block alone; a job's own setting is what it was."""
+    gpu = torch.device("cuda")
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(asked)
+        with products_as_coarse_as(base, gpu):
+            within = number_settings(gpu)["float32_matmul"]
+        with products_as_coarse_as(base, torch.device("cpu")):
+            assert torch.get_float32_matmul_precision() == asked
+        assert torch.get_float32_matmul_precision() == asked
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert within == ("high" if base is Precision.BFLOAT16 else asked)

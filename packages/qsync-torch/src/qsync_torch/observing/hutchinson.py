@@ -42,7 +42,7 @@ from qsync_torch.observing.rounding_noise import (
     mean_error,
     stored_error,
 )
-from qsync_torch.observing.second_derivatives import second_derivatives
+from qsync_torch.observing.second_derivatives import KeptByFunctions, KeptByModules, products_as_coarse_as, second_derivatives
 from qsync_torch.torch_internals import pytree
 
 _DIRECTION_SEED, _FLIP_SEED, _NEXT_DIRECTION = 0x5EED, 0xF11B, 0x9E3779B1
@@ -110,7 +110,7 @@ class HutchinsonCollector:
         """
         while True:
             try:
-                with second_derivatives(step.job.name):
+                with second_derivatives(step.job.name), KeptByModules(step.model):
                     found = _Pass(step, variants).run(self.parts)
                 # The gradient is finite, or the pass had refused it.
                 if stray := next((op_id for (op_id, *_), value in found.items() if not math.isfinite(value)), None):
@@ -225,7 +225,7 @@ class _Pass:
         kept = KeptInputs(step.dag, response, self._direction, self._add_kept)
         copies = CopyScales(step.dag)
         watching = (copies if self._chain_copies and counts else nullcontext(), kept if self._kept and counts else nullcontext())
-        lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, *watching)
+        lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, *watching, KeptByFunctions())
         try:
             with step.undisturbed():
                 _forget_gradients(parameters)
@@ -236,17 +236,18 @@ class _Pass:
                     loss = share * step.job.compute_loss(part, step.model)
                 self._copy_scales |= copies.by_reader()
                 self._has_masks = bool(masks.seen)
-                norm = float(response.differentiate(loss, parameters))
-                # The gradient does not pass by an operator before which nothing is trained; a response does, unless there is none.
-                self._reached |= {site.operator.op_id for site in response.sites if site.grad_output is not None}
-                del loss
-                if not self._scale:
-                    self._set_scale(norm)
-                response.respond(self._turned, len(terms.SHIFTS) if self._stores else 1, again=bool(masks.seen) and counts)
-                kept.finish()
-                _forget_gradients(parameters)
-                if counts:
-                    self._carry_flips_back(response, masks.seen)
+                with products_as_coarse_as(step.dag.base, loss.device), KeptByFunctions():
+                    norm = float(response.differentiate(loss, parameters))
+                    # The gradient does not pass by an operator before which nothing is trained; a response does, if there is one.
+                    self._reached |= {site.operator.op_id for site in response.sites if site.grad_output is not None}
+                    del loss
+                    if not self._scale:
+                        self._set_scale(norm)
+                    response.respond(self._turned, len(terms.SHIFTS) if self._stores else 1, again=bool(masks.seen) and counts)
+                    kept.finish()
+                    _forget_gradients(parameters)
+                    if counts:
+                        self._carry_flips_back(response, masks.seen)
         finally:
             masks.seen.clear()
             kept.release()

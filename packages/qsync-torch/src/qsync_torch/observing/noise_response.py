@@ -27,7 +27,7 @@ from qsync_torch.kinds.products import product
 from qsync_torch.observing.collector import parameter_of
 from qsync_torch.observing.mask_flips import Masks
 from qsync_torch.observing.rounding_noise import Scales, cast_scale
-from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
+from qsync_torch.observing.second_derivatives import differentiable_product
 from qsync_torch.operators.channel_factors import largest_by_column, next_factors
 from qsync_torch.torch_internals import version_of
 
@@ -145,14 +145,9 @@ class NoiseResponse:
     def call(
         self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
     ) -> torch.Tensor:
-        """Run the operator on copies of its operands.
-
-        Raises:
-            CollectorUnavailable: inside activation checkpointing, which runs the forward again without this hook.
-        """
+        """Run the operator on copies of its operands."""
         if not torch.is_grad_enabled():
             return product(x, weight, bias, geometry)
-        refuse_checkpointing(operator.op_id)
         x_copy, weight_copy = self.copy(x), self.copy(weight)
         bias_copy = None if bias is None else self.copy(bias)
         output = differentiable_product(x_copy, weight_copy, bias_copy, geometry)

@@ -1,0 +1,112 @@
+"""What hutchinson observes of a model with activation checkpointing is what it observes without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from qsync_core.ir.variant import Variant
+from qsync_torch.job import Batch, Job
+from qsync_torch.observing.hutchinson import HutchinsonCollector
+from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.observing.second_derivatives import KeptByModules
+from qsync_torch.tracing.trace import trace
+
+LADDER = [Variant.named("bfloat16@nf4"), Variant.named("int8")]
+
+
+class Block(nn.Module):
+    """A frozen linear with an adapter, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.frozen = nn.LayerNorm(16), nn.Linear(16, 16).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 4), nn.Linear(4, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + torch.tanh(self.frozen(y) + self.up(self.down(y)))
+
+
+class Net(nn.Module):
+    """Two blocks, each checkpointed; ``how`` says by what."""
+
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.how, self.gradient_checkpointing = how, how == "switched"
+        if how == "wrapped":
+            self.blocks = nn.ModuleList(map(checkpoint_wrapper, self.blocks))
+        self.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.to(self.stem.weight.dtype))
+        for block in self.blocks:
+            if self.gradient_checkpointing:
+                x = checkpoint(block, x, use_reentrant=True)
+            elif self.how == "called":
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+def observed(model: nn.Module) -> dict[tuple[str, str, str], tuple[float, ...]]:
+    def batch(step: int, size: int) -> Batch:
+        return Batch((torch.randn(size, 16, generator=torch.Generator().manual_seed(step)),), target=torch.arange(size) % 3)
+
+    def loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(output.float(), batch.target)
+
+    job = Job("net", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=8)
+    found = observe(job, trace(job), ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()]))
+    return {
+        (str(series.op_id).replace("_checkpoint_wrapped_module.", ""), str(series.variant), series.term): tuple(series.values)
+        for series in found.series
+    }
+
+
+@pytest.mark.parametrize("how", ["called", "wrapped", "switched"])
+def test_a_checkpointed_model_is_observed_as_one_without(how: str) -> None:
+    wanted, found = observed(Net()), observed(Net(how))
+    assert sum(name.startswith("blocks.") for name, _, _ in found) > 20
+    for key, values in found.items():
+        assert values == pytest.approx(wanted[key], rel=1e-5), key
+
+
+def test_what_switches_checkpoints_is_set_back() -> None:
+    """And the model has no more hooks than before."""
+    model = Net("switched")
+    with KeptByModules(model):
+        assert not model.gradient_checkpointing
+    assert model.gradient_checkpointing
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Loose(Net):
+    """Has code outside of modules in a checkpoint: what collectors replace, an operator of plans, and a product of activations."""
+
+    def __init__(self, checkpointed: bool = True) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+
+    def inner(self, y: torch.Tensor) -> torch.Tensor:
+        y = F.relu(F.layer_norm(y, (16,)))
+        return self.blocks[0](F.linear(y, self.stem.weight) * torch.tanh(y))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.to(self.stem.weight.dtype))
+        return self.head(checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x))
+
+
+def test_code_outside_of_modules_may_be_checkpointed() -> None:
+    wanted, found = observed(Loose(False)), observed(Loose())
+    assert {name for name, _, _ in found} > {"stem#0", "stem#1", "blocks.0.frozen#0", "head#0"}
+    for key, values in found.items():
+        assert values == pytest.approx(wanted[key], rel=1e-5), key
