@@ -101,3 +101,25 @@ def test_checkpoints_that_run_again_all_the_same_are_refused_with_the_reason():
     assert any("observing goes on with lossvar" in text for text in said)
     with pytest.raises(Exception, match="cannot observe part: an autograd function outside of all modules is checkpointed"):
         observe(job, trace(plain), ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()]))
+
+
+class Reentrant(nn.Module):
+    def __init__(self, is_whole):
+        super().__init__()
+        self.stem, self.head, self.is_whole = nn.Linear(8, 8), nn.Linear(8, 3), is_whole
+
+    def forward(self, x):
+        if self.is_whole:
+            return checkpoint(lambda y: self.head(torch.tanh(self.stem(y))), x.requires_grad_(), use_reentrant=True)
+        return checkpoint(self.head, torch.tanh(self.stem(x)), use_reentrant=True)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_reentrant_checkpoints_are_left_to_the_fallback_with_the_reason(is_whole):
+    torch.manual_seed(0)
+    job, said = _job(Reentrant(is_whole)), []
+    request = ObserveRequest(LADDER, warmup=0, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()])
+    found = observe(job, trace(job), request, announce=said.append)
+    assert {series.collector for series in found.series} == {terms.RUN, terms.LOSSVAR}
+    assert "reentrant activation checkpointing" in found.settings["without hutchinson"]
+    assert any("use_reentrant=False" in text and "observing goes on with lossvar" in text for text in said)

@@ -112,6 +112,11 @@ class HutchinsonCollector:
             try:
                 with second_derivatives(step.job.name), KeptByModules(step.model):
                     found = _Pass(step, variants).run(self.parts)
+                if not found and step.dag.adjustable:
+                    raise CollectorUnavailable(
+                        f"no gradient of {step.job.name} that has derivatives reaches an operator, as where reentrant activation "
+                        "checkpointing is around all of them; pass use_reentrant=False"
+                    )
                 # The gradient is finite, or the pass had refused it.
                 if stray := next((op_id for (op_id, *_), value in found.items() if not math.isfinite(value)), None):
                     raise CollectorUnavailable(

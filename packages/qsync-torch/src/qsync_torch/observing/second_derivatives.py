@@ -27,7 +27,8 @@ from qsync_torch.torch_internals import saves_through_hooks
 
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes of modules that switch activation checkpointing: transformers' and diffusers', and timm's."""
-_SIGNS = ("is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
+_REENTRANT = "use_reentrant=True"
+_SIGNS = (_REENTRANT, "is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def second_derivatives(job: str) -> Iterator[None]:
     except RuntimeError as error:
         if not any(sign in str(error) for sign in _SIGNS):
             raise
-        reason = str(error).splitlines()[0].rstrip(".")
+        said = str(error).splitlines()[0].rstrip(".")
+        reason = "reentrant activation checkpointing; pass use_reentrant=False" if _REENTRANT in said else said
         raise CollectorUnavailable(f"{job} has an operation without a second derivative: {reason}") from error
 
 
