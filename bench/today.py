@@ -33,7 +33,7 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
     plans_of = {part: partial(rows_today.rows, part, quick=options.tiny) for part in rows_today.PARTS}
     steps_of["P5"] = partial(eager.rows, bench, options.contenders)
     others = {"P6": partial(first_step.rows, bench), "P10": partial(curves.rows, bench, options.save)}
-    others["P7"] = partial(predicted.rows, bench, options.save / "predicted")
+    others["P7"] = partial(predicted.rows, bench, options.save / "predicted", options.models)
     for part in unequal.SHARES:
         others[part] = partial(unequal.rows, bench, part, options.gpus, options.save / "hybrid", options.minutes, options.models)
     return {**steps_of, "P4": partial(scales.rows, bench), **others, **plans_of}
@@ -51,7 +51,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
     parser.add_argument("--save", type=Path, default=Path("today-runs"), help="folder of what P7 to P10 have finished")
     parser.add_argument("--gpus", default="0,1", help="of P8 and P9: the strong one and the weak one")
-    parser.add_argument("--models", default="", help=f"of P8 and P9, comma-separated: {', '.join(unequal.MODELS)}")
+    models = f"of P8 and P9, comma-separated: {', '.join(unequal.MODELS)}; of P7: {', '.join(predicted.MODELS)}"
+    parser.add_argument("--models", default="", help=models)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of P8 and P9, after which everything has ended")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too; nothing is written")
     options = parser.parse_args()

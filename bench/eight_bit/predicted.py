@@ -159,15 +159,16 @@ def _choice(found: Profile, op_id: OpId) -> KernelChoice:
     return KernelChoice.parse(cost.backend, cost.config)
 
 
-def rows(bench: Bench, folder: Path) -> Iterator[Row]:
-    """A row for each model as soon as it is measured, and those of all models."""
+def rows(bench: Bench, folder: Path, models: Sequence[str] = ()) -> Iterator[Row]:
+    """A row for each model as soon as it is measured, and those of all models; of some, where several GPUs share the work."""
     folder.mkdir(parents=True, exist_ok=True)
     by_model: dict[str, list[Error]] = {}
-    for name in ("llama", "resnet50") if bench.quick else MODELS:
+    for name in models or (("llama", "resnet50") if bench.quick else MODELS):
         by_model[name] = errors_of(name, bench, folder)
         yield from _of_model(bench.row, name, by_model[name])
         gc.collect()
-    yield from of_all(bench.row, by_model)
+    if not models:
+        yield from of_all(bench.row, by_model)
 
 
 def _of_model(row: Callable[..., Row], name: str, errors: Sequence[Error]) -> Iterator[Row]:
