@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
+from qsync_torch.observing.checkpoints import Uncheckpointed
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import ObserveRequest, observe
-from qsync_torch.observing.second_derivatives import KeptByModules
 from qsync_torch.tracing.trace import trace
 
 LADDER = [Variant.named("bfloat16@nf4"), Variant.named("int8")]
@@ -83,7 +83,7 @@ def test_a_checkpointed_model_is_observed_as_one_without(how: str) -> None:
 def test_what_switches_checkpoints_is_set_back() -> None:
     """And the model has no more hooks than before."""
     model = Net("switched")
-    with KeptByModules(model):
+    with Uncheckpointed(model):
         assert not model.gradient_checkpointing
     assert model.gradient_checkpointing
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -26,6 +26,7 @@ from qsync_torch.apply.plan_fit import weight_name
 from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
+from qsync_torch.observing.checkpoints import Uncheckpointed
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
 from qsync_torch.observing.joint_errors import MIXED, MOST, ON_THE_WAY, Direction, Split, displaced, mixtures
 from qsync_torch.observing.kept_inputs import CopyScales, KeptInputs
@@ -42,7 +43,7 @@ from qsync_torch.observing.rounding_noise import (
     mean_error,
     stored_error,
 )
-from qsync_torch.observing.second_derivatives import KeptByFunctions, KeptByModules, products_as_coarse_as, second_derivatives
+from qsync_torch.observing.second_derivatives import products_as_coarse_as, second_derivatives
 from qsync_torch.torch_internals import pytree
 
 _DIRECTION_SEED, _FLIP_SEED, _NEXT_DIRECTION = 0x5EED, 0xF11B, 0x9E3779B1
@@ -110,8 +111,8 @@ class HutchinsonCollector:
         """
         while True:
             try:
-                with second_derivatives(step.job.name), KeptByModules(step.model):
-                    found = _Pass(step, variants).run(self.parts)
+                with second_derivatives(step.job.name), Uncheckpointed(step.model) as model:
+                    found = _Pass(step, variants, model).run(self.parts)
                 if not found and step.dag.adjustable:
                     raise CollectorUnavailable(
                         f"no gradient of {step.job.name} that has derivatives reaches an operator, as where reentrant activation "
@@ -154,8 +155,8 @@ class _ParameterResponse:
 class _Pass:
     """One observed step."""
 
-    def __init__(self, step: ObservedStep, variants: Sequence[Variant]) -> None:
-        self._step = step
+    def __init__(self, step: ObservedStep, variants: Sequence[Variant], model: Uncheckpointed) -> None:
+        self._step, self._model = step, model
         self._noise = {variant: VariantNoise.of(variant, step.dag.base) for variant in low_precision(variants)}
         # Variants share casts: the response to each is computed once.
         self._operands = {noise.operands for noise in self._noise.values() if noise.operands}
@@ -230,7 +231,7 @@ class _Pass:
         kept = KeptInputs(step.dag, response, self._direction, self._add_kept)
         copies = CopyScales(step.dag)
         watching = (copies if self._chain_copies and counts else nullcontext(), kept if self._kept and counts else nullcontext())
-        lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, *watching, KeptByFunctions())
+        lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, *watching, self._model.forward())
         try:
             with step.undisturbed():
                 _forget_gradients(parameters)
@@ -241,7 +242,7 @@ class _Pass:
                     loss = share * step.job.compute_loss(part, step.model)
                 self._copy_scales |= copies.by_reader()
                 self._has_masks = bool(masks.seen)
-                with products_as_coarse_as(step.dag.base, loss.device), KeptByFunctions():
+                with products_as_coarse_as(step.dag.base, loss.device), self._model.backward():
                     norm = float(response.differentiate(loss, parameters))
                     # The gradient does not pass by an operator before which nothing is trained; a response does, if there is one.
                     self._reached |= {site.operator.op_id for site in response.sites if site.grad_output is not None}

@@ -7,26 +7,19 @@ which on a GPU is ten times as slow; and a linear call is composed of views and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
-from qsync_torch.apply.handles import in_backward
 from qsync_torch.kinds.products import bias_gradient, product, product_gradients
 from qsync_torch.observing.collector import CollectorUnavailable
-from qsync_torch.torch_internals import saves_through_hooks
 
-_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
-"""Attributes of modules that switch activation checkpointing: transformers' and diffusers', and timm's."""
 _REENTRANT = "use_reentrant=True"
 _SIGNS = (_REENTRANT, "is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
@@ -66,76 +59,6 @@ def products_as_coarse_as(base: Precision, device: torch.device) -> Iterator[Non
         yield
     finally:
         matmul.fp32_precision = before
-
-
-class KeptByModules(AbstractContextManager[None]):
-    """While in force, checkpointed modules keep what backward needs, so that several backward passes do not run them again.
-
-    Modules that are switched by an attribute are switched off.  Other checkpoints (those that are not reentrant) hand what is saved
-    to hooks of their own, and the innermost hooks count: in a checkpoint, a module's forward has hooks that keep it.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._hooks: list[RemovableHandle] = []
-        self._switched: list[tuple[torch.nn.Module, str]] = []
-        self._open: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        for module in self._model.modules():
-            for name in _SWITCHES:
-                if getattr(module, name, None) is True:
-                    setattr(module, name, False)
-                    self._switched.append((module, name))
-            self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
-            self._hooks.append(module.register_forward_hook(self._end, always_call=True))
-
-    def __exit__(self, *raised: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for module, name in self._switched:
-            setattr(module, name, True)
-        self._hooks.clear()
-        self._switched.clear()
-
-    def _begin(self, *_: Any) -> None:
-        self._open.append(nullcontext())  # which ends too where this raises
-        keeping = _keeping()
-        keeping.__enter__()
-        self._open[-1] = keeping
-
-    def _end(self, *_: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
-
-
-class KeptByFunctions(TorchFunctionMode):
-    """While in force, the same for functions that a checkpoint's own code calls.
-
-    Raises:
-        CollectorUnavailable: in a backward pass in which something runs again all the same: without what collectors change.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function."""
-        with _keeping():
-            return func(*args, **(kwargs or {}))
-
-
-def _keeping() -> AbstractContextManager[Any]:
-    if not saves_through_hooks(besides=_itself):
-        return nullcontext()
-    if in_backward():
-        raise CollectorUnavailable(
-            "an autograd function outside of all modules is checkpointed, or saves through hooks, and would run again; call it in "
-            "a module's forward, or observe the model without checkpoints"
-        )
-    return saved_tensors_hooks(_itself, _itself)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def differentiable_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
