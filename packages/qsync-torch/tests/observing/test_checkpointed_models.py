@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.checkpoints import Uncheckpointed
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import ObserveRequest, observe
+from qsync_torch.observing.second_derivatives import Uncheckpointed
 from qsync_torch.tracing.trace import trace
 
 LADDER = [Variant.named("bfloat16@nf4"), Variant.named("int8")]

@@ -26,7 +26,6 @@ from qsync_torch.apply.plan_fit import weight_name
 from qsync_torch.aten.stored_weights import StoredWeight, quantize_weight
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
-from qsync_torch.observing.checkpoints import Uncheckpointed
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
 from qsync_torch.observing.joint_errors import MIXED, MOST, ON_THE_WAY, Direction, Split, displaced, mixtures
 from qsync_torch.observing.kept_inputs import CopyScales, KeptInputs
@@ -43,7 +42,7 @@ from qsync_torch.observing.rounding_noise import (
     mean_error,
     stored_error,
 )
-from qsync_torch.observing.second_derivatives import products_as_coarse_as, second_derivatives
+from qsync_torch.observing.second_derivatives import Uncheckpointed, products_as_coarse_as, second_derivatives
 from qsync_torch.torch_internals import pytree
 
 _DIRECTION_SEED, _FLIP_SEED, _NEXT_DIRECTION = 0x5EED, 0xF11B, 0x9E3779B1
