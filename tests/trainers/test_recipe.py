@@ -44,6 +44,7 @@ def test_a_recipe_is_prepared_and_trains_with_its_frozen_weights_stored(tmp_path
     beside_adapters = {name for name in stored if name.endswith(".weight")}
     assert len(beside_adapters) > 3, stored  # all but k_proj and the output
     assert plan.accumulate == 2
+    assert plan.indicator == "hutchinson"  # which observes layers behind checkpoints as if there were none
 
     full, rounded = trained(tmp_path, run_ranks(tmp_path / NAME, tmp_path))
     assert alike(full["adapters"], rounded["adapters"])
