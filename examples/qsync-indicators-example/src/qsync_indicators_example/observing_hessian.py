@@ -25,7 +25,7 @@ from qsync_torch.kinds.products import product
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, parameter_of
 from qsync_torch.observing.rounding_noise import element_variance
-from qsync_torch.observing.second_derivatives import refuse_checkpointing, second_derivatives
+from qsync_torch.observing.second_derivatives import Uncheckpointed, second_derivatives
 
 FEWEST_PRODUCTS, MOST_PRODUCTS = 4, 8
 """Hessian-vector products an operator."""
@@ -54,8 +54,6 @@ class _Weights:
         self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
     ) -> torch.Tensor:
         """The operator's own product; a frozen weight is differentiated for like any other."""
-        if not weight.requires_grad and torch.is_grad_enabled():
-            refuse_checkpointing(operator.op_id)
         stored, is_transposed = parameter_of(weight)
         used = self._trainable.setdefault(id(stored), stored if stored.requires_grad else stored.detach().requires_grad_())
         self.by_operator[operator.op_id] = used, is_transposed
@@ -110,7 +108,7 @@ class HessianCollector:
         """``top_eigenvalue`` (loss over squared weight), ``weight_numel`` and, per variant, ``weight_error``.
 
         Raises:
-            CollectorUnavailable: when the model has an operation without a second derivative, which is named.
+            CollectorUnavailable: where an operation has no second derivative, which is named, or a checkpoint runs one again.
         """
         lowered = low_precision(variants)
         earlier = self._earlier
@@ -122,8 +120,11 @@ class HessianCollector:
 
     def _measure(self, step: ObservedStep, variants: Sequence[Variant]) -> dict[StepTerm, float]:
         weights = _Weights()
-        with second_derivatives(step.job.name), step.undisturbed(), hooked_calls(step.model, step.dag.adjustable, weights):
-            eigenvalues = self._eigenvalues(step.loss(), weights.distinct, step.seed)
+        with second_derivatives(step.job.name), step.undisturbed(), Uncheckpointed(step.model) as model:
+            with hooked_calls(step.model, step.dag.adjustable, weights), model.forward():
+                loss = step.loss()
+            with model.backward():
+                eigenvalues = self._eigenvalues(loss, weights.distinct, step.seed)
         found: dict[StepTerm, float] = {}
         for op_id, (weight, is_transposed) in weights.by_operator.items():
             if id(weight) not in eigenvalues:
