@@ -153,6 +153,17 @@ def test_a_cpu_with_a_budget_has_a_rung_that_saves_memory_though_none_saves_time
     assert (found["b"].ladder, found["b"].memory_bytes, found["a"].memory_bytes) == ((BFLOAT16, FLOAT32), GIB, 0)
 
 
+@pytest.mark.parametrize(
+    "budgets, trains",
+    [((2, 5), "b"), ((5, 2), "a"), ((5, 5.2), "a"), ((2, 0), "b"), ((0, 5), "a"), ((0, 0), "a")],  # in GiB; 0 is no limit
+)
+def test_of_groups_that_are_alike_one_with_the_most_memory_trains(budgets, trains):
+    wishes = {name: Wish(memory_bytes=round(budget * GIB)) for name, budget in zip("ab", budgets, strict=True) if budget}
+    found = roles(CPUS, {"a": 100, "b": 100}, wishes, profiled={"a": 90, "b": 100})
+    assert {name for name, entry in found.items() if entry.role is Role.TRAIN} == {trains}
+    assert roles(CPUS, {"a": 60, "b": 100}, wishes, again_ns={"a": 60, "b": 100})["a"].role is Role.TRAIN, "the fastest, else"
+
+
 def test_one_group_trains_without_being_measured():
     (only,) = described_groups([GPUS[0]], {}, {}, {})
     assert (only.role, only.ladder) == (Role.TRAIN, (FLOAT32,))

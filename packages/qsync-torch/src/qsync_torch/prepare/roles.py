@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -20,7 +21,7 @@ from qsync_torch.prepare.participants import Group, Wish
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain
 
 ALIKE = 0.05
-"""Steps that differ by less than this part do not say which group is the faster one."""
+"""Steps that differ by less than this part do not say which group is the faster one, nor memories which is the larger one."""
 SAME_DEVICE = 0.25
 """Nor do steps of equal devices that differ by less than this part: what else ran on one of them explains that better."""
 _SCATTERED = 0.25
@@ -36,9 +37,10 @@ StepsNs = Mapping[str, int]
 def described_groups(
     groups: Sequence[Group], probes: Mapping[str, Probe], wishes: Mapping[str, Wish], profiled: StepsNs
 ) -> list[DeviceGroup]:
-    """The groups as a cluster has them: the fastest trains, of those that are alike the first, unless a person says otherwise.
+    """The groups as a cluster has them: the fastest trains, unless a person says otherwise.
 
-    A person says so with an option, or by calling a group ``train`` or ``infer``, perhaps with a number behind it.
+    Of those that are alike it is one with the most memory, as it keeps its operators and weights as they are; of these the first.
+    A person says otherwise with an option, or by calling a group ``train`` or ``infer``, perhaps with a number behind it.
 
     Args:
         probes: a few steps of each group, and its rungs; none where one group is all there is.
@@ -46,7 +48,7 @@ def described_groups(
     """
     roles = roles_said(groups, wishes)
     if Role.TRAIN not in roles.values() and (open_ones := [group for group in groups if group.name not in roles]):
-        roles[_fastest(open_ones, probes, profiled)] = Role.TRAIN
+        roles[_fastest(open_ones, probes, profiled, wishes)] = Role.TRAIN
     found = []
     for group in groups:
         role, wish, device = roles.get(group.name, Role.INFER), wishes.get(group.name, Wish()), group.first.device
@@ -125,11 +127,13 @@ def roles_said(groups: Sequence[Group], wishes: Mapping[str, Wish]) -> dict[str,
     return named | {name: wish.role for name, wish in wishes.items() if wish.role}
 
 
-def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs) -> str:
+def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs, wishes: Mapping[str, Wish]) -> str:
     """Name the fastest group: the first guess, unless profiles of all say otherwise of unlike groups with unequal devices."""
     steps = {group.name: _step(probes, group.name) for group in groups}
     least = min(groups, key=lambda group: steps[group.name].value)
-    guess = next(group for group in groups if alike(group, least, probes))
+    as_fast = [group for group in groups if alike(group, least, probes)]
+    memories = {group.name: memory_of(group, wishes) or math.inf for group in as_fast}
+    guess = next(group for group in as_fast if memories[group.name] >= (1 - ALIKE) * max(memories.values()))
     if {group.name for group in groups} - set(profiled):
         return guess.name
     # A profile's steps are more, but were measured under the same circumstances as the first ones.
