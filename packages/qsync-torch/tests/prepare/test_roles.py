@@ -32,6 +32,7 @@ from qsync_torch.prepare.roles import (
     roles_said,
     short_of_memory,
     to_repeat,
+    unstorable,
     with_storages,
 )
 
@@ -353,3 +354,18 @@ def test_frozen_weights_that_fill_a_budget_may_be_stored_otherwise():
     assert with_storages([without], dag)[0].ladder == with_storages([attrs.evolve(without, ladder=ladder)], dag)[0].ladder
     (group,) = with_storages([DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, ladder, memory_bytes=9)], dag)
     assert parse_cluster(cluster_text("m", [group], [])).groups[0].ladder == group.ladder
+
+
+def test_frozen_weights_that_fill_a_budget_and_cannot_be_stored_are_told():
+    dag = graph_of_frozen()
+    held = attrs.evolve(dag, operators=tuple(attrs.evolve(one, not_storable="it is read in a way") for one in dag.operators))
+
+    def told(dag, role=Role.INFER, memory_bytes=8 * 4096):
+        group = DeviceGroup("g", "cpu", 1, role, Precision.FLOAT32, (BFLOAT16, FLOAT32), memory_bytes=memory_bytes)
+        return unstorable([group], dag)
+
+    assert re.fullmatch(
+        r"4 KiB of frozen weights stay as they are on g: that of \S+ cannot be stored otherwise, because it is read in a way",
+        told(held),
+    )
+    assert told(dag) == told(held, Role.TRAIN) == told(held, memory_bytes=0) == told(held, memory_bytes=11 * 4096) == ""

@@ -14,7 +14,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
-from qsync_core.units import format_ns
+from qsync_core.units import format_bytes, format_ns
 from qsync_torch.distributed.ranks import GROUP_VARIABLE
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Wish
@@ -119,6 +119,20 @@ def with_storages(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> list[Devi
         return attrs.evolve(group, ladder=(*below, *stored, base, *above))
 
     return [of(group) for group in groups]
+
+
+def unstorable(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> str:
+    """A sentence on frozen weights that are much of an inferring group's memory and cannot be stored otherwise; or none."""
+    found = {operator.op_id.fqn: operator for operator in dag.adjustable if operator.frozen and operator.not_storable}
+    nbytes = sum(operator.stored_bytes(Storage.AS_IS) for operator in found.values())
+    filled = [group.name for group in groups if group.role is Role.INFER and 0 < group.memory_bytes <= nbytes / _MUCH]
+    if not filled:
+        return ""
+    first = next(iter(found.values()))
+    return (
+        f"{format_bytes(nbytes)} of frozen weights stay as they are on {' and '.join(filled)}: that of {first.op_id} cannot be "
+        f"stored otherwise, because {first.not_storable}" + (f" ({len(found) - 1} others cannot either)" if len(found) > 1 else "")
+    )
 
 
 def roles_said(groups: Sequence[Group], wishes: Mapping[str, Wish]) -> dict[str, Role]:
