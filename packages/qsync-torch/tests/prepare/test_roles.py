@@ -362,7 +362,7 @@ def test_frozen_weights_that_fill_a_budget_and_cannot_be_stored_are_told():
 
     def told(dag, role=Role.INFER, memory_bytes=8 * 4096):
         group = DeviceGroup("g", "cpu", 1, role, Precision.FLOAT32, (BFLOAT16, FLOAT32), memory_bytes=memory_bytes)
-        return unstorable([group], dag)
+        return unstorable(Cluster("m", (group,)), dag)
 
     assert re.fullmatch(
         r"4 KiB of frozen weights stay as they are on g: that of \S+ cannot be stored otherwise, because it is read in a way",

@@ -285,8 +285,8 @@ class _Flow:
         if folder.rank == 0:
             probes, profiled = self._probes_of(groups), self._profiled(dag, cluster)
             if described is None:
+                self.board.note_of_job(unstorable(cluster, dag))
                 self.board.note_of_job(alike_at_last(groups, probes, profiled, dag.base))
-                self.board.note_of_job(unstorable(cluster.groups, dag))
             # Of groups that are alike the profiles may say either.
             if described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes)):
                 self.board.note_of_job(contradiction(cluster, profiled, dag.base))

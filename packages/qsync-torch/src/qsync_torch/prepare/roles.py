@@ -121,11 +121,11 @@ def with_storages(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> list[Devi
     return [of(group) for group in groups]
 
 
-def unstorable(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> str:
+def unstorable(cluster: Cluster, dag: PrecisionDag) -> str:
     """A sentence on frozen weights that are much of an inferring group's memory and cannot be stored otherwise; or none."""
     found = {operator.op_id.fqn: operator for operator in dag.adjustable if operator.frozen and operator.not_storable}
     nbytes = sum(operator.stored_bytes(Storage.AS_IS) for operator in found.values())
-    filled = [group.name for group in groups if group.role is Role.INFER and 0 < group.memory_bytes <= nbytes / _MUCH]
+    filled = [group.name for group in cluster.groups if group.role is Role.INFER and 0 < group.memory_bytes <= nbytes / _MUCH]
     if not filled:
         return ""
     first = next(iter(found.values()))
