@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from compatibility import adapted_layers
 from compatibility.job import difference
 from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
-from qsync_core.errors import PlanError
+from qsync_core.errors import PlanError, TraceError
 from qsync_core.ir.formats import OutputFormats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
@@ -29,6 +29,8 @@ from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_, load_planned
 from qsync_torch.apply.stored_modules import STORED
+from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.trace import trace
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -418,6 +420,10 @@ def test_merging_says_that_it_rounds() -> None:
     name = next(name for name in bases(exact) if name.endswith("q_proj.base_layer"))
     mine, theirs = model.get_submodule(name).weight.float(), exact.get_submodule(name).weight.float()
     assert 0 < (mine - theirs).abs().max() <= theirs.abs().max() / 100
+    with pytest.warns(UserWarning, match=r"is stored as int8-row: what is written into it, .* is rounded"):
+        model.unmerge_adapter()
+    again = (model.get_submodule(name).weight.float() - plain(adapted(llama())).get_submodule(name).weight.float()).abs().max()
+    assert 0 < again <= theirs.abs().max() / 50, "each of the two rounds"
 
 
 @pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig"])
@@ -471,8 +477,18 @@ def test_layers_of_bitsandbytes_are_no_operators() -> None:
     model = nn.Sequential(nn.Linear(64, 64), bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4"), nn.Linear(64, 4)).to("cpu")
     with pytest.raises(PlanError, match=r"the weight of 1 is uint8, and plans are for float32 parameters"):
         apply_(model, {"1": "float32@nf4"})
+    refused_to_be_planned(model)
     apply_(model, {"0": "bfloat16"})
     model(torch.randn(8, 64)).sum().backward()
+
+
+def refused_to_be_planned(model: nn.Module) -> None:
+    """As a job, which ``qsync prepare`` traces."""
+    job = Job("quantized", model, lambda step, size: Batch((torch.randn(size, 64),)), lambda y, _: y.sum(), torch.optim.SGD, 2)
+    with pytest.raises(
+        TraceError, match=r"parameter 1\.weight of quantized is a \w+, whose .*: give QSync the model with float wei"
+    ):
+        trace(job)
 
 
 def test_eight_bit_layers_of_bitsandbytes_are_no_operators() -> None:
@@ -483,4 +499,5 @@ def test_eight_bit_layers_of_bitsandbytes_are_no_operators() -> None:
     model = nn.Sequential(nn.Linear(64, 64), layer, nn.Linear(64, 4))
     with pytest.raises(PlanError, match=r"the weight of 1 is int8, and plans are for float32 parameters"):
         apply_(model, {"1": "float32@nf4"})
+    refused_to_be_planned(model)
     apply_(model, {"0": "bfloat16"})

@@ -65,6 +65,33 @@ def test_hugging_faces_trainer(captured):
     assert found["loss"] == model(torch.tensor(pixels[:8]).long(), labels=torch.tensor(labels[:8])).loss.item()
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_hugging_faces_trainer_checkpoints_layers_only_in_train(own_process, monkeypatch, tmp_path, every):
+    """What is measured is the step of ``train()``, which runs the forward of a checkpointed layer twice."""
+    from transformers import Trainer, TrainingArguments
+
+    from qsync_torch.integrations import transformers
+
+    def keep(job, caller):
+        jobs.append(job)
+        raise capturing.LineReached
+
+    jobs, calls = [], []
+    monkeypatch.setattr(transformers, "is_wanted", lambda: True)
+    monkeypatch.setattr(transformers, "hand_over", keep)
+    options = {"gradient_checkpointing_kwargs": {"every_n_layers": every, "use_reentrant": False}, "report_to": "none"}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, gradient_checkpointing=True, **options)
+    digits = [{"input_ids": torch.zeros(64, dtype=torch.long), "labels": torch.tensor(0)}] * 8
+    with pytest.raises(capturing.LineReached):
+        transformers.hybrid(Trainer(bert(), arguments, train_dataset=digits))
+    (job,) = jobs
+    model = job.copy_model().train()
+    for index, layer in enumerate(model.bert.encoder.layer):
+        layer.attention.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    job.compute_loss(job.batch(0, 2), model).backward()
+    assert sorted(calls) == ([0, 0, 1, 1] if every == 1 else [0, 0, 1])
+
+
 def test_lightning(captured):
     found = captured["train_lightning.py"]
     assert found["line"].replace("'", '"') in scripts_of_the_page()["train_lightning.py"]

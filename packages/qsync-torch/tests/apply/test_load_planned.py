@@ -112,6 +112,13 @@ def _int8(folder: Path) -> None:
     safetensors.save_file({**state, "layers.1.weight": state["layers.1.weight"].to(torch.int8)}, folder / "model.safetensors")
 
 
+def _packed(folder: Path) -> None:
+    """As bitsandbytes has a weight in 4 bits: under the same name, two numbers in each of a column."""
+    state = safetensors.load_file(folder / "model.safetensors")
+    state["layers.1.weight"] = torch.zeros(64 * 64 // 2, 1, dtype=torch.uint8)
+    safetensors.save_file(state, folder / "model.safetensors")
+
+
 def _other_shape(folder: Path) -> None:
     state = safetensors.load_file(folder / "model.safetensors")
     safetensors.save_file({**state, "layers.1.weight": torch.zeros(3, 4)}, folder / "model.safetensors")
@@ -132,6 +139,7 @@ def _without(folder: Path) -> None:
         (lambda folder: _index(folder, '{"weight_map": {"a": "b.safetensors"}}'), "names b.safetensors, which is not beside it"),
         (_without, r"holds no layers.1.weight, which layers.1.weight of this Model waits for, nor 1 others"),
         (_other_shape, r"layers.1.weight has shape \[3, 4\] in .* and \[64, 64\] in the model"),
+        (_packed, "layers.1.weight is uint8 in .*, a checkpoint that another library quantized: name one with float weights"),
         (_int8, "layers.1.weight is int8 in .*, a checkpoint that another library quantized: name one with float weights"),
     ],
 )
@@ -143,6 +151,23 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_sentence(tmp_path, spoil, 
         load_planned(model, PLAN, tmp_path)
     assert "\n" not in str(error.value)
     assert not any(STORED in module.__dict__ for module in model.modules())
+
+
+def test_what_a_checkpoint_has_besides_is_said(tmp_path):
+    """It may be that of a deeper model; a tied head under its own name is not meant."""
+    state = saved(tmp_path).state_dict()
+    safetensors.save_file({name: value.clone() for name, value in state.items()}, tmp_path / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_planned(on_meta(), PLAN, tmp_path)
+    safetensors.save_file(
+        {name: value.clone() for name, value in state.items()} | {"layers.4.weight": torch.ones(64, 64)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.warns(
+        UserWarning, match=r"holds 1 tensors that this Model has no place for \(layers\.4\.weight first\), .* left out"
+    ):
+        load_planned(on_meta(), PLAN, tmp_path)
 
 
 def test_a_file_that_is_not_there(tmp_path):

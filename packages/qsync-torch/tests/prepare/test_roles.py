@@ -32,6 +32,7 @@ from qsync_torch.prepare.roles import (
     roles_said,
     short_of_memory,
     to_repeat,
+    unstorable,
     with_storages,
 )
 
@@ -151,6 +152,17 @@ def test_a_cpu_with_a_budget_has_a_rung_that_saves_memory_though_none_saves_time
     assert roles(cpus, {"a": 5, "b": 9})["b"].ladder == (FLOAT32,)
     found = roles(cpus, {"a": 5, "b": 9}, {"b": Wish(memory_bytes=GIB)})
     assert (found["b"].ladder, found["b"].memory_bytes, found["a"].memory_bytes) == ((BFLOAT16, FLOAT32), GIB, 0)
+
+
+@pytest.mark.parametrize(
+    "budgets, trains",
+    [((2, 5), "b"), ((5, 2), "a"), ((5, 5.2), "a"), ((2, 0), "b"), ((0, 5), "a"), ((0, 0), "a")],  # in GiB; 0 is no limit
+)
+def test_of_groups_that_are_alike_one_with_the_most_memory_trains(budgets, trains):
+    wishes = {name: Wish(memory_bytes=round(budget * GIB)) for name, budget in zip("ab", budgets, strict=True) if budget}
+    found = roles(CPUS, {"a": 100, "b": 100}, wishes, profiled={"a": 90, "b": 100})
+    assert {name for name, entry in found.items() if entry.role is Role.TRAIN} == {trains}
+    assert roles(CPUS, {"a": 60, "b": 100}, wishes, again_ns={"a": 60, "b": 100})["a"].role is Role.TRAIN, "the fastest, else"
 
 
 def test_one_group_trains_without_being_measured():
@@ -342,3 +354,18 @@ def test_frozen_weights_that_fill_a_budget_may_be_stored_otherwise():
     assert with_storages([without], dag)[0].ladder == with_storages([attrs.evolve(without, ladder=ladder)], dag)[0].ladder
     (group,) = with_storages([DeviceGroup("g", "cpu", 1, Role.INFER, Precision.FLOAT32, ladder, memory_bytes=9)], dag)
     assert parse_cluster(cluster_text("m", [group], [])).groups[0].ladder == group.ladder
+
+
+def test_frozen_weights_that_fill_a_budget_and_cannot_be_stored_are_told():
+    dag = graph_of_frozen()
+    held = attrs.evolve(dag, operators=tuple(attrs.evolve(one, not_storable="it is read in a way") for one in dag.operators))
+
+    def told(dag, role=Role.INFER, memory_bytes=8 * 4096):
+        group = DeviceGroup("g", "cpu", 1, role, Precision.FLOAT32, (BFLOAT16, FLOAT32), memory_bytes=memory_bytes)
+        return unstorable(Cluster("m", (group,)), dag)
+
+    assert re.fullmatch(
+        r"4 KiB of frozen weights stay as they are on g: that of \S+ cannot be stored otherwise, because it is read in a way",
+        told(held),
+    )
+    assert told(dag) == told(held, Role.TRAIN) == told(held, memory_bytes=0) == told(held, memory_bytes=11 * 4096) == ""

@@ -223,9 +223,20 @@ class Packed(torch.Tensor):
         return Packed(torch.empty(4, 4)) if func is torch.ops.aten.detach.default else NotImplemented
 
 
-def test_weights_that_another_library_quantized_are_refused_by_name() -> None:
+class PackedParameter(nn.Parameter):
+    """As bitsandbytes has such weights: a class of parameters, of integers."""
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        nn.Parameter(Packed(torch.randn(4, 4)), requires_grad=False),
+        PackedParameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False),
+    ],
+)
+def test_weights_that_another_library_quantized_are_refused_by_name(weight: nn.Parameter) -> None:
     model = Base()
-    model.linear.weight = nn.Parameter(Packed(torch.randn(4, 4)), requires_grad=False)
+    model.linear.weight = weight
     job = Job("quantized", model, lambda step, size: Batch((torch.randn(size, 4),)), lambda y, _: y.sum(), torch.optim.SGD, 2)
-    with pytest.raises(TraceError, match=r"^parameter linear\.weight of quantized is a Packed, whose numbers another library has"):
+    with pytest.raises(TraceError, match=r"^parameter linear\.weight of quantized is a Packed\w*, whose numbers another library"):
         trace(job)

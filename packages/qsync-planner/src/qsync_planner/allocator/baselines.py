@@ -48,7 +48,9 @@ class _Rung:
     fits: bool
 
 
-def infeasible(problem: Problem, group: str, peak_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
+def infeasible(
+    problem: Problem, group: str, peak_bytes: int, what: str = "no precision plan fits", besides: str = ""
+) -> InfeasibleError:
     """The error for a group whose budget is too small for tensors of this peak, with a budget that would do."""
     budget, smallest = problem.budgets[group], problem.process_bytes(group, peak_bytes)
     beside = smallest - peak_bytes
@@ -57,7 +59,7 @@ def infeasible(problem: Problem, group: str, peak_bytes: int, what: str = "no pr
         f"{what} the memory of group {group!r}: its budget is {format_bytes(budget)} "
         f"({budget:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest)} "
         f"({smallest:,} bytes){tensors}, {format_bytes(smallest - budget)} more; "
-        "raise the group's 'memory' to that, use a smaller batch, or leave the group out"
+        f"raise the group's 'memory' to that, use a smaller batch, {besides}or leave the group out"
     )
     error.smallest_bytes = smallest
     return error
@@ -85,7 +87,9 @@ def check_training_memory(problem: Problem, full: Solution) -> None:
     for group in problem.cluster.groups:
         peak = full.prediction.groups[group.name].peak_bytes
         if group.role is Role.TRAIN and 0 < group.memory_bytes < peak:
-            raise infeasible(problem, group.name, peak, what="the base precision of a training group does not fit")
+            what = "the base precision of a training group does not fit"
+            besides = "let it infer (role:infer), where operators may be lowered and frozen weights stored in fewer bits, "
+            raise infeasible(problem, group.name, peak, what, besides)
 
 
 def move_to_uniform(state: SearchState, group: str, programs: Programs) -> UniformStart:

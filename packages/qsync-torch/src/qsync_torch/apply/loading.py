@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ class Checkpoint:
     rename: Callable[[str], str] | None = None
 
     def check(self, model: nn.Module) -> None:
-        """See that the files have what the model waits for.
+        """See that the files have what the model waits for, and warn of what the model has no place for.
 
         Raises:
             PlanError: naming what is missing.
@@ -66,6 +67,13 @@ class Checkpoint:
             raise PlanError(
                 f"{self.path} holds no {rename(missing[0])}, which {missing[0]} of this {type(model).__name__} waits for{others}: "
                 f"{advice}"
+            )
+        known = _all_names(model) if self.rename is None else set(where)
+        if unread := [name for name in where if name not in known]:
+            warnings.warn(
+                f"{self.path} holds {len(unread)} tensors that this {type(model).__name__} has no place for ({unread[0]} first), "
+                "as the checkpoint of a model with more layers does: they are left out",
+                stacklevel=4,
             )
 
     def load(self, model: nn.Module, compared: Collection[str] = ()) -> dict[str, Sum]:
@@ -147,6 +155,12 @@ def _as_saved(name: str) -> str:
     """Leave out what PEFT's adapters and PyTorch's ``checkpoint_wrapper`` put into a name."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return name.replace(_CHECKPOINTED, "")
+
+
+def _all_names(model: nn.Module) -> set[str]:
+    """What a checkpoint of the model may hold: tied weights under each name, and buffers that it need not have."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {_as_saved(name) for name, _ in tensors}
 
 
 def _is_tied_head(model: nn.Module, parameter: nn.Parameter) -> bool:
@@ -245,10 +259,6 @@ class _Files:
             raise
         except Exception as error:
             raise PlanError(f"{name} cannot be read from {file} ({error})") from None
-        if tuple(tensor.shape) != shape:
-            raise PlanError(
-                f"{name} has shape {list(tensor.shape)} in {file} and {list(shape)} in the model: name its own checkpoint"
-            )
         if tensor.dtype.is_floating_point and tensor.dtype not in _FORMATS:
             raise PlanError(
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')} in {file}: load_planned reads float32, bfloat16 and float16"
@@ -257,5 +267,9 @@ class _Files:
             raise PlanError(
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')} in {file}, a checkpoint that another library quantized: "
                 "name one with float weights"
+            )
+        if tuple(tensor.shape) != shape:  # behind what others quantized, which is often packed
+            raise PlanError(
+                f"{name} has shape {list(tensor.shape)} in {file} and {list(shape)} in the model: name its own checkpoint"
             )
         return tensor

@@ -155,7 +155,7 @@ def unsaid_autocast(path: str | Path, job: Job) -> str:
         return ""
     return (
         f"{path} calls autocast, and its line was not reached under it: where the loop trains under autocast, write "
-        "qsync.hybrid(..., amp='bfloat16'), or its training is refused under this plan, which is for float32"
+        "qsync.hybrid(..., amp='bfloat16'), or its training is refused under this plan, which is for a loop without it"
     )
 
 

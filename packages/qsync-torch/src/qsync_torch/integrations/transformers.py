@@ -77,10 +77,20 @@ def _settings(trainer: Trainer) -> TrainerSettings:
 
 
 def _job(trainer: Trainer, name: str | None, amp: str | None) -> Job:
+    _checkpoint_layers(trainer)
     optimizer, loader = trainer.create_optimizer(), trainer.get_train_dataloader()
     steps = trainer.args.gradient_accumulation_steps
     job = job_of(trainer.model, optimizer, _loss(trainer), loader, name=name, amp=amp, accumulate=steps)
     return attrs.evolve(job, reads_loss=trainer.args.logging_nan_inf_filter)
+
+
+def _checkpoint_layers(trainer: Trainer) -> None:
+    """Let layers be checkpointed where ``train()`` would have them so: it makes that the model's own setting when it begins."""
+    if not trainer.args.gradient_checkpointing:
+        return
+    keywords = dict(trainer.args.gradient_checkpointing_kwargs or {})
+    own = {name: keywords.pop(name) for name in ("every_n_layers", "offload") if name in keywords}  # the others are PyTorch's
+    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords or None, **own)
 
 
 def _loss(trainer: Trainer) -> Loss | None:

@@ -67,6 +67,7 @@ from qsync_torch.prepare.roles import (
     roles_said,
     short_of_memory,
     to_repeat,
+    unstorable,
     with_storages,
 )
 from qsync_torch.prepare.starting import Start, how_to_start
@@ -284,6 +285,7 @@ class _Flow:
         if folder.rank == 0:
             probes, profiled = self._probes_of(groups), self._profiled(dag, cluster)
             if described is None:
+                self.board.note_of_job(unstorable(cluster, dag))
                 self.board.note_of_job(alike_at_last(groups, probes, profiled, dag.base))
             # Of groups that are alike the profiles may say either.
             if described is not None or (roles_said(groups, request.wishes) and not all_alike(groups, probes)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,14 +14,14 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision, Storage
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
-from qsync_core.units import format_ns
+from qsync_core.units import format_bytes, format_ns
 from qsync_torch.distributed.ranks import GROUP_VARIABLE
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Wish
 from qsync_torch.profiling.paying import CPU_LADDER, Uncertain
 
 ALIKE = 0.05
-"""Steps that differ by less than this part do not say which group is the faster one."""
+"""Steps that differ by less than this part do not say which group is the faster one, nor memories which is the larger one."""
 SAME_DEVICE = 0.25
 """Nor do steps of equal devices that differ by less than this part: what else ran on one of them explains that better."""
 _SCATTERED = 0.25
@@ -36,9 +37,10 @@ StepsNs = Mapping[str, int]
 def described_groups(
     groups: Sequence[Group], probes: Mapping[str, Probe], wishes: Mapping[str, Wish], profiled: StepsNs
 ) -> list[DeviceGroup]:
-    """The groups as a cluster has them: the fastest trains, of those that are alike the first, unless a person says otherwise.
+    """The groups as a cluster has them: the fastest trains, unless a person says otherwise.
 
-    A person says so with an option, or by calling a group ``train`` or ``infer``, perhaps with a number behind it.
+    Of those that are alike it is one with the most memory, as it keeps its operators and weights as they are; of these the first.
+    A person says otherwise with an option, or by calling a group ``train`` or ``infer``, perhaps with a number behind it.
 
     Args:
         probes: a few steps of each group, and its rungs; none where one group is all there is.
@@ -46,7 +48,7 @@ def described_groups(
     """
     roles = roles_said(groups, wishes)
     if Role.TRAIN not in roles.values() and (open_ones := [group for group in groups if group.name not in roles]):
-        roles[_fastest(open_ones, probes, profiled)] = Role.TRAIN
+        roles[_fastest(open_ones, probes, profiled, wishes)] = Role.TRAIN
     found = []
     for group in groups:
         role, wish, device = roles.get(group.name, Role.INFER), wishes.get(group.name, Wish()), group.first.device
@@ -119,17 +121,33 @@ def with_storages(groups: Sequence[DeviceGroup], dag: PrecisionDag) -> list[Devi
     return [of(group) for group in groups]
 
 
+def unstorable(cluster: Cluster, dag: PrecisionDag) -> str:
+    """A sentence on frozen weights that are much of an inferring group's memory and cannot be stored otherwise; or none."""
+    found = {operator.op_id.fqn: operator for operator in dag.adjustable if operator.frozen and operator.not_storable}
+    nbytes = sum(operator.stored_bytes(Storage.AS_IS) for operator in found.values())
+    filled = [group.name for group in cluster.groups if group.role is Role.INFER and 0 < group.memory_bytes <= nbytes / _MUCH]
+    if not filled:
+        return ""
+    first = next(iter(found.values()))
+    return (
+        f"{format_bytes(nbytes)} of frozen weights stay as they are on {' and '.join(filled)}: that of {first.op_id} cannot be "
+        f"stored otherwise, because {first.not_storable}" + (f" ({len(found) - 1} others cannot either)" if len(found) > 1 else "")
+    )
+
+
 def roles_said(groups: Sequence[Group], wishes: Mapping[str, Wish]) -> dict[str, Role]:
     """What a person says of some of the groups: with an option, which stands above a name."""
     named = {group.name: Role(found[1].lower()) for group in groups if (found := _NAMED.match(group.name))}
     return named | {name: wish.role for name, wish in wishes.items() if wish.role}
 
 
-def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs) -> str:
+def _fastest(groups: Sequence[Group], probes: Mapping[str, Probe], profiled: StepsNs, wishes: Mapping[str, Wish]) -> str:
     """Name the fastest group: the first guess, unless profiles of all say otherwise of unlike groups with unequal devices."""
     steps = {group.name: _step(probes, group.name) for group in groups}
     least = min(groups, key=lambda group: steps[group.name].value)
-    guess = next(group for group in groups if alike(group, least, probes))
+    as_fast = [group for group in groups if alike(group, least, probes)]
+    memories = {group.name: memory_of(group, wishes) or math.inf for group in as_fast}
+    guess = next(group for group in as_fast if memories[group.name] >= (1 - ALIKE) * max(memories.values()))
     if {group.name for group in groups} - set(profiled):
         return guess.name
     # A profile's steps are more, but were measured under the same circumstances as the first ones.

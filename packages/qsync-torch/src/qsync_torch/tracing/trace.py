@@ -113,7 +113,9 @@ def _run(job: Job, step: ExportedStep, trainable: frozenset[str]) -> FakeRun:
 def _check_parameters(job: Job) -> None:
     for name, parameter in job.model.named_parameters():
         kind = type(parameter)
-        if hasattr(kind, "__tensor_flatten__") and kind.__name__ != "DTensor":  # as torchao's NF4Tensor
+        around_others = hasattr(kind, "__tensor_flatten__") and kind.__name__ != "DTensor"  # as torchao's NF4Tensor
+        is_number = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+        if around_others or (kind is not torch.nn.Parameter and not is_number):  # as bitsandbytes' Params4bit and Int8Params
             raise TraceError(
                 f"parameter {name} of {job.name} is a {kind.__name__}, whose numbers another library has in a format of its own: "
                 "give QSync the model with float weights, of which a plan stores those that are frozen in NF4 or int8 by itself"
