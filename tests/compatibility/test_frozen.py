@@ -168,6 +168,26 @@ def test_a_plan_below_the_wrapped_module(folder: Path) -> float:
 
 
 @on_two_ranks
+def test_gradient_checkpointing_on_the_small_rank_alone(folder: Path) -> float:
+    """It changes no bit of the job: neither its graph, so that one plan is for both ranks, nor what is trained."""
+    found = []
+    for is_checkpointed in (False, True):
+        model = adapted(llama())
+        if is_checkpointed and dist.get_rank():
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        applied = apply_(model, plan_of(model), group=("train", "infer")[dist.get_rank()], allow_flags=["share"])
+        ddp = DistributedDataParallel(model, **applied.ddp_options())
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(3):
+            loss_of(ddp, seed=2 * step + dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters() if p.requires_grad])
+    return difference(*found)
+
+
+@on_two_ranks
 def test_zero_redundancy_optimizer_with_frozen_parameters(folder: Path) -> float:
     """Made before the plan, of all parameters: it sends each to the other rank, whatever that one stores."""
     model = adapted(llama().float())  # it takes parameters of one format

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from qsync_core.artifacts.files import digest
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.hutchinson import HutchinsonCollector
@@ -57,14 +58,18 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def observed(model: nn.Module) -> dict[tuple[str, str, str], tuple[float, ...]]:
+def job_of(model: nn.Module) -> Job:
     def batch(step: int, size: int) -> Batch:
         return Batch((torch.randn(size, 16, generator=torch.Generator().manual_seed(step)),), target=torch.arange(size) % 3)
 
     def loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(output.float(), batch.target)
 
-    job = Job("net", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=8)
+    return Job("net", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=8)
+
+
+def observed(model: nn.Module) -> dict[tuple[str, str, str], tuple[float, ...]]:
+    job = job_of(model)
     found = observe(job, trace(job), ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()]))
     return {
         (str(series.op_id).replace("_checkpoint_wrapped_module.", ""), str(series.variant), series.term): tuple(series.values)
@@ -78,6 +83,12 @@ def test_a_checkpointed_model_is_observed_as_one_without(how: str) -> None:
     assert sum(name.startswith("blocks.") for name, _, _ in found) > 20
     for key, values in found.items():
         assert values == pytest.approx(wanted[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("how", ["called", "switched"])
+def test_a_graph_has_no_checkpoints_in_it(how: str) -> None:
+    """So a rank may have them alone: the plan of the others is its own too."""
+    assert digest(trace(job_of(Net(how)))) == digest(trace(job_of(Net())))
 
 
 def test_what_switches_checkpoints_is_set_back() -> None:

@@ -59,7 +59,8 @@ def infeasible(
         f"{what} the memory of group {group!r}: its budget is {format_bytes(budget)} "
         f"({budget:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest)} "
         f"({smallest:,} bytes){tensors}, {format_bytes(smallest - budget)} more; "
-        f"raise the group's 'memory' to that, use a smaller batch, {besides}or leave the group out"
+        f"raise the group's 'memory' to that, use a smaller batch, checkpoint (more) activations on its ranks, {besides}"
+        "or leave the group out"
     )
     error.smallest_bytes = smallest
     return error
