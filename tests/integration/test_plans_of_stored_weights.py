@@ -13,13 +13,15 @@ from products_of_cpus import products_take_copies
 from qsync_core.artifacts.files import from_bytes, to_bytes
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.errors import InfeasibleError
-from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
+from qsync_core.units import format_bytes
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.allocator.exact.tradeoff import tradeoff
 from qsync_planner.indicate import indicate
@@ -66,18 +68,22 @@ class Block(nn.Module):
 Measured = tuple[Job, PrecisionDag, Profile, Sensitivity]
 
 
-@pytest.fixture(scope="module")
-def measured() -> Measured:
-    torch.manual_seed(0)
-    embedding = nn.Embedding(32, 96, dtype=torch.bfloat16).requires_grad_(False)
-    job = Job(
+def job_of(model: nn.Module) -> Job:
+    return Job(
         "blocks",
-        nn.Sequential(embedding, Block(96), Block(96)),
+        model,
         lambda step, size: Batch((torch.randint(0, 32, (size,), generator=torch.Generator().manual_seed(step)),)),
         lambda output, batch: output.float().square().mean(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         8,
     )
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(32, 96, dtype=torch.bfloat16).requires_grad_(False)
+    job = job_of(nn.Sequential(embedding, Block(96), Block(96)))
     dag = trace(job)
     ladder = [Variant.named(name) for name in LADDER]
     found = profile(job, dag, ProfileRequest(ladder=ladder, with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
@@ -130,6 +136,32 @@ def test_the_cheapest_error_that_fits_is_found(measured: Measured, combinations:
         assert plan.objective == pytest.approx(min(omega for peak, omega in combinations if peak <= budget), rel=1e-3, abs=1e-15)
     with pytest.raises(InfeasibleError, match="smallest feasible budget"):
         allocate(inputs(measured, a=budgets(combinations, 2)[0] - 1), Request("exact", tolerance=ANY_TIME))
+
+
+@pytest.mark.parametrize("are_enough", [True, False])
+def test_a_plan_says_where_activations_are_what_weights_are_stored_for(are_enough: bool) -> None:
+    """In float32, whose products take no copies on any CPU."""
+    torch.manual_seed(0)
+    job = job_of(nn.Sequential(nn.Embedding(32, 96).requires_grad_(False), Block(96).float(), Block(96).float()))
+    dag, ladder = trace(job), [Variant.named("float32@nf4"), Variant.named("float32")]
+    found = profile(job, dag, ProfileRequest(ladder=ladder, with_collectives=False, efforts=Efforts(ONCE, ONCE, ONCE)))
+    sensitivity = indicate(
+        observe(job, dag, ObserveRequest(ladder, warmup=0, steps=1, collectors=[HutchinsonCollector()])), dag, ladder
+    )
+
+    def within(nbytes: int) -> Inputs:
+        group = DeviceGroup("a", "cpu", 1, Role.INFER, Precision.FLOAT32, tuple(ladder), memory_bytes=nbytes)
+        return Inputs(dag, Cluster("one", (group,)), {"a": found}, sensitivity)
+
+    plain = dict.fromkeys((operator.op_id for operator in dag.adjustable), ladder[-1])
+    whole = Replayer(within(0)).memory("a", plain)
+    budget = whole.peak_bytes - (1 if are_enough else whole.saved_bytes + 1)
+    plan = allocate(within(budget), Request("exact", tolerance=ANY_TIME))
+    said = [note for note in plan.notes if "layers that the script checkpoints" in note]
+    assert any("as nf4" in note for note in plan.notes)
+    assert len(said) == are_enough
+    if are_enough:
+        assert f"{format_bytes(whole.saved_bytes)} of what group a takes" in said[0]
 
 
 @SAVES

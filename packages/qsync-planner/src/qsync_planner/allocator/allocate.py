@@ -305,7 +305,7 @@ class _Allocation:
         yield from baseline_notes(problem, self._request.name, self._full, does_not_fit)
         yield from uniform_notes(problem, self._start.starts)
         if inputs.sensitivity is not None:
-            yield from storage_notes(problem, self._start.programs.at_rungs, solution)
+            yield from storage_notes(problem, self._start.programs.at_rungs, solution, self._ways.first.memory)
         yield from inputs.notes
         yield from waiting_notes(inputs)
         yield from memory_notes(problem, {name: one.peak_bytes for name, one in solution.prediction.groups.items()})

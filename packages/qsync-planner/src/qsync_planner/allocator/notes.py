@@ -18,7 +18,8 @@ from qsync_planner.allocator.baselines import EXPECTED, UniformStart
 from qsync_planner.allocator.problem import GroupProblem, Problem
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.matching import Inputs
-from qsync_planner.replayer.chains import Chains
+from qsync_planner.replayer.chains import Chains, Variants
+from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.prediction import GroupPrediction
 
 _TF32_SINCE = (8, 0)
@@ -94,9 +95,14 @@ def uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[
 
 
 def storage_notes(
-    problem: Problem, at_rungs: Callable[[GroupProblem], Sequence[GroupPrediction]], solution: Solution
+    problem: Problem,
+    at_rungs: Callable[[GroupProblem], Sequence[GroupPrediction]],
+    solution: Solution,
+    memory: Callable[[str, Variants], MemoryEstimate],
 ) -> Iterator[str]:
-    """What each group stores of its frozen weights, beside what each rung for all operators would take and do."""
+    """What each group stores of its frozen weights, beside what each rung for all operators would take and do, and whether it is
+    activations for which it does.
+    """
     for group in problem.groups:
         ladder = group.group.ladder
         if not any(rung.storage.is_quantized for rung in ladder):
@@ -118,6 +124,12 @@ def storage_notes(
             f"group {group.name} stores {what} of its frozen weights in another format, and takes "
             f"{told(peak, group.omega(rungs))}; one rung for all takes: {uniform}"
         )
+        whole = memory(group.name, group.variants(group.uniform(len(ladder) - 1)))
+        if stored and not group.fits(whole.peak_bytes) and group.fits(whole.peak_bytes - whole.saved_bytes):
+            yield (
+                f"what forward keeps for backward is {format_bytes(whole.saved_bytes)} of what group {group.name} takes with all "
+                "weights as they are: layers that the script checkpoints on its ranks alone free most of that, and round nothing"
+            )
 
 
 def contention_notes(inputs: Inputs) -> list[str]:
