@@ -142,7 +142,10 @@ def main() -> None:
         print(step_profile(tree))
         return
     measures = ROWS | {"S9": partial(test_command_rows, log=arguments.log)}
-    rows = [entry for id in arguments.only.split(",") for entry in measures[id](tree)]
+    wanted = arguments.only.split(",")
+    if unknown := [id for id in wanted if id not in measures]:
+        raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(measures)} (S4 comes with S3)")
+    rows = [entry for id in wanted for entry in measures[id](tree)]
     show(rows)
     if tree == ROOT:
         path = write_rows("structure", rows, f"python bench/structure.py --only {arguments.only}")
