@@ -157,6 +157,11 @@ def test_shown_sizes_are_within_a_hundredth(nbytes: int) -> None:
     assert parse_bytes(f"{float(number):.6f} {unit}" if unit != "B" else number) == pytest.approx(nbytes, rel=0.01)
 
 
+@given(st.integers(0, 2**49))
+def test_sizes_that_are_asked_for_are_enough_as_they_are_shown(nbytes: int) -> None:
+    assert nbytes <= parse_bytes(format_bytes(nbytes, up=True)) <= 1.011 * nbytes
+
+
 def test_durations() -> None:
     assert format_ns(212_345) == "212.3 µs"
     assert format_ns(1_830_000) == "1.83 ms"

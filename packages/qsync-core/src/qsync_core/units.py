@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _BYTES_BY_UNIT = {
@@ -49,14 +50,25 @@ def parse_memory(text: str) -> int:
     return nbytes
 
 
-def format_bytes(nbytes: int) -> str:
-    """A size for people, in binary units with three significant digits: ``1.21 GiB``."""
+def format_bytes(nbytes: int, *, up: bool = False) -> str:
+    """A size for people, in binary units with three significant digits: ``1.21 GiB``.
+
+    Args:
+        up: rounded up, for a size that is asked for: what is written is enough.
+    """
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} {unit}"
+            return f"{nbytes} B" if unit == "B" else f"{_of_three_digits(value, up)} {unit}"
         value /= 1024
-    return f"{value:,.3g} TiB" if abs(value) < 1000 else f"{value:,.0f} TiB"
+    return f"{_of_three_digits(value, up)} TiB" if value < 1000 else f"{value:,.0f} TiB"
+
+
+def _of_three_digits(value: float, up: bool) -> str:
+    if up:
+        step = 10.0 ** max(-2, min(0, math.floor(math.log10(value)) - 2))
+        value = math.ceil(value / step) * step
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def format_estimate(value: float, error: float | None, digits: int = 4) -> str:

@@ -353,7 +353,7 @@ def test_a_training_group_that_its_memory_does_not_fit_is_named_with_what_it_tak
     with pytest.raises(InfeasibleError) as caught:
         allocate(case.with_memory(needed - 1, "train0").inputs, Request(solver))
     assert "the base precision of a training group does not fit the memory of group 'train0'" in str(caught.value)
-    assert f"the smallest feasible budget is {format_bytes(needed)} ({needed:,} bytes)" in str(caught.value)
+    assert f"the smallest feasible budget is {format_bytes(needed, up=True)} ({needed:,} bytes)" in str(caught.value)
     assert "activations on its ranks, let it infer (role:infer), where operators may be lowered" in str(caught.value)
 
 

@@ -57,7 +57,7 @@ def infeasible(
     tensors = f", {format_bytes(beside)} of it beside tensors (CUDA context, allocator's reserve, margin)" if beside else ""
     error = InfeasibleError(
         f"{what} the memory of group {group!r}: its budget is {format_bytes(budget)} "
-        f"({budget:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest)} "
+        f"({budget:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest, up=True)} "
         f"({smallest:,} bytes){tensors}, {format_bytes(smallest - budget)} more; "
         f"raise the group's 'memory' to that, use a smaller batch, checkpoint (more) activations on its ranks, {besides}"
         "or leave the group out"
