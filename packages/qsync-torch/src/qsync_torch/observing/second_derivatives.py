@@ -9,7 +9,7 @@ which on a GPU is ten times as slow; and a linear call is composed of views and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -87,8 +87,9 @@ class Uncheckpointed(AbstractContextManager["Uncheckpointed"]):
         for module in self._model.modules():
             for name in _SWITCHES:
                 if getattr(module, name, None) is True:
-                    setattr(module, name, False)
-                    self._switched.append((module, name))
+                    with suppress(AttributeError):  # what is computed from other switches cannot be set
+                        setattr(module, name, False)
+                        self._switched.append((module, name))
             self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
             self._hooks.append(module.register_forward_hook(self._end, always_call=True))
         return self
@@ -115,10 +116,10 @@ class Uncheckpointed(AbstractContextManager["Uncheckpointed"]):
 
     def keeping(self) -> AbstractContextManager[Any]:
         """Hooks for what is called now, in a checkpoint; nothing elsewhere."""
-        if not saves_through_hooks(besides=_itself):
+        if not saves_through_hooks(besides=_kept):
             return nullcontext()
         self._has_checkpoints = True
-        return saved_tensors_hooks(_itself, _itself)
+        return saved_tensors_hooks(_kept, _itself)
 
     def _begin(self, *_: Any) -> None:
         self._open.append(self.keeping())
@@ -142,12 +143,17 @@ class _KeptByFunctions(TorchFunctionMode):
 
 class _NothingRunsAgain(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if saves_through_hooks(besides=_itself):
+        if saves_through_hooks(besides=_kept):
             raise CollectorUnavailable(
                 "an autograd function outside of all modules is checkpointed, or saves through hooks, and would run again; call it "
                 "in a module's forward, or observe the model without checkpoints"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its graph, which would hold it and be held by it: one that no backward pass releases would stay for good."""
+    return tensor.detach()
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
