@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -139,6 +140,25 @@ def test_code_outside_of_modules_may_be_checkpointed() -> None:
     wanted, found = observed(Loose(False)), observed(Loose())
     assert {name for name, _, _ in found} > {"stem#0", "stem#1", "blocks.0.frozen#0", "head#0"}
     assert_alike(found, wanted)
+
+
+class Nested(Loose):
+    """Has checkpoints inside of a checkpoint, one of them next to nothing else."""
+
+    def inner(self, y: torch.Tensor) -> torch.Tensor:
+        def deeper(z: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.part(super(Nested, self).inner, z)) * z
+
+        return self.part(deeper, y)
+
+    def part(self, run: Callable[[torch.Tensor], torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        return checkpoint(run, y, use_reentrant=False) if self.checkpointed else run(y)
+
+
+def test_checkpoints_inside_of_checkpoints() -> None:
+    """Their graph is that of the model without them; it ended in gradients that no parameter got."""
+    assert digest(trace(job_of(Nested()))) == digest(trace(job_of(Nested(False))))
+    assert_alike(observed(Nested()), observed(Nested(False)))
 
 
 class Follows(nn.Linear):
