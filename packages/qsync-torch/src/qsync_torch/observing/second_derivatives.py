@@ -23,10 +23,11 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
 from qsync_torch.kinds.products import bias_gradient, product, product_gradients
 from qsync_torch.observing.collector import CollectorUnavailable
-from qsync_torch.torch_internals import TorchDispatchMode, saves_through_hooks
+from qsync_torch.torch_internals import TorchDispatchMode, saves_through_hooks, version_of
 
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes of modules that switch activation checkpointing: transformers' and diffusers', and timm's."""
+_CHANGED = "modified by an inplace operation"
 _REENTRANT = "use_reentrant=True"
 _SIGNS = (_REENTRANT, "is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
@@ -36,7 +37,7 @@ def second_derivatives(job: str) -> Iterator[None]:
     """Surround passes that differentiate twice.  Attention runs unfused: fused kernels have no second derivative.
 
     Raises:
-        CollectorUnavailable: naming the operation of ``job`` that has no second derivative.
+        CollectorUnavailable: naming the operation of ``job`` that has no second derivative, or what it writes into.
     """
     try:
         with sdpa_kernel([SDPBackend.MATH]):
@@ -44,6 +45,11 @@ def second_derivatives(job: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        if _CHANGED in str(error):
+            raise CollectorUnavailable(
+                f"{job} changes a tensor in place which second derivatives read, as the input of a frozen layer after its call "
+                f"(x = x + y writes into none, x += y does): {str(error).split('; ')[0].splitlines()[0]}"
+            ) from error
         if not any(sign in str(error) for sign in _SIGNS):
             raise
         said = str(error).splitlines()[0].rstrip(".")
@@ -119,7 +125,7 @@ class Uncheckpointed(AbstractContextManager["Uncheckpointed"]):
         if not saves_through_hooks(besides=_kept):
             return nullcontext()
         self._has_checkpoints = True
-        return saved_tensors_hooks(_kept, _itself)
+        return saved_tensors_hooks(_kept, _unchanged)
 
     def _begin(self, *_: Any) -> None:
         self._open.append(self.keeping())
@@ -151,12 +157,16 @@ class _NothingRunsAgain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Without its graph, which would hold it and be held by it: one that no backward pass releases would stay for good."""
-    return tensor.detach()
+    return tensor.detach(), version_of(tensor)
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """What was kept, if nothing has been written into it since: autograd does not look behind hooks."""
+    tensor, version = kept
+    if version_of(tensor) != version:
+        raise RuntimeError(f"a tensor of shape {list(tensor.shape)} in a checkpoint was {_CHANGED}")
     return tensor
 
 
