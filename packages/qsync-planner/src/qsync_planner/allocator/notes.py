@@ -23,7 +23,7 @@ from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.prediction import GroupPrediction
 
 _NEARLY_ALL = 0.9
-"""Of what forward would keep: a step that was measured to keep less has its layers checkpointed."""
+"""A step that was measured to keep less than this part of what its forward would has checkpointed layers."""
 _TF32_SINCE = (8, 0)
 """Compute capability."""
 
