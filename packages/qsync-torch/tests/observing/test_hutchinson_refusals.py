@@ -123,3 +123,31 @@ def test_reentrant_checkpoints_are_left_to_the_fallback_with_the_reason(is_whole
     assert {series.collector for series in found.series} == {terms.RUN, terms.LOSSVAR}
     assert "reentrant activation checkpointing" in found.settings["without hutchinson"]
     assert any("use_reentrant=False" in text and "observing goes on with lossvar" in text for text in said)
+
+
+class WritesBehindAFrozenLayer(nn.Module):
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.stem, self.frozen, self.head = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 3)
+        self.checkpointed = checkpointed
+
+    def inner(self, x):
+        x = torch.sin(x) + 1
+        x += self.frozen(x)
+        return torch.sin(x)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_frozen_layers_input_that_is_written_into_is_left_to_the_fallback(checkpointed):
+    """A training step does not read it again; in a checkpoint, autograd did not notice."""
+    torch.manual_seed(0)
+    job, said = _job(WritesBehindAFrozenLayer(checkpointed)), []
+    request = ObserveRequest(LADDER, warmup=0, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()])
+    found = observe(job, trace(job), request, announce=said.append)
+    assert {series.collector for series in found.series} == {terms.RUN, terms.LOSSVAR}
+    assert "changes a tensor in place which second derivatives read" in found.settings["without hutchinson"]
+    assert any("modified by an inplace operation" in text for text in said)

@@ -22,6 +22,8 @@ from qsync_planner.replayer.chains import Chains, Variants
 from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.prediction import GroupPrediction
 
+_NEARLY_ALL = 0.9
+"""A step that was measured to keep less than this part of what its forward would has checkpointed layers."""
 _TF32_SINCE = (8, 0)
 """Compute capability."""
 
@@ -125,9 +127,11 @@ def storage_notes(
             f"{told(peak, group.omega(rungs))}; one rung for all takes: {uniform}"
         )
         whole = memory(group.name, group.variants(group.uniform(len(ladder) - 1)))
-        if stored and not group.fits(whole.peak_bytes) and group.fits(whole.peak_bytes - whole.saved_bytes):
+        kept = whole.kept_bytes
+        keeps_all = kept >= _NEARLY_ALL * whole.saved_bytes
+        if stored and keeps_all and not group.fits(whole.peak_bytes) and group.fits(whole.peak_bytes - kept):
             yield (
-                f"what forward keeps for backward is {format_bytes(whole.saved_bytes)} of what group {group.name} takes with all "
+                f"what forward keeps for backward is {format_bytes(kept)} of what group {group.name} takes with all "
                 "weights as they are: layers that the script checkpoints on its ranks alone free most of that, and round nothing"
             )
 

@@ -121,6 +121,11 @@ class MemoryEstimate:
         }
 
     @property
+    def kept_bytes(self) -> int:
+        """What of :attr:`saved_bytes` a measured peak leaves room for: less than all where a script checkpoints activations."""
+        return max(0, self.saved_bytes + min(0, self.parts[_BESIDE]))
+
+    @property
     def reserved_bytes(self) -> int:
         """What PyTorch's allocator reserves for the peak."""
         return self.process.reserved_bytes(self.peak_bytes)

@@ -70,9 +70,10 @@ class Checkpoint:
             )
         known = _all_names(model) if self.rename is None else set(where)
         if unread := [name for name in where if name not in known]:
+            others = f" and {len(unread) - 1} others" if len(unread) > 1 else ""
             warnings.warn(
-                f"{self.path} holds {len(unread)} tensors that this {type(model).__name__} has no place for ({unread[0]} first), "
-                "as the checkpoint of a model with more layers does: they are left out",
+                f"{self.path} holds {unread[0]}{others}, which this {type(model).__name__} has no place for, as the checkpoint of "
+                "a model with more layers does: left out",
                 stacklevel=4,
             )
 

@@ -356,7 +356,8 @@ class _Pass:
         found = {parameter: torch.zeros_like(parameter) for parameter in parameters}
         for part, share in _split(self._step.batch, parts, mean=self._step.dag.loss_reduction == "mean"):
             with self._step.undisturbed():
-                loss = share * self._step.job.compute_loss(part, self._step.model)
+                with self._model.forward():
+                    loss = share * self._step.job.compute_loss(part, self._step.model)
                 gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:

@@ -39,7 +39,6 @@ from qsync_torch.observing.noise_response import NoiseResponse, Phase
 from qsync_torch.observing.producer_calls import ProducerCall, ProducerCalls
 from qsync_torch.observing.rounding_noise import int8_scale
 from qsync_torch.operators.casts import KEPT_FACTOR
-from qsync_torch.torch_internals import saves_through_hooks
 
 
 @attrs.define(eq=False)
@@ -78,9 +77,8 @@ class KeptInputs(ProducerCalls):
         self._sites: list[_Site] = []
 
     def call(self, call: ProducerCall) -> torch.Tensor:
-        """Run it on a copy of its input; what is checkpointed runs again elsewhere and stays as it is."""
-        checkpointed = saves_through_hooks()
-        if not torch.is_grad_enabled() or checkpointed:
+        """Run it on a copy of its input."""
+        if not torch.is_grad_enabled():
             return call.run(*call.operands)
         site, operands = _Site(attrs.evolve(call, operands=tuple(x.detach() for x in call.operands))), list[torch.Tensor]()
         for position, x in enumerate(call.operands):

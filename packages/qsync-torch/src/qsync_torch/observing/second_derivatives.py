@@ -9,7 +9,7 @@ which on a GPU is ten times as slow; and a linear call is composed of views and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
 from qsync_torch.kinds.products import bias_gradient, product, product_gradients
 from qsync_torch.observing.collector import CollectorUnavailable
-from qsync_torch.torch_internals import TorchDispatchMode, saves_through_hooks
+from qsync_torch.torch_internals import TorchDispatchMode, saves_through_hooks, version_of
 
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes of modules that switch activation checkpointing: transformers' and diffusers', and timm's."""
+_CHANGED = "modified by an inplace operation"
 _REENTRANT = "use_reentrant=True"
 _SIGNS = (_REENTRANT, "is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
@@ -36,7 +37,7 @@ def second_derivatives(job: str) -> Iterator[None]:
     """Surround passes that differentiate twice.  Attention runs unfused: fused kernels have no second derivative.
 
     Raises:
-        CollectorUnavailable: naming the operation of ``job`` that has no second derivative.
+        CollectorUnavailable: naming the operation of ``job`` that has no second derivative, or what it writes into.
     """
     try:
         with sdpa_kernel([SDPBackend.MATH]):
@@ -44,6 +45,11 @@ def second_derivatives(job: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        if _CHANGED in str(error):
+            raise CollectorUnavailable(
+                f"{job} changes a tensor in place which second derivatives read, as the input of a frozen layer after its call "
+                f"(x = x + y writes into none, x += y does): {str(error).split('; ')[0].splitlines()[0]}"
+            ) from error
         if not any(sign in str(error) for sign in _SIGNS):
             raise
         said = str(error).splitlines()[0].rstrip(".")
@@ -87,8 +93,9 @@ class Uncheckpointed(AbstractContextManager["Uncheckpointed"]):
         for module in self._model.modules():
             for name in _SWITCHES:
                 if getattr(module, name, None) is True:
-                    setattr(module, name, False)
-                    self._switched.append((module, name))
+                    with suppress(AttributeError):  # what is computed from other switches cannot be set
+                        setattr(module, name, False)
+                        self._switched.append((module, name))
             self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
             self._hooks.append(module.register_forward_hook(self._end, always_call=True))
         return self
@@ -115,10 +122,10 @@ class Uncheckpointed(AbstractContextManager["Uncheckpointed"]):
 
     def keeping(self) -> AbstractContextManager[Any]:
         """Hooks for what is called now, in a checkpoint; nothing elsewhere."""
-        if not saves_through_hooks(besides=_itself):
+        if not saves_through_hooks(besides=_kept):
             return nullcontext()
         self._has_checkpoints = True
-        return saved_tensors_hooks(_itself, _itself)
+        return saved_tensors_hooks(_kept, _unchanged)
 
     def _begin(self, *_: Any) -> None:
         self._open.append(self.keeping())
@@ -142,7 +149,7 @@ class _KeptByFunctions(TorchFunctionMode):
 
 class _NothingRunsAgain(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if saves_through_hooks(besides=_itself):
+        if saves_through_hooks(besides=_kept):
             raise CollectorUnavailable(
                 "an autograd function outside of all modules is checkpointed, or saves through hooks, and would run again; call it "
                 "in a module's forward, or observe the model without checkpoints"
@@ -150,7 +157,16 @@ class _NothingRunsAgain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Without its graph, which would hold it and be held by it: one that no backward pass releases would stay for good."""
+    return tensor.detach(), version_of(tensor)
+
+
+def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """What was kept, if nothing has been written into it since: autograd does not look behind hooks."""
+    tensor, version = kept
+    if version_of(tensor) != version:
+        raise RuntimeError(f"a tensor of shape {list(tensor.shape)} in a checkpoint was {_CHANGED}")
     return tensor
 
 
