@@ -59,6 +59,8 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     options.gpus = options.gpus.split(",") if cuda and not options.tiny else []
     options.models = [name for name in options.models.split(",") if name]
+    if unknown := set(options.models).difference(unequal.MODELS, predicted.MODELS):
+        raise SystemExit(f"no such models: {', '.join(sorted(unknown))}; --models takes those {models.removeprefix('of ')}")
     bench = Bench(torch.device("cuda", 0) if cuda else torch.device("cpu"), quick=options.tiny)
     known = parts(bench, options)
     wanted = [name for name in options.only.split(",") if name] or list(known)
