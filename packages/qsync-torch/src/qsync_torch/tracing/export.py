@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 from unittest.mock import patch
 
@@ -207,11 +207,12 @@ def _no_derivative(*_: Any, **__: Any) -> Any:
 def _as_in_training() -> Iterator[None]:
     """Functions of PyTorch's that an export would see otherwise than training does, for as long as it takes.
 
-    Parts that reentrant checkpointing runs are exported with their gradients; other checkpoints save nothing, for which one
-    inside of another would end recording without gradients.  The forward of an ``autograd.Function`` runs without autograd in any
-    case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  The format of what it returns counts as
-    read where it is given weights.  A module's conversion to the formats that it has is none.  Distributions do not look at their
-    arguments' values.  Differentiable collectives (``torch.distributed.nn``) are not compiled here, so that they need no refusal.
+    Parts that reentrant checkpointing runs are exported with their gradients.  What is saved for backward goes through no hooks:
+    those of a checkpoint around another one would end the recording without gradients.  The forward of an ``autograd.Function``
+    runs without autograd in any case; a ``torch.no_grad()`` in it would last until the end of the exported graph.  The format of
+    what it returns counts as read where it is given weights.  A module's conversion to the formats that it has is none.
+    Distributions do not look at their arguments' values.  Differentiable collectives (``torch.distributed.nn``) are not compiled
+    here, so that they need no refusal.
     """
     inside = 0
     apply = vars(torch.autograd.Function)["apply"]
@@ -239,7 +240,7 @@ def _as_in_training() -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (torch.utils.checkpoint, "CheckpointFunction", _PlainCheckpoint),
-        (torch.utils.checkpoint, "_checkpoint_hook", lambda frame: nullcontext()),
+        *((torch.autograd.graph.saved_tensors_hooks, name, lambda self, *_: None) for name in ("__enter__", "__exit__")),
         (torch.autograd.Function, "apply", classmethod(counted)),
         # torch.no_grad calls set_grad_enabled.
         *((torch.enable_grad, name, outside(getattr(torch.enable_grad, name))) for name in ("__enter__", "__exit__")),
