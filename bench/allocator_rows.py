@@ -27,7 +27,7 @@ from allocator.rows_ranks import rank_rows
 from allocator.rows_size import size_rows
 from allocator.rows_trials import trial_rows
 from allocator.solving import Row
-from results import write_rows
+from results import names_in, write_rows
 
 GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "A1": paper_scale_rows,
@@ -53,9 +53,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="only print")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
     options = parser.parse_args()
-    wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(GROUPS)
-    if unknown := [name for name in wanted if name not in GROUPS]:
-        raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(GROUPS)}")
+    wanted = names_in(options.only, GROUPS, "rows") or list(GROUPS)
     if options.seeds < 1:
         raise SystemExit(f"at least one seed is needed, got {options.seeds}")
     bench = Bench(seeds=min(options.seeds, 2) if options.quick else options.seeds, solver=options.solver, quick=options.quick)

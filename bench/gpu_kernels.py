@@ -25,7 +25,7 @@ from kernels.bench import Bench, Row
 from kernels.whole_model import Mode, release
 from qsync_core.ir.precision import Precision
 from qsync_torch.benchmarking.contenders import compile_ahead
-from results import write_rows
+from results import names_in, write_rows
 
 COMPILED = ("K1", "K2", "K3", "K6")
 """Rows whose kernels are compiled all at once, when the first of them is reached."""
@@ -95,9 +95,7 @@ def main() -> None:
         just_in_time=options.just_in_time,
     )
     known = groups(bench, options)
-    wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(known)
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(known)}")
+    wanted = names_in(options.only, known, "rows") or list(known)
     where = {"directory": options.directory} if options.directory else {}
     missed = []
     for name in wanted:

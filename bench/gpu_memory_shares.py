@@ -31,7 +31,7 @@ import torch
 from hybrid.workloads import without_tf32
 from kernels.bench import Bench
 from kernels.whole_model import release
-from results import RESULTS, write_rows
+from results import RESULTS, names_in, write_rows
 from steps.jobs import BERT, RESNET
 from steps.rows_shares import rows
 from steps.shares import JobShares, Measuring
@@ -63,9 +63,7 @@ def main() -> None:
     """Measure, print and write."""
     known = parser()
     options = known.parse_args()
-    names = [name.strip() for name in options.only.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in JOBS]:
-        raise SystemExit(f"no such models: {', '.join(unknown)}; known are {', '.join(JOBS)}")
+    names = names_in(options.only, JOBS, "models")
     if options.device == "cpu" and not options.tiny:
         raise SystemExit("this benchmark needs a CUDA device; --device cpu --tiny tries it on a CPU")
     if options.device == "cuda" and not torch.cuda.is_available():

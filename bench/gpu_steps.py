@@ -27,7 +27,7 @@ import torch
 
 from kernels.bench import Bench, Row
 from kernels.whole_model import release
-from results import write_rows
+from results import names_in, write_rows
 from steps import rows_capped, rows_compiled, rows_learning, rows_memory, rows_rounding, rows_time
 
 COMMAND = "python bench/gpu_steps.py --out OUT"
@@ -75,10 +75,7 @@ def main() -> None:
         just_in_time=options.just_in_time,
     )
     known = parts(bench, options)
-    wanted = [name.strip() for name in options.only.split(",") if name.strip()]
-    wanted = wanted or [name for name in known if not name.startswith("prepare")]
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
+    wanted = names_in(options.only, known, "parts") or [name for name in known if not name.startswith("prepare")]
     if not cuda and not options.tiny and any(name not in WITHOUT_GPU for name in wanted):
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none; --tiny tries it on a CPU, --only L9 needs none")
     where = {"directory": options.directory} if options.directory else {}

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
+from results import names_in
+
 
 def run_in_turn(
     parser: argparse.ArgumentParser, names: Iterable[str], command_of: Callable[[argparse.Namespace, str], Sequence[str]]
@@ -21,9 +23,7 @@ def run_in_turn(
     known = list(names)
     parser.add_argument("--only", default=",".join(known), help="names of scripts, comma-separated")
     options = parser.parse_args()
-    wanted = [name.strip() for name in options.only.split(",") if name.strip()]
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no such script: {', '.join(unknown)}; known are {', '.join(known)}")
+    wanted = names_in(options.only, known, "script")
     failed = []
     for name in wanted:
         command = command_of(options, name)

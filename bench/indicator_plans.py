@@ -26,7 +26,7 @@ from indicator.models import SUBJECTS
 from indicator.plain_cnn import NAME as HELD_OUT
 from indicator.plain_cnn import register
 from indicator.plans import Plan, PlanEffort, drawn_plans, plan_errors
-from results import write_rows
+from results import names_in, write_rows
 
 
 def main() -> None:
@@ -42,9 +42,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
     options = parser.parse_args()
     register()
-    names = [name.strip() for name in options.models.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in SUBJECTS]:
-        raise SystemExit(f"no such model: {', '.join(unknown)}; known are {', '.join(SUBJECTS)}")
+    names = names_in(options.models, SUBJECTS, "model")
     if min(options.seeds, options.steps, options.draws) < 1 or options.plans < 3:
         raise SystemExit("--seeds, --steps and --draws are at least 1, --plans at least 3")
     if options.steps > Effort().truth_steps:

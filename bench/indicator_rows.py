@@ -29,7 +29,7 @@ from indicator.agreement import Judged
 from indicator.measuring import Effort, Kept, Task, measure
 from indicator.models import SUBJECTS
 from indicator.rows import Row, beside_int8, ladder_rows, variation_rows
-from results import write_rows
+from results import names_in, write_rows
 
 VARIATIONS_SEED = 0
 
@@ -37,9 +37,7 @@ VARIATIONS_SEED = 0
 def main() -> None:
     """Measure what is missing, print, and write."""
     options = _options()
-    names = [name.strip() for name in options.models.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in SUBJECTS]:
-        raise SystemExit(f"no such model: {', '.join(unknown)}; known are {', '.join(SUBJECTS)}")
+    names = names_in(options.models, SUBJECTS, "model")
     if options.draws < 2 or options.draws % 2 or min(options.seeds, options.steps, options.truth_steps, options.jobs) < 1:
         raise SystemExit("--draws is even and at least 2; --seeds, --steps, --truth-steps and --jobs are at least 1")
     effort = Effort(options.warmup, options.steps, options.truth_steps, options.draws)

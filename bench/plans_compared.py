@@ -37,7 +37,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator import Inputs, Request, allocate
 from qsync_planner.replayer.replay import Replayer, plan_variants
-from results import ROOT, write_rows
+from results import ROOT, names_in, write_rows
 
 DATA = ROOT / "tests" / "data"
 PAGE = ROOT / "docs" / "plans-compared.md"
@@ -352,9 +352,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
     options = parser.parse_args()
     write = not (options.no_write or options.no_series)
-    names = [name.strip() for name in options.only.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in MODELS]:
-        raise SystemExit(f"no such models: {', '.join(unknown)}; known are {', '.join(MODELS)}")
+    names = names_in(options.only, MODELS, "models")
     where = {"directory": options.directory} if options.directory else {}
     plan_all(read_case("bert-base", "time"))  # imports and the first plan, which nobody's time should contain
     for name in names:

@@ -79,6 +79,21 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def names_in(text: str, known: Iterable[str], what: str) -> list[str]:
+    """Read the names in an option, comma-separated.
+
+    Args:
+        what: they name, for the message.
+
+    Raises:
+        SystemExit: naming those that are not known.
+    """
+    names, all_names = [name.strip() for name in text.split(",") if name.strip()], list(known)
+    if unknown := [name for name in names if name not in all_names]:
+        raise SystemExit(f"no such {what}: {', '.join(unknown)}; known are {', '.join(all_names)}")
+    return names
+
+
 def provenance() -> dict[str, Any]:
     """Machine, versions and commit of this process, for rows that are worked out elsewhere."""
     return {"machine": machine(), "versions": versions(), "commit": commit()}

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from results import ROOT, write_rows
+from results import ROOT, names_in, write_rows
 from structure.kinds import files_of_commit, files_of_patch, files_that_name_kinds
 from structure.private_names import Use, frame_walks, private_uses
 from structure.rows import Row, row, shortened
@@ -134,7 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout: its rows are printed, none are written")
     parser.add_argument("--profile", action="store_true", help="print where the time of S8 goes")
-    parser.add_argument("--only", default=",".join(ROWS), help=f"rows to measure, comma-separated: {','.join(ROWS)}")
+    parser.add_argument(
+        "--only", default=",".join(ROWS), help=f"rows to measure, comma-separated: {','.join(ROWS)}; S4 comes with S3"
+    )
     parser.add_argument("--log", type=Path, help="what .ci/run has printed, for S9: all tests are not run then")
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
@@ -142,10 +144,7 @@ def main() -> None:
         print(step_profile(tree))
         return
     measures = ROWS | {"S9": partial(test_command_rows, log=arguments.log)}
-    wanted = arguments.only.split(",")
-    if unknown := [id for id in wanted if id not in measures]:
-        raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(measures)} (S4 comes with S3)")
-    rows = [entry for id in wanted for entry in measures[id](tree)]
+    rows = [entry for id in names_in(arguments.only, measures, "rows") for entry in measures[id](tree)]
     show(rows)
     if tree == ROOT:
         path = write_rows("structure", rows, f"python bench/structure.py --only {arguments.only}")

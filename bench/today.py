@@ -22,7 +22,7 @@ import torch
 from allocator import rows_today
 from eight_bit import curves, eager, first_step, predicted, scales, steps, unequal
 from kernels.bench import Bench, Row
-from results import write_rows
+from results import names_in, write_rows
 
 COMMAND = "python bench/today.py"
 
@@ -58,14 +58,10 @@ def main() -> None:
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     options.gpus = options.gpus.split(",") if cuda and not options.tiny else []
-    options.models = [name for name in options.models.split(",") if name]
-    if unknown := set(options.models).difference(unequal.MODELS, predicted.MODELS):
-        raise SystemExit(f"no such models: {', '.join(sorted(unknown))}; --models takes those {models.removeprefix('of ')}")
+    options.models = names_in(options.models, dict.fromkeys((*unequal.MODELS, *predicted.MODELS)), "models")
     bench = Bench(torch.device("cuda", 0) if cuda else torch.device("cpu"), quick=options.tiny)
     known = parts(bench, options)
-    wanted = [name for name in options.only.split(",") if name] or list(known)
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
+    wanted = names_in(options.only, known, "parts") or list(known)
     if not cuda and not options.tiny and not ON_A_CPU.issuperset(wanted):
         raise SystemExit("these rows need a CUDA device, and torch sees none; --tiny tries them on a CPU")
     if cuda and not set(unequal.SHARES).isdisjoint(wanted) and torch.cuda.device_count() < len(options.gpus):

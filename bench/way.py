@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from results import parser_of, write_rows
+from results import names_in, parser_of, write_rows
 
 COMMAND = "python bench/way.py"
 Row = Mapping[str, Any]
@@ -57,9 +57,7 @@ def main() -> None:
     parser.add_argument("--crds", type=Path, default=None, help="folder of CustomResourceDefinitions, for W7")
     options = parser.parse_args()
     known = parts(options)
-    wanted = [name for name in options.only.split(",") if name] or list(known)
-    if unknown := [name for name in wanted if name not in known]:
-        raise SystemExit(f"no such parts: {', '.join(unknown)}; known are {', '.join(known)}")
+    wanted = names_in(options.only, known, "parts") or list(known)
     if "W1" in wanted and options.public is None:
         raise SystemExit(
             "W1 reads eth-easl/sailor's profiles: say where their copy is with --public FOLDER, or leave it out of --only"
