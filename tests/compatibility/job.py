@@ -130,6 +130,14 @@ def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) 
     return max(((a - b).norm() / b.norm()).item() if torch.isfinite(a).all() else float("inf") for a, b in pairs) if pairs else 0.0
 
 
+def difference_of_ranks(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest difference of two ranks' tensors."""
+    mine = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+    both = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
+    dist.all_gather(both, mine)
+    return float((both[0] - both[1]).abs().max())
+
+
 def mean_over_ranks(model: nn.Module) -> None:
     """Each gradient becomes the mean of all ranks'; in that order: divided, then summed."""
     for parameter in model.parameters():

@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from compatibility import adapted_layers
-from compatibility.job import difference
+from compatibility.job import difference, difference_of_ranks
 from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
 from qsync_core.errors import PlanError, TraceError
 from qsync_core.ir.formats import OutputFormats
@@ -121,10 +121,8 @@ def test_ranks_that_store_in_different_formats(folder: Path) -> float:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    mine = torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
-    both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine)
-    return float((both[0] - both[1]).abs().max()) if losses[-1] < losses[0] else 2.0
+    apart = difference_of_ranks(p for p in model.parameters() if p.requires_grad)
+    return apart if losses[-1] < losses[0] else 2.0
 
 
 @on_two_ranks
@@ -146,10 +144,7 @@ def test_layers_that_have_adapters_beside_their_weight(folder: Path) -> float:
         return 1.0
     if not dist.get_rank() and not all(torch.equal(m.weight, weight) for m, weight in zip(modules, own, strict=True)):
         return 2.0
-    mine = torch.cat([p.detach().flatten().double() for p in model.parameters()])
-    both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine)
-    return float((both[0] - both[1]).abs().max())
+    return difference_of_ranks(model.parameters())
 
 
 @on_two_ranks
@@ -201,13 +196,11 @@ def test_zero_redundancy_optimizer_with_frozen_parameters(folder: Path) -> float
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    mine = torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
-    both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine)
+    apart = difference_of_ranks(p for p in model.parameters() if p.requires_grad)
     kept = difference([weight_of(model.get_submodule(name)) for name in bases(model)], wanted)
     applied.remove()
     again = difference([weight_of(model.get_submodule(name)) for name in bases(model)], wanted)
-    return float((both[0] - both[1]).abs().max()) + kept + again
+    return apart + kept + again
 
 
 @on_two_ranks

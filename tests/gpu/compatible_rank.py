@@ -20,8 +20,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from compatibility.adapted_layers import adapted, plan_of_adapted
-from compatibility.job import GROUPS, difference, plan_for
+from compatibility import adapted_layers
+from compatibility.job import GROUPS, difference, difference_of_ranks, plan_for
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
@@ -119,26 +119,23 @@ def normalized() -> float:
 
 def stored() -> float:
     """The second rank alone stores its base, by a plan in force before the model comes to its device; adapters stay equal."""
-    model = adapted()
-    applied = apply_(
-        model, plan_of_adapted(DeviceType(torch.cuda.get_device_name(), DeviceKind.CUDA)), group=GROUPS[RANK], allow_flags=["share"]
-    )
+    model = adapted_layers.adapted()
+    plan = adapted_layers.plan_of_adapted(DeviceType(torch.cuda.get_device_name(), DeviceKind.CUDA))
+    applied = apply_(model, plan, group=GROUPS[RANK], allow_flags=["share"])
     model.cuda()
     ddp = DistributedDataParallel(model, device_ids=[RANK], **applied.ddp_options())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     losses = []
     for step in range(20):
-        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(2 * step + RANK)).bfloat16().cuda()
+        x = torch.randn(64, adapted_layers.WIDTH, generator=torch.Generator().manual_seed(2 * step + RANK)).bfloat16().cuda()
         loss = ddp(x).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    mine = torch.cat([parameter.detach().flatten().float() for parameter in trained])
-    both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine)
-    return float((both[0] - both[1]).abs().max()) if losses[-1] < losses[0] else 1.0
+    apart = difference_of_ranks(trained)
+    return apart if losses[-1] < losses[0] else 1.0
 
 
 torch.cuda.set_device(RANK)

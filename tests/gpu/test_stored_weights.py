@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from compatibility.adapted_layers import adapted, plan_of_adapted  # noqa: E402
+from compatibility.adapted_layers import WIDTH, adapted, plan_of_adapted  # noqa: E402
 from qsync_core.ir.precision import Precision, Storage  # noqa: E402
 from qsync_core.ir.profile import DeviceKind, DeviceType  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
@@ -97,7 +97,7 @@ def test_one_dense_copy_lives_in_each_pass(storage):
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     """The result and the gradients of a step on the device."""
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16().cuda().requires_grad_()
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16().cuda().requires_grad_()
     y = model(x)
     y.float().square().mean().backward()
     return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]

@@ -61,7 +61,7 @@ def format_bytes(nbytes: int, *, up: bool = False) -> str:
         if abs(value) < 1024:
             return f"{nbytes} B" if unit == "B" else f"{_of_three_digits(value, up)} {unit}"
         value /= 1024
-    return f"{_of_three_digits(value, up)} TiB" if value < 1000 else f"{value:,.0f} TiB"
+    return f"{_of_three_digits(value, up)} TiB" if abs(value) < 1000 else f"{value:,.0f} TiB"
 
 
 def _of_three_digits(value: float, up: bool) -> str:

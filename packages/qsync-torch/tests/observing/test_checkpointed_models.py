@@ -75,9 +75,7 @@ def job_of(model: nn.Module) -> Job:
     return Job("net", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=8)
 
 
-def assert_alike(
-    found: dict[tuple[str, str, str], tuple[float, ...]], wanted: dict[tuple[str, str, str], tuple[float, ...]]
-) -> None:
+def assert_alike(found: Observed, wanted: Observed) -> None:
     assert found.keys() == wanted.keys()
     for key, values in found.items():
         assert values == pytest.approx(wanted[key], rel=1e-5), key

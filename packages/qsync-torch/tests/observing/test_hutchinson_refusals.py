@@ -87,18 +87,21 @@ def test_an_operator_before_a_detached_mask_has_no_series():
     assert {series.op_id for series in found.series} == {None, OpId("head")}
 
 
+def left_to_the_fallback(job, dag):
+    """The reason why hutchinson is left out, and what is said of that."""
+    said = []
+    request = ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()])
+    found = observe(job, dag, request, announce=said.append)
+    assert {series.collector for series in found.series} == {terms.RUN, terms.LOSSVAR}
+    (sentence,) = (text for text in said if "observing goes on with lossvar" in text)
+    return found.settings["without hutchinson"], sentence
+
+
 def test_checkpoints_that_run_again_all_the_same_are_refused_with_the_reason():
     torch.manual_seed(0)
     job, plain = _job(Checkpointed()), _job(Frozen())
-    said = []
-    found = observe(
-        job,
-        trace(plain),
-        ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()]),
-        announce=said.append,
-    )
-    assert found.settings["without hutchinson"].startswith("an autograd function outside of all modules is checkpointed")
-    assert any("observing goes on with lossvar" in text for text in said)
+    reason, _ = left_to_the_fallback(job, trace(plain))
+    assert reason.startswith("an autograd function outside of all modules is checkpointed")
     with pytest.raises(Exception, match="cannot observe part: an autograd function outside of all modules is checkpointed"):
         observe(job, trace(plain), ObserveRequest(LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()]))
 
@@ -117,12 +120,10 @@ class Reentrant(nn.Module):
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_reentrant_checkpoints_are_left_to_the_fallback_with_the_reason(is_whole):
     torch.manual_seed(0)
-    job, said = _job(Reentrant(is_whole)), []
-    request = ObserveRequest(LADDER, warmup=0, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()])
-    found = observe(job, trace(job), request, announce=said.append)
-    assert {series.collector for series in found.series} == {terms.RUN, terms.LOSSVAR}
-    assert "reentrant activation checkpointing" in found.settings["without hutchinson"]
-    assert any("use_reentrant=False" in text and "observing goes on with lossvar" in text for text in said)
+    job = _job(Reentrant(is_whole))
+    reason, said = left_to_the_fallback(job, trace(job))
+    assert "reentrant activation checkpointing" in reason
+    assert "use_reentrant=False" in said
 
 
 class WritesBehindAFrozenLayer(nn.Module):
@@ -145,9 +146,7 @@ class WritesBehindAFrozenLayer(nn.Module):
 def test_a_frozen_layers_input_that_is_written_into_is_left_to_the_fallback(checkpointed):
     """A training step does not read it again; in a checkpoint, autograd did not notice."""
     torch.manual_seed(0)
-    job, said = _job(WritesBehindAFrozenLayer(checkpointed)), []
-    request = ObserveRequest(LADDER, warmup=0, steps=1, collectors=[HutchinsonCollector(), LossVarCollector()])
-    found = observe(job, trace(job), request, announce=said.append)
-    assert {series.collector for series in found.series} == {terms.RUN, terms.LOSSVAR}
-    assert "changes a tensor in place which second derivatives read" in found.settings["without hutchinson"]
-    assert any("modified by an inplace operation" in text for text in said)
+    job = _job(WritesBehindAFrozenLayer(checkpointed))
+    reason, said = left_to_the_fallback(job, trace(job))
+    assert "changes a tensor in place which second derivatives read" in reason
+    assert "modified by an inplace operation" in said

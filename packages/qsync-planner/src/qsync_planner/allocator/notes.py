@@ -126,10 +126,12 @@ def storage_notes(
             f"group {group.name} stores {what} of its frozen weights in another format, and takes "
             f"{told(peak, group.omega(rungs))}; one rung for all takes: {uniform}"
         )
+        if not stored:
+            continue
         whole = memory(group.name, group.variants(group.uniform(len(ladder) - 1)))
         kept = whole.kept_bytes
         keeps_all = kept >= _NEARLY_ALL * whole.saved_bytes
-        if stored and keeps_all and not group.fits(whole.peak_bytes) and group.fits(whole.peak_bytes - kept):
+        if keeps_all and not group.fits(whole.peak_bytes) and group.fits(whole.peak_bytes - kept):
             yield (
                 f"what forward keeps for backward is {format_bytes(kept)} of what group {group.name} takes with all "
                 "weights as they are: layers that the script checkpoints on its ranks alone free most of that, and round nothing"

@@ -64,10 +64,11 @@ def products_as_coarse_as(base: Precision, device: torch.device) -> Iterator[Non
     Many second backward passes over billions of weights are bound by these products; what TF32 rounds is below what the base rounds
     (docs/decisions/observing-under-amp.md).
     """
+    if device.type != "cuda" or base is Precision.FLOAT32:
+        yield
+        return
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    if device.type == "cuda" and base is not Precision.FLOAT32:
-        matmul.fp32_precision = "tf32"
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     try:
         yield
     finally:
