@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
+import re
+
 import pytest
 
 from compatibility.page import ANSWERS, PAGE, REFUSED, ROOT, Row, places, rows, suite
@@ -33,6 +36,17 @@ def test_no_feature_has_two_rows() -> None:
 
 def test_every_test_of_the_suite_has_a_row() -> None:
     assert sorted({test.partition("[")[0] for row in rows() for test in row.tests} & set(suite())) == sorted(suite())
+
+
+def test_libraries_that_the_suite_needs_are_where_it_runs() -> None:
+    """What a test skips itself without, it has in the environment of all that is run for every change."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    installed = re.findall(r"^[\w-]+", tox["testenv:integration"]["deps"], re.MULTILINE)
+    texts = [path.read_text() for path in (ROOT / "tests" / "compatibility").glob("test_*.py")]
+    needed = {name for text in texts for name in re.findall(r'importorskip\("(\w+)', text)}
+    assert len(needed) >= 3
+    assert sorted(needed - {name.replace("-", "_") for name in installed}) == []
 
 
 def test_scripts_that_a_row_names_are_run() -> None:
