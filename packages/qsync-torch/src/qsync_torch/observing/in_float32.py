@@ -1,6 +1,6 @@
 """Models that hold 16 bits are observed in float32: so are the batches that come to them in 16 bits, and what their own code casts.
 
-A script that holds its layers in bfloat16 may write ``x.to(torch.bfloat16)`` before them, and images that its loader has cast: beside
+A script that holds its layers in bfloat16 may write ``x.to(torch.bfloat16)`` before them, or cast images in its loader: beside
 weights in float32 these are formats that no product takes together.
 """
 
