@@ -82,6 +82,24 @@ def test_what_the_script_casts_to_sixteen_bits_is_observed_in_float32(cast: Cast
     assert cast(torch.ones(2), HALF).dtype is HALF, "as ever, outside of observing"
 
 
+class UnderAutocast(Net):
+    """Enters it in its forward, which is how PyTorch's manual has it for models that other code calls."""
+
+    @torch.autocast("cpu", HALF)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float()
+
+
+def test_an_autocast_in_the_forward_is_not_in_force() -> None:
+    wanted, found = observed(Net()), observed(UnderAutocast())
+    common = found.keys() & wanted.keys()
+    assert sum("store=nf4" in variant for _, variant, _ in common) > 20
+    for key in common:
+        assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
+    with torch.autocast("cpu", HALF):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is HALF, "and is in force again behind that"
+
+
 class Plain(nn.Module):
     """All in bfloat16, as are the batches that it takes without a cast."""
 

@@ -1,4 +1,5 @@
-"""Models that hold 16 bits are observed in float32: so are the batches that come to them in 16 bits, and what their own code casts.
+"""Models are observed in float32: so are the batches that come to those in 16 bits, what their own code casts, and what runs under
+an autocast that their own code enters.
 
 A script that holds its layers in bfloat16 may write ``x.to(torch.bfloat16)`` before them, or cast images in its loader: beside
 weights in float32 these are formats that no product takes together.
@@ -7,8 +8,8 @@ weights in float32 these are formats that no product takes together.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -75,6 +76,25 @@ def widen(job: Job) -> Job:
             _end()
 
     return attrs.evolve(job, batch=batch, loss=loss)
+
+
+@contextmanager
+def without_autocasts() -> Iterator[None]:
+    """A block in which no autocast is in force, also where a model's forward enters one."""
+    enter: Any = torch.autocast.__enter__
+
+    def enter_disabled(self: torch.autocast) -> Any:
+        enabled, self._enabled = self._enabled, False
+        try:
+            return enter(self)
+        finally:
+            self._enabled = enabled
+
+    torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def run_in_float32(model: torch.nn.Module) -> None:
