@@ -24,11 +24,11 @@ from qsync_torch.job import Batch, Job, check_same_model, describe_optimizer
 from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.collector import ObservedStep, low_precision
 from qsync_torch.observing.collectors import AnyCollector, RunningCollectors, default_collectors, installed_collectors
-from qsync_torch.observing.in_float32 import holds_16_bits, run_in_float32, widen, without_autocasts
 from qsync_torch.observing.montecarlo import squared_norm
 from qsync_torch.observing.record import GRADIENT_SQ_NORM, LOSS, JobFault, Key, Record, SettledRule
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.held_state import held_state
+from qsync_torch.tracing.in_float32 import holds_16_bits, run_in_float32, widen, without_autocasts
 
 WARMUP = 10
 """Updates before the first that is observed: the ranking is not stable in them (docs/design/indicator.md#averages-over-updates)."""

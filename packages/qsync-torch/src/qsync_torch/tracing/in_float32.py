@@ -15,10 +15,10 @@ from typing import Any
 import attrs
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
+from qsync_torch.torch_internals import pytree
 
 _WIDER: dict[Any, Callable[..., Any]] = {torch.Tensor.bfloat16: torch.Tensor.float, torch.Tensor.half: torch.Tensor.float}
 
