@@ -28,7 +28,7 @@ from qsync_torch.observing.montecarlo import squared_norm
 from qsync_torch.observing.record import GRADIENT_SQ_NORM, LOSS, JobFault, Key, Record, SettledRule
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.held_state import held_state
-from qsync_torch.tracing.in_float32 import holds_16_bits, run_in_float32, widen, without_autocasts
+from qsync_torch.tracing.in_float32 import holds_16_bits, run_in_float32, widen
 
 WARMUP = 10
 """Updates before the first that is observed: the ranking is not stable in them (docs/design/indicator.md#averages-over-updates)."""
@@ -121,7 +121,7 @@ def observe(
     )
     check_same_model(job, dag)
     try:
-        with held_state(job.loss), without_autocasts():
+        with held_state(job.loss):
             return run.observe(earlier, checkpoint, progress)
     except Exception as error:
         # What comes later than the first update is no matter of the size: data that is gone, say.
@@ -132,7 +132,7 @@ def observe(
         said = error if isinstance(error, JobError) else f"{job.name} does not run on these ({first_line(error)})"
         announce(f"updates of {job.batch_size} samples are observed instead of {half}: {said}")
     run.job = attrs.evolve(run.job, batch_size=job.batch_size)
-    with held_state(job.loss), without_autocasts():
+    with held_state(job.loss):
         return run.observe(earlier, checkpoint, progress)
 
 

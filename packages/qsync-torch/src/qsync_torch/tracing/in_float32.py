@@ -1,5 +1,5 @@
-"""Models are observed in float32: so are the batches that come to those in 16 bits, what their own code casts, and what runs under
-an autocast that their own code enters.
+"""Models in 16 bits are observed in float32: so are their batches, what their own code casts, and what runs under an autocast that
+it enters.
 
 A script that holds its layers in bfloat16 may write ``x.to(torch.bfloat16)`` before them, or cast images in its loader: beside
 weights in float32 these are formats that no product takes together.
@@ -8,8 +8,8 @@ weights in float32 these are formats that no product takes together.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -20,17 +20,27 @@ from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.job import Batch, Job
 from qsync_torch.torch_internals import pytree
 
+_DEVICES = ("cpu", "cuda")
 _WIDER: dict[Any, Callable[..., Any]] = {torch.Tensor.bfloat16: torch.Tensor.float, torch.Tensor.half: torch.Tensor.float}
 
 
 class _InFloat32(TorchFunctionMode):
-    """Functions that are asked for 16 bits make float32."""
+    """Functions that are asked for 16 bits make float32, and none runs under autocast."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         wider = {name: _wider(value) for name, value in (kwargs or {}).items()}
-        return _WIDER.get(func, func)(*map(_wider, args), **wider)
+        with _without_autocast():
+            return _WIDER.get(func, func)(*map(_wider, args), **wider)
+
+
+def _without_autocast() -> ExitStack:
+    """A block in which no autocast is in force that is now."""
+    block = ExitStack()
+    for device in filter(torch.is_autocast_enabled, _DEVICES):
+        block.enter_context(torch.autocast(device, enabled=False))
+    return block
 
 
 def _wider(value: Any) -> Any:
@@ -43,7 +53,7 @@ _OPEN = threading.local()
 
 def _begin(*_: Any) -> None:
     blocks = _OPEN.__dict__.setdefault("blocks", [])
-    blocks.append(block := ExitStack())
+    blocks.append(block := _without_autocast())
     if len(blocks) == 1:
         block.enter_context(_InFloat32())
 
@@ -76,25 +86,6 @@ def widen(job: Job) -> Job:
             _end()
 
     return attrs.evolve(job, batch=batch, loss=loss)
-
-
-@contextmanager
-def without_autocasts() -> Iterator[None]:
-    """A block in which no autocast is in force, also where a model's forward enters one."""
-    enter: Any = torch.autocast.__enter__
-
-    def enter_disabled(self: torch.autocast) -> Any:
-        enabled, self._enabled = self._enabled, False
-        try:
-            return enter(self)
-        finally:
-            self._enabled = enabled
-
-    torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def run_in_float32(model: torch.nn.Module) -> None:
