@@ -415,6 +415,10 @@ def test_dora_on_stored_weights_compiled() -> None:
 def test_modules_to_save_beside_stored_weights() -> None:
     model = adapted(llama(), modules_to_save=["lm_head"])
     names = [name for name in bases(model) if "lm_head" not in name]
+    with pytest.raises(
+        PlanError, match=r"lm_head.modules_to_save.default cannot be stored as nf4: it is trained, and only weights"
+    ):
+        apply_(model, {"base_model.model.lm_head.modules_to_save.default": "bfloat16@nf4"}, base=Precision.BFLOAT16)
     apply_(model, dict.fromkeys(names, "bfloat16@nf4"), base=Precision.BFLOAT16)
     assert difference(gradients(model), gradients(plain(model))) == 0
     with warnings.catch_warnings():

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
+import re
+
 import pytest
 
 from compatibility.page import ANSWERS, PAGE, REFUSED, ROOT, Row, places, rows, suite
 
 ROBUSTNESS = ROOT / "bench" / "robustness"
+OF_THE_DEMO = {"safetensors", "transformers"}
+"""What ``qsync-torch[demo]`` brings along, which both environments have."""
 NOT_IN_CI = ("two_ranks", "spawned", "compiled_")
 """Scripts that test_scripts.py leaves out."""
 
@@ -33,6 +38,21 @@ def test_no_feature_has_two_rows() -> None:
 
 def test_every_test_of_the_suite_has_a_row() -> None:
     assert sorted({test.partition("[")[0] for row in rows() for test in row.tests} & set(suite())) == sorted(suite())
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"), [("integration", "tests/compatibility"), ("torch", "packages/qsync-torch/tests")]
+)
+def test_libraries_that_tests_need_are_where_they_run(environment: str, folder: str) -> None:
+    """What a test skips itself without, it has in the environment of all that is run for every change."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    installed = set(re.findall(r"^[\w-]+", tox[f"testenv:{environment}"]["deps"], re.MULTILINE))
+    texts = [path.read_text() for path in (ROOT / folder).rglob("test_*.py")]
+    needed = {name for text in texts for name in re.findall(r'importorskip\("([\w.]+)', text)}
+    needed = {"tensorboard" if "tensorboard" in name else name.partition(".")[0] for name in needed}
+    assert {"bitsandbytes", "peft"} <= needed
+    assert sorted(needed - installed - OF_THE_DEMO) == []
 
 
 def test_scripts_that_a_row_names_are_run() -> None:

@@ -78,6 +78,53 @@ def test_it_is_the_model_that_is_loaded_and_then_planned(tmp_path, sharded):
     assert all(torch.equal(value, checkpoint[name]) for name, value in state.items())
 
 
+def test_tied_weights_may_have_either_name_in_a_checkpoint(tmp_path):
+    """``save_model`` of safetensors keeps the one that comes first in the alphabet, here another than the model's first."""
+    wanted = saved(tmp_path)
+    state = wanted.state_dict()
+    state["a_head.weight"] = state.pop("head.weight")
+    del state["embed.weight"]
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    model = on_meta()
+    model.a_head = model._modules.pop("head")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_planned(model, PLAN, tmp_path)
+    assert model.a_head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, wanted.embed.weight)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            lambda file: file.unlink(),
+            r"model.safetensors cannot be read any more \(No such file or directory\): what a plan stores",
+        ),
+        (lambda file: _doubled(file), "model.safetensors was written to since the model was loaded from it: what a plan stores of"),
+    ],
+)
+def test_a_checkpoint_that_is_gone_costs_no_trained_weights(tmp_path, spoil, said):
+    """What is stored is dequantized then: a script that saves its adapters asks for all of the state."""
+    saved(tmp_path)
+    model = on_meta()
+    applied = load_planned(model, PLAN, tmp_path)
+    stored = model.layers[0].weight.clone()
+    spoil(tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=said), pytest.warns(UserWarning, match="holds them dequantized"):
+        state = model.state_dict()
+    assert torch.equal(state["layers.0.weight"], stored)
+    assert torch.equal(state["embed.weight"], model.embed.weight)
+    with pytest.warns(UserWarning, match="are given back dequantized"):
+        applied.remove()
+    assert torch.equal(model.layers[0].weight, stored)
+
+
+def _doubled(file: Path) -> None:
+    state = safetensors.load_file(file)
+    safetensors.save_file({name: value * 2 for name, value in state.items()} | {"more": torch.ones(1)}, file)
+
+
 def test_a_removed_plan_leaves_what_the_checkpoint_has(tmp_path):
     wanted = saved(tmp_path)
     model = on_meta()
@@ -136,6 +183,8 @@ def _without(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "there is neither model.safetensors nor model.safetensors.index"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"nothing"), "cannot be read as a safetensors file"),
         (lambda folder: _index(folder, "{}"), r"is no index of safetensors files \(KeyError\): it lacks a weight_map"),
+        (lambda folder: _index(folder, "[" * 100_000), r"is no index of safetensors files \(RecursionError\)"),
+        (lambda folder: _index(folder, json.dumps({"weight_map": {"a": "b" * 300}})), "names b+, which is not beside it"),
         (lambda folder: _index(folder, '{"weight_map": {"a": "b.safetensors"}}'), "names b.safetensors, which is not beside it"),
         (_without, r"holds no layers.1.weight, which layers.1.weight of this Model waits for, nor 1 others"),
         (_other_shape, r"layers.1.weight has shape \[3, 4\] in .* and \[64, 64\] in the model"),

@@ -93,6 +93,38 @@ def test_operators_that_cost_the_same_are_measured_once(dag, found):
     assert len(found.costs) == len(distinct_items(dag, LADDER))
 
 
+class Tied(nn.Module):
+    """A frozen head that is its embedding, and a frozen layer of the same shapes that has its weight for itself."""
+
+    def __init__(self, head_last: bool) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(8, 8), nn.LayerNorm(8)
+        self.own, self.head = (nn.Linear(8, 8, bias=False) for _ in "ab")
+        self.head.weight, self.head_last = self.embed.weight, head_last
+        self.requires_grad_(False)
+        self.norm.requires_grad_(True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = (self.own, self.head) if self.head_last else (self.head, self.own)
+        return last(first(self.norm(self.embed(x))))
+
+
+@pytest.mark.parametrize("head_last", [False, True])
+def test_a_weight_that_is_not_stored_is_none_of_those_that_cost_the_same(head_last):
+    """The first of those that are measured together speaks for all of them."""
+    job = Job(
+        "tied", Tied(head_last), lambda step, size: Batch((torch.arange(size * 8).reshape(size, 8) % 8,), target=torch.zeros(size)),
+        lambda output, batch: output.square().mean(), lambda parameters: torch.optim.Adam(parameters), batch_size=2,
+    )  # fmt: skip
+    ladder = (Variant.parse("bfloat16@nf4"), FLOAT32)
+    held: dict[str, set[Variant]] = {"own": set(), "head": set()}
+    for item in distinct_items(trace(job), ladder):
+        for op_id in item.holders:
+            if op_id.fqn in held:
+                held[op_id.fqn].add(item.variant)
+    assert held == {"own": set(ladder), "head": {FLOAT32}}
+
+
 def test_costs_are_positive_where_work_is_done(dag, found):
     for operator in dag.adjustable:
         for variant in LADDER:

@@ -231,7 +231,9 @@ class Operator:
 
     @property
     def cost_key(self) -> tuple[object, ...]:
-        """What two operators must share to cost the same; ``profile`` measures each distinct key once per variant."""
+        """What two operators must share to cost the same, in the same variants; ``profile`` measures each distinct key once per
+        variant.
+        """
         return (
             self.kind,
             self.input_shapes,
@@ -241,6 +243,7 @@ class Operator:
             tuple(sorted(self.attributes.items())),
             self.weight_format,
             self.frozen,
+            self.frozen and bool(self.not_storable),
             self.result_format,
         )
 

@@ -142,7 +142,7 @@ def load_planned(
 
     Returns:
         A handle, as of ``apply_``.  ``state_dict()`` holds stored weights as the checkpoint has them, in the
-        model's format, while its files are there.
+        model's format, while its files are there as they were; dequantized after that, with a warning.
 
     Raises:
         PlanError: when a file is missing or cannot be read; when it lacks a weight or holds one of another shape or in a format

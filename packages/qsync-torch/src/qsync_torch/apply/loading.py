@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,15 @@ class Checkpoint:
         Raises:
             PlanError: naming what is missing.
         """
-        where, rename = _files_of(Path(self.path)), self._renamed
+        where = _files_of(Path(self.path))
+        there = self._names_there(model, where)
         waiting = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
-        if waiting := [name for name in waiting if rename(name) not in where]:
+        if waiting := [name for name in waiting if there[name] not in where]:
             raise PlanError(
                 f"buffer {waiting[0]} of this {type(model).__name__} is on the meta device and {self.path} does not hold it: build "
                 "the model so that its buffers have values (accelerate.init_empty_weights() does)"
             )
-        missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and rename(name) not in where]
+        missing = [name for name, p in model.named_parameters() if p.device.type == "meta" and there[name] not in where]
         if missing:
             trained = [name for name in missing if model.get_parameter(name).requires_grad]
             others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
@@ -65,10 +66,10 @@ class Checkpoint:
                     "base is there (docs/frozen-weights.md#a-model-that-does-not-fit gives them some)"
                 )
             raise PlanError(
-                f"{self.path} holds no {rename(missing[0])}, which {missing[0]} of this {type(model).__name__} waits for{others}: "
+                f"{self.path} holds no {there[missing[0]]}, which {missing[0]} of this {type(model).__name__} waits for{others}: "
                 f"{advice}"
             )
-        known = _all_names(model) if self.rename is None else set(where)
+        known = {_as_saved(name) for names in _names_of_tensors(model) for name in names} if self.rename is None else set(where)
         if unread := [name for name in where if name not in known]:
             others = f" and {len(unread) - 1} others" if len(unread) > 1 else ""
             warnings.warn(
@@ -91,14 +92,21 @@ class Checkpoint:
                 bits.
         """
         with _Files() as files:
-            loading = _Loading(_files_of(Path(self.path)), files, torch.device(self.device), self._renamed, frozenset(compared))
+            where = _files_of(Path(self.path))
+            there = self._names_there(model, where)
+            loading = _Loading(where, files, torch.device(self.device), there, frozenset(compared))
             for prefix, module in model.named_modules():
                 loading.fill(module, f"{prefix}." if prefix else "")
         return loading.sums
 
-    @property
-    def _renamed(self) -> Callable[[str], str]:
-        return self.rename or _as_saved
+    def _names_there(self, model: nn.Module, where: Collection[str]) -> dict[str, str]:
+        """What the checkpoint calls each tensor of the model: of tied ones it has one name, which may be any of theirs."""
+        rename, found = self.rename or _as_saved, {}
+        for first, *others in _names_of_tensors(model):
+            found[first] = rename(first)
+            if found[first] not in where:
+                found[first] = next((there for name in others if (there := rename(name)) in where), found[first])
+        return found
 
 
 @attrs.define(eq=False)
@@ -112,7 +120,7 @@ class _Loading:
     where: Mapping[str, Path]
     files: _Files
     device: torch.device
-    rename: Callable[[str], str]
+    there: Mapping[str, str]
     compared: frozenset[str]
     sums: dict[str, Sum] = attrs.field(factory=dict)
     loaded: dict[int, torch.Tensor] = attrs.field(factory=dict)
@@ -124,8 +132,9 @@ class _Loading:
         if held is not None:
             if held.device.type == "meta":
                 held.write(self._read(f"{prefix}weight", held.shape, held.dtype), self.device)
-                name = self.rename(f"{prefix}weight")
-                held.original = partial(_read_as, self.where[name], name, held.shape, held.dtype)
+                name = self.there[f"{prefix}weight"]
+                file = self.where[name]
+                held.original = partial(_read_as, file, _written(file), name, held.shape, held.dtype)
             else:
                 held.to_device(self.device)
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -145,7 +154,7 @@ class _Loading:
                 self.kept.append(tensor)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        there = self.rename(name)
+        there = self.there[name]
         value = self.files.read(self.where[there], there, shape).to(dtype)
         if name in self.compared:
             self.sums[name] = sum_of(value)
@@ -158,10 +167,17 @@ def _as_saved(name: str) -> str:
     return name.replace(_CHECKPOINTED, "")
 
 
-def _all_names(model: nn.Module) -> set[str]:
-    """What a checkpoint of the model may hold: tied weights under each name, and buffers that it need not have."""
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {_as_saved(name) for name, _ in tensors}
+def _names_of_tensors(model: nn.Module) -> Iterable[list[str]]:
+    """All names of each tensor of a model, of parameters, buffers and stored weights; that of ``named_parameters`` first."""
+    found: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tensors: dict[str, Any] = {**module._parameters, **module._buffers}
+        if STORED in module.__dict__:
+            tensors["weight"] = module.__dict__[STORED]
+        for leaf, tensor in tensors.items():
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append(f"{prefix}.{leaf}" if prefix else leaf)
+    return found.values()
 
 
 def _is_tied_head(model: nn.Module, parameter: nn.Parameter) -> bool:
@@ -195,10 +211,10 @@ def _files_of(checkpoint: Path) -> dict[str, Path]:
         return dict.fromkeys(_names_in(checkpoint), checkpoint)
     try:
         parts = {str(name): str(file) for name, file in json.loads(checkpoint.read_text(encoding="utf-8"))["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, RecursionError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise PlanError(f"{checkpoint} is no index of safetensors files ({type(error).__name__}): it lacks a weight_map") from None
     where = {name: checkpoint.parent / file for name, file in parts.items()}
-    if lost := sorted({file for file in where.values() if not file.is_file()}):
+    if lost := sorted({file for file in where.values() if not os.path.isfile(file)}):  # of any length of a name
         raise PlanError(f"{checkpoint} names {lost[0].name}, which is not beside it: copy all files of the checkpoint")
     return where
 
@@ -208,12 +224,24 @@ def _names_in(file: Path) -> list[str]:
         return list(files.open(file).keys())
 
 
-def _read_as(file: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _written(file: Path) -> tuple[int, int]:
+    """What tells whether a file was written to."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _read_as(file: Path, written: tuple[int, int], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A weight of a checkpoint, in the model's format, on the CPU.
 
     Raises:
         PlanError: when it is not there as it was.
     """
+    try:
+        is_same = _written(file) == written
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read any more ({error.strerror})") from None
+    if not is_same:
+        raise PlanError(f"{file} was written to since the model was loaded from it")
     with _Files() as files:
         return files.read(file, name, shape).to(dtype)
 

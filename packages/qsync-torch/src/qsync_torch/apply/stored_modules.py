@@ -40,7 +40,7 @@ class HeldWeight:
         tensors: what is stored; shape: of the weight; dtype: in which the script has it.
         parameter: the script's, which is empty meanwhile.
         keep: whether the bits that are written are kept, on the CPU.
-        original: gives the weight as its checkpoint has it; None where that is not known.
+        original: gives the weight as its checkpoint has it, or raises PlanError; None where that is not known.
     """
 
     def __init__(self, fqn: str, parameter: nn.Parameter, storage: Storage, kind: OperatorKind, keep: bool = False) -> None:
@@ -70,7 +70,13 @@ class HeldWeight:
 
     def known(self) -> torch.Tensor:
         """The weight as its checkpoint has it, else dequantized; on the CPU, where it takes nothing of what storing it saves."""
-        return self.dequantized().cpu() if self.original is None else self.original().to(self.dtype)
+        if self.original is not None:
+            try:
+                return self.original().to(self.dtype)
+            except PlanError as error:  # which must not cost a script what it has trained
+                self.original = None
+                warnings.warn(f"{error}: what a plan stores of it is dequantized", stacklevel=2)
+        return self.dequantized().cpu()
 
     def write(self, weight: torch.Tensor, device: torch.device | None = None) -> None:
         """Store another weight, on this device.
@@ -108,7 +114,7 @@ class HeldWeight:
 
     def load(self, weight: torch.Tensor) -> None:
         """Store a weight of a ``state_dict()``; one that is what is stored already leaves the bits as they are."""
-        if self.original is not None and torch.equal(weight.to("cpu", self.dtype), self.known().cpu()):
+        if self.original is not None and torch.equal(weight.to("cpu", self.dtype), self.known()):
             return
         if torch.equal(weight.to(self.device, self.dtype), self.dequantized()):
             self._keep(weight)
@@ -340,10 +346,10 @@ def store_weights(model: nn.Module, addressed: Addressed, names: Iterable[str], 
         hooks.append(module.register_load_state_dict_pre_hook(load_from))
 
     def restore() -> None:
-        lost = [held.fqn for _, held in done if held.original is None and held.device.type != "meta"]
         for module, held in done:
             module.__dict__.pop(STORED)
             module._parameters["weight"] = held.restored()
+        lost = [held.fqn for _, held in done if held.original is None and held.device.type != "meta"]
         done.clear()
         while hooks:
             hooks.pop().remove()
@@ -516,6 +522,7 @@ def save_to(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
             f"another parameter was put in the place of {held.fqn}, which a plan stores and runs: assign to weight.data, or call "
             "remove() first"
         )
+    weight = held.known()
     if held.original is None:
         warnings.warn(
             "the state_dict() of a model whose plan stores weights holds them dequantized, on the CPU: they are not the bits of "
@@ -523,7 +530,7 @@ def save_to(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
             stacklevel=2,
         )
     others = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
-    state.update({f"{prefix}weight": held.known(), **others})
+    state.update({f"{prefix}weight": weight, **others})
 
 
 def load_from(

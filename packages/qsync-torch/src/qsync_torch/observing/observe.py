@@ -28,6 +28,7 @@ from qsync_torch.observing.montecarlo import squared_norm
 from qsync_torch.observing.record import GRADIENT_SQ_NORM, LOSS, JobFault, Key, Record, SettledRule
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.held_state import held_state
+from qsync_torch.tracing.in_float32 import holds_16_bits, run_in_float32, widen
 
 WARMUP = 10
 """Updates before the first that is observed: the ranking is not stable in them (docs/design/indicator.md#averages-over-updates)."""
@@ -111,8 +112,9 @@ def observe(
     half = max(job.batch_size // 2, min(2, job.batch_size))
     if earlier is not None and earlier.batch_size == job.batch_size:
         half = job.batch_size
+    wide = widen(job)
     run = _Run(
-        job=attrs.evolve(job, batch_size=asked.batch_size or half, loss=_differentiable_loss(job), amp=None),
+        job=attrs.evolve(wide, batch_size=asked.batch_size or half, loss=_differentiable_loss(wide), amp=None),
         dag=dag,
         asked=asked,
         collectors=RunningCollectors(dag.model, ladder, active, asked_for=asked.collectors is not None, announce=announce),
@@ -167,6 +169,8 @@ class _Run:
         first, last = self.asked.warmup + done, self.asked.warmup + self.asked.steps
         stopped = "budget"
         runner = StepRunner.start(self.job, self.asked.device, batches=0, widened=True)
+        if holds_16_bits(self.job.model):
+            run_in_float32(runner.model)
         if earlier is not None:
             self.collectors.restore(runner.model, first - 1, record)
         cuda = [self.asked.device.index or 0] if self.asked.device.type == "cuda" else []
