@@ -128,7 +128,7 @@ class Mixed(nn.Module):
 
 
 class AlongTime(nn.Module):
-    """A transposed convolution of one dimension, which no plan lowers."""
+    """A transposed convolution of one dimension, which a plan lowers in float formats alone."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()

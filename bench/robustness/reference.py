@@ -259,7 +259,8 @@ class Reference:
             for name in ("conv1d", "conv2d", "conv3d"):
                 library.impl(name, self._convolution, "AutogradCPU")
                 library.impl(f"{name}.padding", self._named_padding, "AutogradCPU")
-            library.impl("conv_transpose2d.input", self._transposed, "AutogradCPU")
+            for name in ("conv_transpose1d", "conv_transpose2d.input"):
+                library.impl(name, self._transposed, "AutogradCPU")
             with Promotion(self):
                 yield
         finally:
@@ -308,7 +309,7 @@ def widened_output(output: Any) -> Any:
     return output
 
 
-PRODUCTS = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose2d)
+PRODUCTS = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d)
 ADDMM = (torch.addmm,)
 MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits", "kl_div")

@@ -229,7 +229,7 @@ class Refused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        self.along = nn.ConvTranspose1d(3, 3, 3, padding=1)
+        self.along = nn.ConvTranspose3d(3, 3, 3, padding=1)
         self.reflecting = nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
         self.lopsided = nn.Conv2d(1, 1, 2, padding="same")
         self.mapped = nn.Linear(4, 4)
@@ -241,7 +241,7 @@ class Refused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.normed(x)
-        x = self.along(x)
+        x = self.along(x[..., None, None])[..., 0, 0]
         x = self.lopsided(self.reflecting(x.unsqueeze(1))).squeeze(1)
         x = torch.vmap(self.mapped)(self.mapped(x))
         x = self.recurrent(x)[0]
