@@ -23,7 +23,7 @@ from pathlib import Path
 
 from results import ROOT, names_in, write_rows
 from structure.kinds import files_of_commit, files_of_patch, files_that_name_kinds
-from structure.private_names import Use, frame_walks, private_uses
+from structure.private_names import Use, frame_walks, names_as_text, private_uses
 from structure.rows import Row, row, shortened
 from structure.running import run_in, step_profile
 from structure.training_rows import (
@@ -55,6 +55,9 @@ def insides_rows(tree: Path) -> Iterator[Row]:
     names = sorted({use.name for use in uses})
     yield row("S2", "private names of PyTorch in packages/*/src", len(names), "names", ", ".join(names), "≤ 25")
     yield row("S2a", "places in packages/*/src where a private name of PyTorch stands", len(uses), "")
+    asked = names_as_text(tree)
+    what = "private names that packages/*/src ask for with getattr or hasattr"
+    yield row("S2c", what, len({use.name for use in asked}), "names", ", ".join(sorted({use.name for use in asked})))
     yield row("S2b", "walks of Python frames in packages/*/src", len(walks), "", "; ".join(map(_place, walks)), "≤ 2")
 
 

@@ -1,7 +1,8 @@
 """Row S2: PyTorch's private names in the packages' sources, and walks of Python frames, read without importing anything.
 
 A use is an import or an attribute with a name that begins with one underscore: of ``torch`` or what is imported from it, or of any
-object, where no source here gives the name a meaning (``x._version``).
+object, where no source here gives the name a meaning (``x._version``).  So is the name of what is replaced for a while, in a tuple
+``(owner, "_name", stand_in)``.  Names that are asked for where they are, as text, are counted apart.
 """
 
 from __future__ import annotations
@@ -33,6 +34,26 @@ def private_uses(tree: Path) -> list[Use]:
     sources = _parsed(tree)
     own = {name for source in sources.values() for name in _defined(source)} | _OF_OTHERS
     return [Use(module, *found) for module, source in sources.items() for found in _uses(source, own)]
+
+
+def names_as_text(tree: Path) -> list[Use]:
+    """Every private name, of nobody's here, that is asked for with ``getattr`` or ``hasattr``: where it is not, nothing is lost."""
+    sources = _parsed(tree)
+    own = {name for source in sources.values() for name in _defined(source)} | _OF_OTHERS
+    return [
+        Use(module, node.lineno, name)
+        for module, source in sources.items()
+        for node in ast.walk(source)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        for name in _private_texts(node.args[1:2], own)
+    ]
+
+
+def _private_texts(nodes: Sequence[ast.expr], own: Collection[str]) -> Iterator[str]:
+    for node in nodes:
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and text.isidentifier() and _is_private(text) and text not in own:
+            yield text
 
 
 def frame_walks(tree: Path) -> list[Use]:
@@ -70,6 +91,8 @@ def _uses(source: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str]]
         elif isinstance(node, ast.ImportFrom) and _is_torch(node.module or ""):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from ((node.lineno, name) for name in names if _is_private(name))
+        elif isinstance(node, ast.Tuple) and node.elts and isinstance(node.elts[0], (ast.Name, ast.Attribute)):
+            yield from ((node.lineno, name) for name in _private_texts(node.elts[1:2], own))
     for node in _longest_chains(source):
         root, *rest = _parts(node)
         found = imported.get(root)

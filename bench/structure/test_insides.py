@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from structure.kinds import files_of_patch, files_that_name_kinds, named_kinds
-from structure.private_names import frame_walks, private_uses
+from structure.private_names import frame_walks, names_as_text, private_uses
 from structure.replaced import modes_entered, replaced, standing
 
 SOURCE = """
@@ -36,6 +36,8 @@ class Net(nn.Module):
 
 
 def caller():
+    patched = [(nn.Module, "_call_impl", None), ("a text", "_other")]
+    getattr(patched, "_private", hasattr(patched, "_seed"))
     return sys._getframe(1).f_back
 """
 
@@ -45,12 +47,14 @@ def test_private_names_of_pytorch_are_told_from_ones_own(tmp_path: Path) -> None
     folder.mkdir(parents=True)
     (folder / "net.py").write_text(SOURCE)
     assert sorted(use.name for use in private_uses(tmp_path)) == [
+        "_call_impl",
         "_version",
         "torch._C._DisableAutocast",
         "torch.distributed._broadcast_coalesced",
         "torch.nn.modules.conv._ConvNd.forward",
         "torch.utils._pytree",
     ]
+    assert [use.name for use in names_as_text(tmp_path)] == ["_private"]
     assert [walk.name for walk in frame_walks(tmp_path)] == ["sys._getframe(1).f_back", "sys._getframe"]
 
 

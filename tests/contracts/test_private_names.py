@@ -22,6 +22,7 @@ MOST = 25
 WITHOUT = {
     "_get_backend": "max_ctas_of returns None, and no warning compares a job's CTAs with the plan's.",
     "_get_sequence_number_for_group": "InForce.casts_of shares no casts in a job of several ranks.",
+    "_not_supported_under_compile": "Nothing: without it PyTorch refuses no differentiable collective in an export.",
     "_join_config": "Take what torch.distributed.algorithms.join keeps on a Joinable instead.",
     "torch.Tensor._version.__get__": "CastCache.applies_to is False, so that readers of an activation share no cast.",
     "torch.distributed._make_nccl_premul_sum": "weight_gradients takes two passes over all gradients, as over gloo.",
@@ -32,7 +33,6 @@ WITHOUT = {
     "torch._C._current_autograd_node": "Ask _current_graph_task_id, and count steps when any backward pass ends, an inner one too.",
     "torch._C._len_torch_dispatch_stack": "is_plain is False, so that all kernels go through the dispatcher (8 µs a call).",
     "torch._dynamo.backends.common.aot_autograd": "Take functorch.compile.aot_module_simplified with the same compilers.",
-    "torch._dynamo.backends.debugging.boxed_nop": "Take functorch.compile.make_boxed_func, which frees activations later.",
     "torch._guards.CompileContext": "Take a graph's meta['dynamo_compile_id'], which DistributedDataParallel's buckets have not.",
     "torch._inductor.compile_fx.compile_fx": "Take torch._dynamo.lookup_backend('inductor') under torch._inductor.config.patch.",
     "torch._inductor.custom_graph_pass.CustomGraphPass": "Give inductor plain functions, with which it stores no compiled graphs.",
@@ -47,6 +47,7 @@ WITHOUT = {
     "torch.utils._pytree": "Take optree, which has the same functions.",
 }
 """What to do about a PyTorch that lacks it."""
+SINCE = {"_not_supported_under_compile": (2, 13)}
 OF_CUDA = frozenset({"torch._C._cuda_getCurrentRawStream"})
 """What a PyTorch has that is built for CUDA."""
 
@@ -69,10 +70,18 @@ class Wrapper(Joinable):
         return None
 
 
+OWNERS = {
+    "_get_backend": lambda: dist.ProcessGroup,
+    "_get_sequence_number_for_group": lambda: dist.ProcessGroup,
+    "_join_config": Wrapper,
+    "_not_supported_under_compile": lambda: importlib.import_module("torch.distributed.nn.functional"),
+}
+
+
 def found(name: str) -> Any:
     """What a name stands for in this PyTorch."""
-    if not name.startswith("torch."):
-        return getattr(Wrapper() if name == "_join_config" else dist.ProcessGroup, name)
+    if name in OWNERS:
+        return getattr(OWNERS[name](), name)
     value: Any = torch
     place = "torch"
     for part in name.split(".")[1:]:
@@ -98,6 +107,8 @@ def test_each_stands_in_one_module() -> None:
 def test_this_pytorch_has(name: str) -> None:
     if name in OF_CUDA and not torch.backends.cuda.is_built():
         pytest.skip("this PyTorch is built without CUDA")
+    if (since := SINCE.get(name)) and tuple(map(int, torch.__version__.split(".")[:2])) < since:
+        pytest.skip(f"it came with PyTorch {'.'.join(map(str, since))}")
     try:
         found(name)
     except (AttributeError, ImportError) as error:

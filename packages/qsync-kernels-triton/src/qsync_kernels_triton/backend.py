@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity
@@ -219,6 +220,12 @@ class TritonBackend:
         if request.op == Op.CONV2D_GRAD_INPUT:
             return conv2d.build_conv2d_grad_input(cut, request.geometry, eight_bit)
         return conv2d.build_conv2d_output(cut, request.geometry)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Inside, kernels that this thread calls are not launched where they are still to be compiled: all are, side by side."""
+        from qsync_kernels_triton.launching import rehearsal
+
+        return rehearsal()
 
 
 def _from_dequantized(request: KernelRequest) -> Kernel:

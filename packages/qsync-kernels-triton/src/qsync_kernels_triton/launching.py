@@ -9,7 +9,10 @@ device; whether addresses are multiples of 16 is added here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +66,11 @@ class Launch:
                 if recorder is not None:
                     recorder.refuse("Triton reports launches to a profiler")
             return
+        if _HERE.rehearses:
+            self._function.warmup(*tensors, *numbers, grid=grid, **self._constants, **self._options)
+            if recorder is not None:
+                recorder.refuse("it is compiled, and not launched")
+            return
         launch = functools.partial(self._function[grid], **self._constants, **self._options)
         compiled = launch(*tensors, *numbers) if recorder is None else recorder.called(launch, tensors, numbers)
         if hasattr(compiled, "run"):  # Triton's interpreter returns nothing.
@@ -78,6 +86,29 @@ def _has_hooks() -> bool:
     """Whether a profiler has registered for launches; only Triton's own call reports to it."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class _Here(threading.local):
+    rehearses = False
+
+
+_HERE = _Here()
+_COMPILERS = 8
+"""A fifth of a kernel's compilation is Python, of which one thread runs at a time: more would not be faster."""
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Compile side by side what this thread would launch inside, in Triton's mode for that; what fails is left to its launch."""
+    with ThreadPoolExecutor(_COMPILERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        _HERE.rehearses = True
+        try:
+            yield
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            _HERE.rehearses = False
 
 
 class Planned:

@@ -32,6 +32,9 @@ def traced(model: nn.Module) -> list[str]:
     return [operator.op_id.fqn for operator in trace(job_of(model)).adjustable]
 
 
+GRAD = torch.autograd.grad
+
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class MaskedInPlace(Layers):
 )
 def test_an_ordinary_step_is_traced(model, expected):
     def replaced() -> list[Any]:
-        return [torch.autograd.Function.apply, nn.Module._apply, torch.set_grad_enabled.__init__, torch.enable_grad.__exit__]
+        return [torch.autograd.Function.apply, nn.Module.to, torch.set_grad_enabled.__init__, torch.enable_grad.__exit__]
 
     before = replaced()
     assert traced(model) == expected
@@ -182,6 +185,49 @@ def test_a_conversion_to_another_format_is_named():
     model.dtype = torch.float64
     with pytest.raises(TraceError, match=r"self\.f = self\.f\.to.*: convert the model once, .*forward converts weight of a Linear"):
         traced(model)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda module: module.float(),
+        lambda module: module.to("cpu", torch.float32).cpu(),
+        lambda module: module.to(module.weight, memory_format=torch.channels_last),
+        lambda module: module.type(torch.float32),
+    ],
+)
+def test_a_conversion_to_what_a_module_is_does_nothing(convert):
+    class Counted(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return convert(self.f)(self.e(x))
+
+    assert traced(Counted()) == ["e", "f"]
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda x, y: GRAD(y.sum(), x, create_graph=True)[0],
+        lambda x, y: torch.autograd.grad(y.sum(), x)[0],
+        lambda x, y: y.sum().backward(),
+        lambda x, y: torch.autograd.backward(y.sum()),
+        lambda x, y: torch.func.grad(lambda x: x.square().sum())(x),
+    ],
+    ids=["grad, imported before", "grad", "Tensor.backward", "backward", "torch.func.grad"],
+)
+def test_a_forward_that_differentiates_is_refused(differentiate):
+    class Differentiates(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.e(x)
+            found = differentiate(x, self.f(x))
+            return x if found is None else found
+
+    with pytest.raises(TraceError, match="a plan's graph has no derivatives inside a step"):
+        traced(Differentiates())
 
 
 def test_a_forward_that_asks_for_more_than_an_ordinary_step_has_is_refused():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
@@ -59,3 +60,14 @@ HERE = _Here()
 def reports_launches(backend: object) -> bool:
     """Whether a backend's kernels tell a recorder of all that they launch."""
     return bool(getattr(backend, "reports_launches", False))
+
+
+def rehearsal_of(backend: object) -> Callable[[], AbstractContextManager[object]] | None:
+    """How a backend whose kernels are compiled where they are first launched has them compiled side by side; None of others.
+
+    A backend's method ``rehearsal()`` gives a context.  Inside, no kernel that is still to be compiled is launched by this thread,
+    and all that would have been are compiled when the context ends.  One that does not compile is left to its launch, and tells a
+    recorder, if there is one, that nothing is recorded (docs/writing-a-backend.md#rehearsals).
+    """
+    found: Callable[[], AbstractContextManager[object]] | None = getattr(backend, "rehearsal", None)
+    return found

@@ -26,7 +26,7 @@ from qsync_core.kernels.backend import (
     takes_offset_tensors,
 )
 from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME, FLOAT_BACKEND
-from qsync_core.kernels.launches import reports_launches
+from qsync_core.kernels.launches import rehearsal_of, reports_launches
 from qsync_core.kernels.support import product_format
 from qsync_core.plugins import hooks
 from qsync_core.plugins.guard import guard
@@ -87,6 +87,7 @@ class CheckedBackend:
         self.name = backend.name
         self.api_version = backend.api_version
         self.offset_tensors, self.reports_launches = takes_offset_tensors(backend), reports_launches(backend)
+        self.rehearsal = rehearsal_of(backend)
         self._backend: Any = backend
 
     @property

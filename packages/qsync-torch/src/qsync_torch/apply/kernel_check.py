@@ -67,11 +67,15 @@ def check_numbers(addressed: Addressed, canary: Canary, caller: Caller = BY_HAND
         BackendError: naming kernels that are wrong, and the operators they would have run for.
     """
     wrong: dict[WrongKernel, list[OpId]] = {}
-    for op_id, entry, calls in _planned_calls(addressed):
-        choice = entry.choice if entry.variant.compute.needs_scale else ATEN
-        for found in (canary.of_operator(_large(call), entry.variant, choice) for call in calls[:1]):
-            for kernel in found:
-                wrong.setdefault(kernel, []).append(op_id)
+    checked = [
+        (op_id, (_large(call), entry.variant, entry.choice if entry.variant.compute.needs_scale else ATEN))
+        for op_id, entry, calls in _planned_calls(addressed)
+        for call in calls[:1]
+    ]
+    canary.rehearse(operator for _, operator in checked)
+    for op_id, operator in checked:
+        for kernel in canary.of_operator(*operator):
+            wrong.setdefault(kernel, []).append(op_id)
     if wrong:
         said = "; ".join(f"{first_named(op_ids)}: {kernel}" for kernel, op_ids in list(wrong.items())[:_NAMED])
         raise BackendError(

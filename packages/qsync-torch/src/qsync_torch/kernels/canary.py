@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import attrs
 import torch
@@ -26,6 +27,7 @@ from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.exact_products import STEPS, Factor, Product, problem_of
 from qsync_torch.kernels.operands import OUT, REPLACED, Arguments, make_operands, memory_of
+from qsync_torch.kernels.rehearsal import rehearse
 from qsync_torch.kernels.selection import backend_of, build_kernel, dequantize_request
 
 _CPU_SIZE, _CPU_PIXELS, _CPU_GROUPS = 64, 12, 8
@@ -95,6 +97,24 @@ class Canary:
         stored = self._stored(call, variant) if variant.storage.is_quantized else []
         return [*stored, *self._float(call, variant, requests, channels_last)]
 
+    def rehearse(
+        self, operators: Iterable[tuple[CallShapes, Variant, KernelChoice]], tell: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have the kernels of 8-bit operators on a GPU compiled side by side, before :meth:`of_operator` launches them.
+
+        ``tell`` is called where that is done.
+        """
+        wanted = dict.fromkeys(
+            (asked, _own(asked, choice))
+            for call, variant, choice in operators
+            for asked in operator_requests(call, variant, *device_facts(self.device))
+            if variant.compute.needs_scale
+        )
+        rehearse((partial(self._launch, *each) for each in wanted if each not in self._known), self.device, tell)
+
+    def _launch(self, asked: OperatorRequest, own: KernelChoice) -> None:
+        build_kernel(asked.request, own)(*canary_operands(asked, self.device))
+
     def of_function(self, key: tuple[object, ...], request: KernelRequest, find: Callable[[], str]) -> list[WrongKernel]:
         """What PyTorch runs beside the adjustable operators, without a backend: batched products, attention.
 
@@ -112,8 +132,7 @@ class Canary:
         return self._once(key, run)
 
     def _eight_bit(self, asked: OperatorRequest, choice: KernelChoice) -> list[WrongKernel]:
-        pinned = choice.of(asked.role)
-        own = KernelChoice(choice.chain, () if pinned is None else ((asked.request.op, pinned),))
+        own = _own(asked, choice)
 
         def find() -> Iterator[WrongKernel]:
             kernel = build_kernel(asked.request, own)
@@ -164,6 +183,12 @@ class Canary:
             self.seconds += time.perf_counter() - begin
             self.wrong += self._known[key]
         return self._known[key]
+
+
+def _own(asked: OperatorRequest, choice: KernelChoice) -> KernelChoice:
+    """Who runs one kernel of an operator of this choice."""
+    pinned = choice.of(asked.role)
+    return KernelChoice(choice.chain, () if pinned is None else ((asked.request.op, pinned),))
 
 
 def smaller(call: CallShapes) -> CallShapes:

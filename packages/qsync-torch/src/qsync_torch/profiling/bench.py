@@ -21,14 +21,14 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.devices import active_autocast
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import autocast
-from qsync_torch.profiling.benchmark_case import loss_case
-from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast
+from qsync_torch.profiling.benchmark_case import loss_case, make_case
+from qsync_torch.profiling.cast_cost import cast_once, cast_shapes, measure_cast
 from qsync_torch.profiling.chain_cost import ChainItem, chain_case
 from qsync_torch.profiling.items import FLOAT32, Item
-from qsync_torch.profiling.operator_cost import measure_case, measure_operator
+from qsync_torch.profiling.operator_cost import measure_case, measure_operator, run_once
 from qsync_torch.profiling.resume_store import ResumeStore
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
-from qsync_torch.timing import Effort, Stopwatch
+from qsync_torch.timing import Effort, Stopwatch, Thunk
 from qsync_torch.tuning.chooser import KernelChooser
 
 AUTOCAST = "autocast"
@@ -56,12 +56,31 @@ class Bench:
     efforts: Efforts
     note: Callable[[str], None]
 
+    def first_calls(
+        self,
+        choices: Mapping[Item, KernelChoice],
+        casts: Mapping[CastKey, frozenset[CastSite]],
+        chains: Mapping[ChainItem, KernelChoice],
+    ) -> Iterator[Thunk]:
+        """A call of each operator and cast in 8 bit, and of each chain, that is still to be measured: all that backends run."""
+        device = self.stopwatch.device
+        for item, choice in choices.items():
+            if item.variant.compute.needs_scale and _operator_name(item, choice) not in self.store:
+                yield partial(run_once, partial(make_case, item.operator, item.variant, self.layouts, device, choice))
+        for key, sites in casts.items():
+            if key.target.needs_scale and _cast_name(key) not in self.store:
+                for shape in cast_shapes(self.dag, sites, key.granularity):
+                    yield partial(cast_once, key, shape, device, self.chooser)
+        for chain, choice in chains.items():
+            if _chain_name(chain, choice) not in self.store:
+                yield partial(run_once, partial(chain_case, self.dag, chain, choice, device))
+
     def operator(self, item: Item, choice: KernelChoice) -> OpCost | None:
         """An operator's cost; None in a format that PyTorch does not run it in: the planner names it if a plan would need it.
 
         One that does not run alone in float32 either is free in all.
         """
-        name = item.name if choice == KernelChoice() else f"{item.name} {choice.backend} {choice.config}"
+        name = _operator_name(item, choice)
         if name in self.store:
             return self.store.read(name, OpCost)
         cost = None
@@ -112,8 +131,7 @@ class Bench:
 
     def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
         """The costs of one kind of cast at the model's sizes."""
-        name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}{'' if key.symmetric else ' affine'}"
-        name += f" {key.storage}" if key.storage.is_quantized else ""
+        name = _cast_name(key)
         shapes = cast_shapes(self.dag, sites, key.granularity)
         return self.store.read(name, CastModel) or self.store.write(
             name, measure_cast(key, shapes, self.stopwatch, self.efforts.casts, self.chooser)
@@ -121,7 +139,7 @@ class Bench:
 
     def chain(self, item: ChainItem, choice: KernelChoice) -> OpCost:
         """The cost of a fused chain; like a cast's it is the time of passes over memory, so that it is repeated as long."""
-        name = f"{item.name} {choice.backend} {choice.config}"
+        name = _chain_name(item, choice)
         known = self.store.read(name, OpCost)
         if known is not None:
             return known
@@ -184,6 +202,19 @@ class Bench:
                 f"{what}: the device waited for the CPU while its time was measured (it synchronises often, or launches more than "
                 "a launch queue holds within one call), so that its compute time may hold some of the CPU's"
             )
+
+
+def _operator_name(item: Item, choice: KernelChoice) -> str:
+    return item.name if choice == KernelChoice() else f"{item.name} {choice.backend} {choice.config}"
+
+
+def _cast_name(key: CastKey) -> str:
+    name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}{'' if key.symmetric else ' affine'}"
+    return f"{name} {key.storage}" if key.storage.is_quantized else name
+
+
+def _chain_name(item: ChainItem, choice: KernelChoice) -> str:
+    return f"{item.name} {choice.backend} {choice.config}"
 
 
 def _free(operator: Operator) -> OpCost:

@@ -28,7 +28,7 @@ from qsync_torch.kernels.binding import quantization_of
 from qsync_torch.kernels.library_ops import quantize
 from qsync_torch.operators.stored import dequantize
 from qsync_torch.profiling.linear_fit import fit_line
-from qsync_torch.timing import Effort, Stopwatch, repeat, rotation_count
+from qsync_torch.timing import Effort, Stopwatch, Thunk, repeat, rotation_count
 from qsync_torch.tuning.chooser import KernelChooser
 
 SIZES = 8
@@ -126,12 +126,8 @@ def measure_cast(
     device = stopwatch.device
     rows: list[tuple[int, int, int]] = []
     for shape in shapes:
-        stored = key.storage.is_quantized
-        cast: Callable[[Any], object] = partial(_dequantize, key) if stored else make_cast(key, chooser.for_cast(key, shape))
         sets = rotation_count(math.prod(shape) * key.source.nbytes, device, most=_MOST_SETS, cache_bytes=_CACHE_BYTES)
-        dtype = TORCH_DTYPE[key.source]
-        tensors = (torch.randn(shape, device=device).to(dtype) for _ in range(sets))
-        calls = [partial(cast, (shape, quantize_weight(tensor, key.storage)) if stored else tensor) for tensor in tensors]
+        calls = _calls(key, shape, sets, device, chooser)
         with torch.no_grad():
             dispatch_ns, compute_ns = repeat(partial(stopwatch.time_series, calls), effort).median_ns
         rows.append((math.prod(shape), dispatch_ns, compute_ns))
@@ -143,6 +139,20 @@ def measure_cast(
     line = fit_line(samples)
     dispatch_ns = sorted(dispatch for _, dispatch, _ in rows)[len(rows) // 2]
     return CastModel(key, dispatch_ns, line.intercept, line.slope, line.r2, samples)
+
+
+def cast_once(key: CastKey, shape: tuple[int, ...], device: torch.device, chooser: KernelChooser) -> None:
+    """Make one of the calls that :func:`measure_cast` times."""
+    with torch.no_grad():
+        _calls(key, shape, 1, device, chooser)[0]()
+
+
+def _calls(key: CastKey, shape: tuple[int, ...], sets: int, device: torch.device, chooser: KernelChooser) -> list[Thunk]:
+    stored = key.storage.is_quantized
+    cast: Callable[[Any], object] = partial(_dequantize, key) if stored else make_cast(key, chooser.for_cast(key, shape))
+    dtype = TORCH_DTYPE[key.source]
+    tensors = (torch.randn(shape, device=device).to(dtype) for _ in range(sets))
+    return [partial(cast, (shape, quantize_weight(tensor, key.storage)) if stored else tensor) for tensor in tensors]
 
 
 def _dequantize(key: CastKey, operand: tuple[tuple[int, ...], StoredWeight]) -> torch.Tensor:

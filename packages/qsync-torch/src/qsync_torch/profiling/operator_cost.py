@@ -113,6 +113,16 @@ def measure_case(
     )
 
 
+def run_once(make: Callable[[], BenchmarkCase]) -> None:
+    """Make one of the calls that :func:`measure_case` measures, forward and backward."""
+    case = make()
+    call = case.make_ready()
+    result = call.run()
+    backward = call.backward_thunk(result, [_gradient(output, case) for output in differentiable_outputs(result)])
+    if backward is not None:
+        backward()
+
+
 def _gradient(output: torch.Tensor, case: BenchmarkCase) -> torch.Tensor:
     dtype = case.gradient_dtype or output.dtype
     gradient = torch.empty_like(output, dtype=dtype, requires_grad=False, memory_format=case.gradient_layout)

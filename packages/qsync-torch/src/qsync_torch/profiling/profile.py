@@ -46,6 +46,7 @@ from qsync_torch.distributed.ranks import together
 from qsync_torch.job import Job, check_same_model, describe_optimizer, waits_of_loop
 from qsync_torch.kernels.canary import Canary
 from qsync_torch.kernels.installed import open_store
+from qsync_torch.kernels.rehearsal import rehearse
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, compilers_awaited, default_backend
 from qsync_torch.profiling.bench import AUTOCAST, Bench, Efforts
 from qsync_torch.profiling.cast_cost import possible_casts
@@ -187,6 +188,8 @@ def profile(
     total = len(choices) + len(cast_sites) + len(fused) + sum(map(is_run_loss, dag.operators)) + len(complete) + 1
     counted = _Counted(progress, total)
     build_all(chooser.to_compile, partial(_tell_compiled, progress, total))
+    tell = partial(progress, 0, total, "compiling: kernels that are measured")
+    rehearse(bench.first_calls(choices, cast_sites, fused), target, tell)
     with ExitStack() as ending:
         if asked.with_collectives:  # which start when all ranks are ready: none waits in one for a rank that failed
             ending.enter_context(together("profile", {"graph": dag_digest[:16]}, slow=True))
@@ -317,16 +320,19 @@ def _right_kernels(
         QSyncError: where the job's own, without a plan, are wrong.
     """
     items = distinct_items(dag, variants, type_.kind)
-    for item in items:
-        if item.operator.is_adjustable:  # those that are compiled are, all at once, before the first of them runs
-            chooser.for_operator(CallShapes.of(item.operator), item.variant, f"operator {item.operator.op_id}")
+    chosen: list[tuple[CallShapes, Variant, KernelChoice]] = []
+    for operator, variant in ((item.operator, item.variant) for item in items if item.operator.is_adjustable):
+        # Those that are compiled are, all at once, before the first of them runs.
+        call = CallShapes.of(operator)
+        chosen.append((call, variant, chooser.for_operator(call, variant, f"operator {operator.op_id}")))
     build_all(chooser.to_compile, partial(_tell_compiled, progress, 0))
     if any(variant.compute.needs_scale or variant.storage.is_quantized for variant in variants):
         if device.type == "cuda":
             progress(0, 1, "compiler of replays")
         extension.want(device, wait=True)
-    progress(0, 1, "canary")
     canary = Canary(device)
+    canary.rehearse(chosen, partial(progress, 0, 1, "compiling: kernels that are checked"))
+    progress(0, 1, "canary")
     right = right_kernels(items, dag, chooser, canary)
     refuse_wrong_base(right, items, dag.base, type_.share, type_.name)
     for left_out in right.wrong:

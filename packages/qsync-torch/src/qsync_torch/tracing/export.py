@@ -178,29 +178,50 @@ class _PlainCheckpoint:
             return function(*args)
 
 
-def _without_conversion(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Stands for ``torch.nn.Module._apply``, which cannot exchange the fake tensors of an export: ``.to(x.dtype)`` in a forward.
+def _without_conversion(method: str) -> Callable[..., Any]:
+    """Stands for a method of modules that converts them, which cannot exchange the fake tensors of an export: ``.to(x.dtype)``.
 
     Raises:
         TypeError: where a parameter or buffer would have another format or device afterwards.
     """
-    stored = itertools.chain(module.named_parameters(recurse=recurse), module.named_buffers(recurse=recurse))
-    for name, tensor in stored:
-        with torch.no_grad():
-            made = convert(tensor)
-        if (made.dtype, made.device) != (tensor.dtype, tensor.device):
-            formats = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, made.dtype))
-            raise TypeError(f"forward converts {name} of a {type(module).__name__} from {' to '.join(formats)}")
-    return module
+
+    def convert(module: torch.nn.Module, *args: Any, memory_format: torch.memory_format | None = None, **kwargs: Any) -> Any:
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if not tensor.is_floating_point():  # of which only the device could change, and an export has one
+                continue
+            with torch.no_grad():
+                made = getattr(tensor, method)(*args, **kwargs)
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                formats = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, made.dtype))
+                raise TypeError(f"forward converts {name} of a {type(module).__name__} from {' to '.join(formats)}")
+        return module
+
+    return convert
 
 
 def _no_derivative(*_: Any, **__: Any) -> Any:
-    """Stands for autograd's engine.
+    """Stands for autograd's functions.
 
     Raises:
         TypeError: always.
     """
     raise TypeError("forward differentiates with torch.autograd")
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Distributions do not look at their arguments' values, for as long as it takes."""
+    default = torch.distributions.Distribution.set_default_validate_args
+    validates = True
+    try:  # the only way to ask for the default
+        torch.distributions.Bernoulli(probs=2.0)
+        validates = False
+    except ValueError:
+        default(False)
+    try:
+        yield
+    finally:
+        default(validates)
 
 
 @contextmanager
@@ -248,14 +269,14 @@ def _as_in_training() -> Iterator[None]:
             (torch.set_grad_enabled, name, outside(getattr(torch.set_grad_enabled, name)))
             for name in ("__init__", "__enter__", "__exit__")
         ),
-        (torch.nn.Module, "_apply", _without_conversion),
-        (torch.distributions.Distribution, "_validate_args", False),
-        (torch.autograd, "_engine_run_backward", _no_derivative),  # torch.autograd.grad and backward, however they were imported
+        *((torch.nn.Module, name, _without_conversion(name)) for name in _CONVERSIONS),
+        (torch.autograd, "backward", _no_derivative),  # the mode sees it only from PyTorch 2.13 on
     ]
     collectives = sys.modules.get("torch.distributed.nn.functional")
     if hasattr(collectives, "_not_supported_under_compile"):  # from PyTorch 2.13 on
         replaced.append((collectives, "_not_supported_under_compile", lambda name, **suggestion: None))
     with ExitStack() as ending:
+        ending.enter_context(_unvalidated())
         for owner, name, stand_in in replaced:
             ending.enter_context(patch.object(owner, name, stand_in))
         yield
@@ -281,6 +302,8 @@ class _AsRecorded(TorchFunctionMode):
         self._asked: list[tuple[torch.Tensor, bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DERIVATIVES:
+            _no_derivative()
         if func == _GET_DATA:
             return args[0].detach()
         if func == _SET_DATA:
@@ -332,6 +355,9 @@ def _write_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_CONVERSIONS = ("to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda")
+_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+"""However they were imported."""
 _ORDERS = {
     **dict.fromkeys((torch.Tensor.__lt__, torch.Tensor.lt, torch.lt, torch.Tensor.__le__, torch.Tensor.le, torch.le), True),
     **dict.fromkeys((torch.Tensor.__gt__, torch.Tensor.gt, torch.gt, torch.Tensor.__ge__, torch.Tensor.ge, torch.ge), False),
