@@ -1,6 +1,7 @@
 """Three-dimensional convolutions: in every float format and geometry, as functions, and through the whole flow without 8 bit."""
 
 import copy
+import re
 
 import attrs
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.errors import BackendError, QSyncError
+from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
@@ -91,9 +92,21 @@ def test_functional_calls_run_as_planned():
     assert torch.equal(planned(x), F.conv3d(*halves, padding=1))
 
 
-def test_8_bit_is_refused_by_name():
-    with pytest.raises(QSyncError, match=r"filters#0.*conv3d"):
-        apply_(Called(), {"filters#0": INT8})
+@pytest.mark.parametrize(
+    "model, who, them",
+    [
+        (Called(), "operator filters#0 is", "it"),
+        (nn.Sequential(nn.Conv3d(3, 2, 1)), "operator 0#0 is", "it"),
+        (nn.Sequential(nn.Conv3d(3, 2, 1), nn.Conv3d(2, 2, 1)), "operators 0#0, 1#0 are", "them"),
+    ],
+    ids=["function", "module", "modules"],
+)
+def test_8_bit_is_refused_by_name(model, who, them):
+    """A parameter may be of any kind with weights of as many dimensions."""
+    names = re.findall(r"\w+#0", who)
+    has = f"which has no kernels in 8 bit, and the plan has {them} as {INT8.label}: keep {them} in a float format in the plan"
+    with pytest.raises(BackendError, match=rf"^{who} called as conv3d( or \w+)*, {has}$"):
+        apply_(model, dict.fromkeys(names, INT8))
 
 
 def test_8_bit_is_refused_where_another_kind_has_weights_of_as_many_dimensions(monkeypatch):
