@@ -32,14 +32,14 @@ from indicator.accuracy.plans import Planner
 from indicator.accuracy.rows import Finished, rows
 from indicator.accuracy.store import Run, Store, plan_digest
 from indicator.accuracy.training import UPDATES, train
-from results import write_rows
+from results import names_in, write_rows
 
 
 def main() -> None:
     """Train what is missing, print, and write."""
     options = _options()
     begin = time.monotonic()
-    models, settings = _names(options.models, MODELS), _names(options.settings, SETTINGS)
+    models, settings = names_in(options.models, MODELS, "models"), names_in(options.settings, SETTINGS, "settings")
     wanted = tasks(models, settings, range(options.seeds))
     with _pool(options.jobs) as pool:
         found = dict(zip(models, pool.map(observed, models, [options.save] * len(models), [say] * len(models)), strict=True))
@@ -100,13 +100,6 @@ def _run_all(
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-
-
-def _names(text: str, known: object) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"not known: {', '.join(unknown)}; known are {', '.join(known)}")
-    return names
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -23,7 +23,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from indicator.loss_curves.subjects import SUBJECTS
 from indicator.loss_curves.training import How, train
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from results import write_rows
+from results import names_in, write_rows
 
 UPDATES = 400
 BACKEND = "triton+aten"
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _finished(options: argparse.Namespace) -> Finished:
     """Observe, plan, and train what the folder does not hold."""
     begin = time.monotonic()
-    models, methods = _names(options.models, SUBJECTS), _names(options.methods, METHODS)
+    models, methods = names_in(options.models, SUBJECTS, "models"), names_in(options.methods, METHODS, "methods")
     wanted = all_runs(models, methods, range(options.seeds))
     backend = options.backend or (BACKEND if options.device.startswith("cuda") else None)
     how, device = How(options.updates, options.device, backend), _device_name(options.device)
@@ -139,13 +139,6 @@ def _passed(begin: float) -> str:
 
 def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else CPU
-
-
-def _names(text: str, known: Iterable[str]) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"not known: {', '.join(unknown)}; known are {', '.join(known)}")
-    return names
 
 
 def _command(options: argparse.Namespace) -> str:

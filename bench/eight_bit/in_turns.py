@@ -14,15 +14,19 @@ import statistics
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
 import torch
 
+from steps.roofline import Kernel, kernels_of, recorded
+
 COMPILES = "qsync compiles"
 """Name of the threads that compile CUTLASS kernels beside a training."""
+_KERNELS = -1
+"""Asked for in place of steps: what kernels a step has."""
 LIMIT_S = 400.0
 """How long a contender may take to answer."""
 GIB = 2.0**30
@@ -41,9 +45,10 @@ class Block:
 
 @attrs.frozen
 class Turns:
-    """The blocks of a contender, measured in turns with the others'."""
+    """The blocks of a contender, measured in turns with the others', and the kernels of its step where these were asked for."""
 
     blocks: tuple[Block, ...]
+    kernels: Sequence[Kernel] = ()
 
     @property
     def ms(self) -> float:
@@ -62,6 +67,7 @@ def take_turns(
     blocks: int,
     steps: int,
     say: Callable[[str], None] = print,
+    explain: Callable[[Mapping[Any, Turns]], Iterable[Any]] = lambda found: (),
 ) -> dict[Any, Turns]:
     """Measure every contender that can be: a block of each in turn.
 
@@ -70,6 +76,7 @@ def take_turns(
         blocks: of each contender.
         steps: that are timed in a block, behind one that is not.
         say: told when a contender is ready, or why it is left out.
+        explain: names those whose kernels are recorded once all are measured.
     """
     running = {name: _Contender(*made) for name, made in contenders.items()}
     found: dict[Any, list[Block]] = {name: [] for name in contenders}
@@ -87,10 +94,13 @@ def take_turns(
             for name, contender in running.items():
                 contender.ask(steps)
                 found[name].append(contender.answer())
+        turns = {name: Turns(tuple(measured)) for name, measured in found.items() if measured}
+        for name in explain(turns):
+            turns[name] = attrs.evolve(turns[name], kernels=running[name].kernels())
     finally:
         for contender in running.values():
             contender.stop()
-    return {name: Turns(tuple(measured)) for name, measured in found.items() if measured}
+    return turns
 
 
 def _ready(name: Hashable, contender: _Contender, say: Callable[[str], None]) -> bool:
@@ -117,7 +127,16 @@ class _Contender:
         self._pipe.send(steps)
 
     def answer(self) -> Block:
-        """What was asked for.
+        """What was asked for; raises as :meth:`_answer` does."""
+        return Block(*self._answer())
+
+    def kernels(self) -> Sequence[Kernel]:
+        """Those of a step; raises as :meth:`_answer` does."""
+        self.ask(_KERNELS)
+        return [Kernel(*kernel) for kernel in self._answer()]
+
+    def _answer(self) -> Sequence[Any]:
+        """What the process sends.
 
         Raises:
             RuntimeError: with what the contender said, when it failed.
@@ -128,7 +147,8 @@ class _Contender:
         found = self._pipe.recv()
         if isinstance(found, str):
             raise RuntimeError(found)
-        return Block(*found)
+        answered: Sequence[Any] = found
+        return answered
 
     def stop(self) -> None:
         self._process.terminate()
@@ -142,6 +162,10 @@ def _serve(pipe: Connection, make: Callable[..., Callable[[], None]], arguments:
         step = make(*arguments)
         while True:
             steps = pipe.recv()
+            if steps == _KERNELS:
+                device = torch.device("cuda" if cuda else "cpu")
+                pipe.send([tuple(kernel) for kernel in kernels_of(recorded(step, device), device)])
+                continue
             pipe.send((*_block(step, steps, cuda), _compiled_beside() if not steps else False))
             gc.collect()
             if cuda:

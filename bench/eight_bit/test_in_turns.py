@@ -49,6 +49,23 @@ def test_one_that_never_starts_is_told_and_left_out(tmp_path):
     assert sum("out of memory" in line for line in said) == 2
 
 
+def adding():
+    """A step of two additions."""
+    x = torch.zeros(3)
+
+    def step():
+        x.add_(1).add_(1)
+
+    return step
+
+
+def test_kernels_of_a_step_are_recorded_once_all_are_measured():
+    contenders = {"a": (adding, ()), "b": (adding, ())}
+    found = take_turns(contenders, blocks=1, steps=1, say=str, explain=lambda turns: [max(turns)])
+    assert found["a"].kernels == ()
+    assert [kernel.launches for kernel in found["b"].kernels if kernel.name == "aten::add_"] == [2]
+
+
 def waiting_of(folder):
     """A step that leaves what its process is told of compilers, and the first time fails."""
     with (folder / "told").open("a") as lines:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from kernels.bench import Bench
 from kernels.job_kernels import offered
 from kernels.whole_model import Setting
 from qsync_core.chains.finding import chains_of
 from qsync_core.ir.chain import Producer
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.kernels.roofline import read_bytes
+from qsync_torch.benchmarking.peaks import copy_calls
+from qsync_torch.benchmarking.race import race
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import PRECISION
 
@@ -31,6 +35,7 @@ PARTS = {
     "producers": re.compile(
         r"channel_(statistics|coefficients)|normalize_|_gradient|round_(normalized|activated)|activate_|finish_sums"
     ),
+    "attention": re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE),
     "products": re.compile(r"gemm|cutlass|xmma|wgrad|dgrad|fprop|cudnn|cublas|convolve|nvjet|sm\d\d_", re.IGNORECASE),
     "optimizer": re.compile(r"multi_tensor|adam|sgd", re.IGNORECASE),
 }
@@ -38,22 +43,34 @@ PARTS = {
 REST = "elementwise and the rest"
 
 
+class Kernel(NamedTuple):
+    """A kernel of a step: milliseconds and launches of one step."""
+
+    name: str
+    ms: float
+    launches: float
+
+
 def part_of(kernel: str) -> str:
     """Which part of a step a kernel is."""
     return next((part for part, pattern in PARTS.items() if pattern.search(kernel)), REST)
 
 
-def floor_bytes(dag: PrecisionDag, setting: Setting, device: torch.device) -> Counter[str]:
+def floor_bytes(dag: PrecisionDag, setting: Setting, device: torch.device, lowered: Collection[OpId] | None = None) -> Counter[str]:
     """Bytes that a step's operators must read and write, each operand once for each pass that the mathematics needs.
 
     Products: as their requests say, and what they write.  Chains, forward and backward: their input (twice where statistics come
     first), a residual, their result in 16 bit where others read it, its 8-bit copy, and what is kept.
+
+    Args:
+        lowered: the operators that have the setting's variant, all by default; the others are in the base.
     """
-    variant = setting.variant or Variant.of(PRECISION[setting.autocast or torch.float32])
+    base = Variant.of(PRECISION[setting.autocast or torch.float32])
+    variant = setting.variant or base
     low, found = variant.compute.needs_scale, Counter[str]()
     for operator in dag.adjustable:
-        call = CallShapes.of(operator)
-        for asked in operator_requests(call, offered(variant, call), *device_facts(device)):
+        call, own = CallShapes.of(operator), variant if lowered is None or operator.op_id in lowered else base
+        for asked in operator_requests(call, offered(own, call), *device_facts(device)):
             is_quantization = asked.request.op == Op.QUANTIZE
             if is_quantization and setting.fused and asked.role == Op.QUANTIZE:
                 continue  # the producer writes it
@@ -74,6 +91,12 @@ def floor_bytes(dag: PrecisionDag, setting: Setting, device: torch.device) -> Co
     return found
 
 
+def copy_bytes_per_s(bench: Bench) -> float:
+    """The rate of a large copy, read and written."""
+    measured, _ = race({"copy": copy_calls(bench.device)}, bench.device, rounds=7, timer=bench.timer)
+    return 2 * (1 << 30 if bench.device.type == "cuda" else 1 << 25) / (measured["copy"].median_ns * 1e-9)
+
+
 def recorded(step: Callable[[], None], device: torch.device) -> Sequence[Any]:
     """What PyTorch's profiler sees of some steps, by name."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
@@ -85,30 +108,34 @@ def recorded(step: Callable[[], None], device: torch.device) -> Sequence[Any]:
     return seen.key_averages()  # type: ignore[no-any-return]
 
 
-def lines(
-    title: str, events: Sequence[Any], dag: PrecisionDag, setting: Setting, device: torch.device, copy_bytes_per_s: float
-) -> Iterator[str]:
-    """A table of the parts of recorded steps: time, launches, bytes at least, and the share of the copy rate that this is; and the
-    kernels that take the longest."""
-    time_ms, launches, kernels = Counter[str](), Counter[str](), Counter[tuple[str, str, float]]()
+def kernels_of(events: Sequence[Any], device: torch.device) -> list[Kernel]:
+    """The kernels of recorded steps; on a CPU its operators."""
+    found = []
     for event in events:
         on_device = str(event.device_type).endswith("CUDA")
         if on_device == (device.type == "cuda"):
-            part = part_of(event.key)
-            taken_ms = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e3 / STEPS
-            time_ms[part] += taken_ms
-            launches[part] += event.count / STEPS
-            kernels[part, event.key, event.count / STEPS] += taken_ms
-    floors = floor_bytes(dag, setting, device)
+            taken_us = event.self_device_time_total if on_device else event.self_cpu_time_total
+            found.append(Kernel(event.key, taken_us / 1e3 / STEPS, event.count / STEPS))
+    return found
+
+
+def lines(title: str, kernels: Sequence[Kernel], floors: Mapping[str, int], copy_bytes_per_s: float) -> Iterator[str]:
+    """A table of the parts of a step: time, launches, bytes at least, and the share of the copy rate that this is; and the kernels
+    that take the longest."""
+    time_ms, launches = Counter[str](), Counter[str]()
+    for kernel in kernels:
+        time_ms[part_of(kernel.name)] += kernel.ms
+        launches[part_of(kernel.name)] += kernel.launches
     yield f"{title}: {sum(time_ms.values()):.2f} ms busy a step, copy rate {copy_bytes_per_s / 1e12:.2f} TB/s"
     yield f"  {'part':26} {'ms':>8} {'launches':>9} {'GiB at least':>13} {'ms at copy rate':>16} {'share':>6}"
     for part in sorted({*time_ms, *floors}, key=lambda part: -time_ms[part]):
-        floor_ms = floors[part] / copy_bytes_per_s * 1e3
-        share = f"{floor_ms / time_ms[part]:6.0%}" if time_ms[part] and floors[part] else " " * 6
-        yield f"  {part:26} {time_ms[part]:8.2f} {launches[part]:9.0f} {floors[part] / 2**30:13.2f} {floor_ms:16.2f} {share}"
+        floor = floors.get(part, 0)
+        floor_ms = floor / copy_bytes_per_s * 1e3
+        share = f"{floor_ms / time_ms[part]:6.0%}" if time_ms[part] and floor else " " * 6
+        yield f"  {part:26} {time_ms[part]:8.2f} {launches[part]:9.0f} {floor / 2**30:13.2f} {floor_ms:16.2f} {share}"
     yield f"  the {LONGEST} kernels that take the longest, of {len(kernels)}"
-    for (part, name, count), taken_ms in kernels.most_common(LONGEST):
-        yield f"  {part:26} {taken_ms:8.2f} {count:9.0f} {name[:NAME]}"
+    for kernel in sorted(kernels, key=lambda kernel: -kernel.ms)[:LONGEST]:
+        yield f"  {part_of(kernel.name):26} {kernel.ms:8.2f} {kernel.launches:9.0f} {kernel.name[:NAME]}"
 
 
 def host_lines(title: str, events: Sequence[Any]) -> Iterator[str]:

@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kernels.bench import Bench, Row
 from kernels.whole_model import Mode, StepTimes, release
-from qsync_torch.benchmarking.peaks import copy_calls
-from qsync_torch.benchmarking.race import race
 
 from .jobs import (
     AMP,
@@ -29,7 +27,7 @@ from .jobs import (
     low_settings,
     ratio,
 )
-from .roofline import host_lines, lines, recorded
+from .roofline import copy_bytes_per_s, floor_bytes, host_lines, kernels_of, lines, recorded
 
 GRAPH, COMPILED, EAGER = Mode.GRAPH, Mode.COMPILED_GRAPH, Mode.EAGER
 CONTENDERS = {
@@ -131,15 +129,14 @@ def eager_rows(bench: Bench, *, tuned: bool, words: str) -> Iterator[Row]:
 
 def explain(bench: Bench, id_: str, steps: Steps, contenders: Sequence[Contender]) -> None:
     """Say, and write to the folder of profiles, what the steps of a row that missed are made of."""
-    measured, _ = race({"copy": copy_calls(bench.device)}, bench.device, rounds=7, timer=bench.timer)
-    rate = 2 * (1 << 30 if bench.device.type == "cuda" else 1 << 25) / (measured["copy"].median_ns * 1e-9)
-    text: list[str] = []
+    rate, text = copy_bytes_per_s(bench), list[str]()
     for contender in contenders:
         model = steps.open(contender)
         for _ in range(3):
             model.step()
         events = recorded(model.step, bench.device)
-        text += lines(contender.name, events, steps.kernels.dag, contender.setting, bench.device, rate)
+        floors = floor_bytes(steps.kernels.dag, contender.setting, bench.device)
+        text += lines(contender.name, kernels_of(events, bench.device), floors, rate)
         if contender.mode is EAGER:
             text += host_lines(contender.name, events)
         del model

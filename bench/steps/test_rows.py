@@ -4,6 +4,7 @@ import itertools
 import re
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 
@@ -49,6 +50,7 @@ def test_contenders_have_names_of_their_own():
         ("quantize_from_partials", "quantization"),
         ("normalize_positions", "producers"),
         ("sm90_xmma_fprop_implicit_gemm_s8s8", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
         ("void at::native::multi_tensor_apply_kernel", "optimizer"),
         ("triton_poi_fused_relu_3", REST),
     ],
@@ -67,6 +69,14 @@ def test_fusion_and_8_bit_take_bytes_away():
     assert kept["producers"] < fused["producers"]
     assert plain["products"] < amp["products"]
     assert amp["quantization"] == 0
+
+
+def test_operators_that_stay_in_the_base_have_its_bytes():
+    dag = trace(load_job(TINY["resnet50"], 2))
+    setting = attrs.evolve(eight_bit(INT8), autocast=torch.float16)
+    ids = [operator.op_id for operator in dag.adjustable]
+    all_, none, some = (floor_bytes(dag, setting, CPU, lowered)["products"] for lowered in (ids, [], ids[::2]))
+    assert all_ == floor_bytes(dag, setting, CPU)["products"] < some < none == floor_bytes(dag, AMP, CPU)["products"]
 
 
 def test_the_cpu_is_seen_in_backward_too():

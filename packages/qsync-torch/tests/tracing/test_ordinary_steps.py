@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,14 @@ def test_parts_without_autograd_have_no_gradient():
     expected = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     run = run_fake(export_step(job := job_of(model), job.batch(0, 4)), frozenset(dict(model.named_parameters())), "frozen")
     assert set(run.gradient_order) == expected == {"g.weight", "g.bias", "h.weight", "h.bias"}
+
+
+@pytest.mark.parametrize("amp", [None, "bfloat16"])
+def test_a_model_without_values_has_the_graph_of_one_with_them(amp):
+    with torch.device("meta"):
+        empty = Block()
+    with_values, without = (trace(attrs.evolve(job_of(model), amp=amp)) for model in (Block(), empty))
+    assert without == with_values
 
 
 def test_a_conversion_to_another_format_is_named():

@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from typing import Any
 from unittest.mock import patch
 
@@ -140,7 +140,7 @@ def with_run_loss(step: ExportedStep, loss: RunLoss) -> ExportedStep:
 
 def _export(job: Job, module: _Exported, batch: Batch) -> torch.export.ExportedProgram:
     device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
-    autocast_off = torch.autocast(device, enabled=False)
+    autocast_off = nullcontext() if device == "meta" else torch.autocast(device, enabled=False)  # which knows no device meta
     held = held_state(job.model, job.loss, fakes=job.model.buffers())
     with training(job.model), held, quiet_torch(), autocast_off, _as_in_training(), module.recorded, Alone():
         try:
