@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from qsync_core.kernels.backend import Op
 from qsync_core.kernels.requests import CallShapes
 from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.kinds.table import SPELLED
 from qsync_torch.tracing.trace import trace
 
 from .variants import FLOATS, INT8
@@ -82,6 +84,33 @@ def test_8_bit_is_refused_by_name(model, who, them):
     has = f"which has no kernels in 8 bit, and the plan has {them} as {INT8.label}: keep {them} in a float format in the plan"
     with pytest.raises(BackendError, match=rf"^{who} called as conv3d( or \w+)*, {has}$"):
         apply_(model, dict.fromkeys(names, INT8))
+
+
+class Spread(nn.Module):
+    """A transposed convolution as a function of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.filters = nn.Parameter(torch.randn(3, 5, 3, 3))
+
+    def forward(self, x):
+        return F.conv_transpose2d(x, self.filters)
+
+
+def test_8_bit_is_refused_where_another_kind_has_weights_of_as_many_dimensions(monkeypatch):
+    """A plan does not say as which kind a parameter is called, so that only the call shows it."""
+    kind, spelling = SPELLED[F.conv_transpose2d]
+    in_floats = attrs.evolve(kind, row=attrs.evolve(kind.row, in_8_bit=False))
+    monkeypatch.setitem(SPELLED, F.conv_transpose2d, (in_floats, spelling))
+    model, x = Spread(), torch.randn(2, 3, 6, 5)
+    applied = apply_(model, {"filters#0": INT8})
+    with pytest.raises(
+        BackendError, match=r"^operator filters#0 is called as conv_transpose2d, which has no kernels in 8 bit, and"
+    ):
+        model(x)
+    applied.remove()
+    apply_(model, {"filters#0": BFLOAT16})
+    assert model(x).shape == (2, 5, 8, 7)
 
 
 def test_aten_offers_it_in_float_formats_alone():
