@@ -2,11 +2,11 @@
 
     python bench/structure.py --only S1,S2,S3,S5,S6
 
-S1 and S2 say what the source has to do with PyTorch's insides, S3 and S4 how long it is, S5 where it names kinds of operators, S6
-what a new rung touches. S7 and S8 follow a call and time it, S9 is the test command, S10 to S13 are of steps under a plan: forwards
-that run again, micro-batches, compiled graphs, other numbers without a word. S15 compares plans. S8 and S9 want a quiet machine; S9
-runs all tests in a fresh clone, or reads what ``.ci/run`` printed there (``--only S9 --log FILE``). S14 is written by
-``bench/kernels/checksum_cost.py`` on a GPU.
+S1 and S2 say what the source has to do with PyTorch's insides, S3 and S4 how long it is, S5 where it names kinds of operators and
+what a new one touches, S6 what a new rung does. S7 and S8 follow a call and time it, S9 is the test command, S10 to S13 are of
+steps under a plan: forwards that run again, micro-batches, compiled graphs, other numbers without a word. S15 compares plans. S8
+and S9 want a quiet machine; S9 runs all tests in a fresh clone, or reads what ``.ci/run`` printed there (``--only S9 --log
+FILE``). S14 is written by ``bench/kernels/checksum_cost.py`` on a GPU.
 
 Import cycles, the sizes of rooms, floors and citations are limits of ``tests/contracts/test_structure.py``.
 
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from results import ROOT, names_in, write_rows
-from structure.kinds import files_of_commit, files_of_patch, files_that_name_kinds
+from structure.kinds import NEW_KIND, NEW_RUNG, files_of_patch, files_that_name_kinds
 from structure.private_names import Use, frame_walks, names_as_text, private_uses
 from structure.rows import Row, row, shortened
 from structure.running import run_in, step_profile
@@ -70,21 +70,16 @@ def kind_rows(tree: Path) -> Iterator[Row]:
     found = [path.partition("/src/")[2] for path in files_that_name_kinds(tree)]
     what = "files of packages/*/src that name a kind of operators, outside of kinds, kernels and models"
     yield row("S5", what, len(found), "files", ", ".join(found), "≤ 6")
-    if (tree / ".git").exists():
-        touched = files_of_commit(tree, NEW_KIND)
-        what = "files that the commit which adds conv1d touches beside its own tests"
-        yield row("S5b", what, len(touched), "files", ", ".join(touched), "≤ 6")
+    touched = files_of_patch(tree, NEW_KIND)
+    what = "files that a new kind touches (conv_transpose3d, in float formats), beside its tests"
+    yield row("S5b", what, len(touched), "files", ", ".join(path.rpartition("/src/")[2] for path in touched), "≤ 6")
 
 
 def rung_rows(tree: Path) -> Iterator[Row]:
     """S6."""
-    touched = files_of_patch(tree)
+    touched = files_of_patch(tree, NEW_RUNG)
     what = "files that a rung with block scales touches (int8, one scale per 128 columns, aten), beside its tests"
     yield row("S6", what, len(touched), "files", ", ".join(path.partition("/src/")[2] for path in touched), "≤ 8")
-
-
-NEW_KIND = "conv1d is an adjustable kind"
-"""Subject of the commit that added one."""
 
 
 def size_rows(tree: Path) -> Iterator[Row]:

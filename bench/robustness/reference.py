@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
+from qsync_core.kinds import KINDS
+from qsync_torch.kinds.table import FUNCTIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
@@ -256,10 +258,12 @@ class Reference:
         ]
         try:
             library.impl("linear", self._linear, "AutogradCPU")
-            for name in ("conv1d", "conv2d", "conv3d"):
-                library.impl(name, self._convolution, "AutogradCPU")
-                library.impl(f"{name}.padding", self._named_padding, "AutogradCPU")
-            library.impl("conv_transpose2d.input", self._transposed, "AutogradCPU")
+            for row in KINDS.values():
+                for overload in () if row.of_rows else getattr(ATEN, row.name).overloads():
+                    run = self._transposed if row.transposed else self._convolution
+                    if overload == "padding":
+                        run = self._named_padding
+                    library.impl(f"{row.name}.{overload}".removesuffix(".default"), run, "AutogradCPU")
             with Promotion(self):
                 yield
         finally:
@@ -308,7 +312,6 @@ def widened_output(output: Any) -> Any:
     return output
 
 
-PRODUCTS = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose2d)
 ADDMM = (torch.addmm,)
 MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits", "kl_div")
@@ -333,7 +336,7 @@ class Promotion(TorchFunctionMode):
         values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(value.dtype in LOW for value in values) or func in _KEPT or name.startswith("__get"):
             return func(*args, **kwargs)
-        if func in PRODUCTS:
+        if func in FUNCTIONS:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if self._reference.variant_of(weight) is not None:
                 return func(*args, **kwargs)

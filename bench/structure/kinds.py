@@ -60,35 +60,18 @@ def files_that_name_kinds(tree: Path) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-BLOCK_SCALES = Path(__file__).with_name("block_scales.patch")
+NEW_KIND = Path(__file__).with_name("conv_transpose3d.patch")
+"""The worked example of docs/operator-kinds.md, with its tests."""
+NEW_RUNG = Path(__file__).with_name("block_scales.patch")
 """Int8 activations with one scale per 128 columns, on the reference backend, with the test that it does what it should."""
 
 
-def files_of_patch(tree: Path) -> list[str]:
-    """The files that :data:`BLOCK_SCALES` touches, those of tests not counted.
+def files_of_patch(tree: Path, patch: Path) -> list[str]:
+    """The files that a patch touches, those of tests not counted.
 
     Raises:
         subprocess.CalledProcessError: when it does not apply to the tree any more: make it anew.
     """
-    subprocess.run(["git", "apply", "--check", str(BLOCK_SCALES)], cwd=tree, check=True)
-    return _beside_tests(re.findall(r"^\+\+\+ b/(.+)$", BLOCK_SCALES.read_text(), re.MULTILINE))
-
-
-def _beside_tests(paths: list[str]) -> list[str]:
+    subprocess.run(["git", "apply", "--check", str(patch)], cwd=tree, check=True)
+    paths = re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.MULTILINE)
     return [path for path in paths if "/tests/" not in path and not path.startswith("tests/")]
-
-
-def files_of_commit(tree: Path, subject: str) -> list[str]:
-    """The files that the latest commit of a subject has touched, those of tests not counted.
-
-    Raises:
-        LookupError: when there is no such commit.
-    """
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=tree, capture_output=True, text=True, check=True).stdout
-
-    commit = git("log", "-1", "--format=%H", "--fixed-strings", f"--grep={subject}").strip()
-    if not commit:
-        raise LookupError(f"no commit says {subject!r}")
-    return _beside_tests(git("show", "--name-only", "--format=", commit).split())

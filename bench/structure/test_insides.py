@@ -1,4 +1,4 @@
-"""What rows S1, S2 and S5 count, on small sources and a replaced function."""
+"""What rows S1, S2, S5 and S6 count, on small sources and a replaced function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from structure.kinds import files_of_patch, files_that_name_kinds, named_kinds
+from structure.kinds import NEW_KIND, NEW_RUNG, files_of_patch, files_that_name_kinds, named_kinds
 from structure.private_names import frame_walks, names_as_text, private_uses
 from structure.replaced import modes_entered, replaced, standing
 
@@ -100,6 +100,7 @@ def conv_transpose2d(x):
     assert list(files_that_name_kinds(tmp_path)) == ["packages/qsync-torch/src/qsync_torch/apply/a.py"]
 
 
-def test_the_rung_with_block_scales_still_applies_and_touches_few_files() -> None:
-    """Row S6, within its bound."""
-    assert len(files_of_patch(Path(__file__).resolve().parents[2])) <= 8
+@pytest.mark.parametrize("patch, bound", [(NEW_KIND, 6), (NEW_RUNG, 8)], ids=["kind", "rung"])
+def test_a_new_kind_and_a_new_rung_still_apply_and_touch_few_files(patch: Path, bound: int) -> None:
+    """Rows S5b and S6, within their bounds."""
+    assert 0 < len(files_of_patch(Path(__file__).resolve().parents[2], patch)) <= bound

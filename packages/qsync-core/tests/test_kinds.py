@@ -15,6 +15,7 @@ def test_a_kind_is_none_of_the_other_functions_and_has_products_that_backends_kn
     assert not KINDS.keys() & FUNCTIONS.keys()
     assert all(op in Op.UNFUSED for kind in KINDS.values() for op in kind.products)
     assert KINDS["conv1d"].products == KINDS["conv2d"].products
+    assert all(kind.in_8_bit == kind.as_run.in_8_bit for kind in KINDS.values())
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ KINDS = {
         Kind("conv1d", dimensions=1, runs_as="conv2d"),
         Kind("conv_transpose2d", dimensions=2, transposed=True),
         Kind("conv3d", dimensions=3, in_8_bit=False),
+        Kind("conv_transpose1d", dimensions=1, transposed=True, runs_as="conv_transpose2d"),
     )
 }
 """Every kind by its name."""

@@ -15,14 +15,9 @@ from qsync_torch.apply.apply import apply_
 from qsync_torch.kernels.canary import Canary
 
 from .variants import CONVOLUTIONS, INT8, INT8_INPUT_GRADIENT
-from .whole_flow import BFLOAT16, check_flow, check_kind
+from .whole_flow import BFLOAT16, check_flow, check_kind, turned
 
 AFFINE = attrs.evolve(INT8, symmetric=False)
-
-
-def turned(weight, groups=1):
-    """(C, O / groups, KH, KW) from (O, C / groups, KH, KW), group by group."""
-    return torch.cat([part.transpose(0, 1) for part in weight.chunk(groups)])
 
 
 def check(variant, kernel=(3, 2), groups=1, channels_last=False, size=(5, 4), **geometry):

@@ -34,4 +34,5 @@ ALL = {
 }
 CONVOLUTIONS = {name: variant for name, variant in ALL.items() if variant.grad_weight is not Precision.INT8}
 """Convolutions compute their weight gradient in a float format only."""
+FLOATS = {name: variant for name, variant in CONVOLUTIONS.items() if not variant.compute.needs_scale}
 ROWS = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)

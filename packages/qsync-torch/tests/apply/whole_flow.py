@@ -2,16 +2,28 @@
 
 import copy
 
+import attrs
 import pytest
 import torch
 
+from qsync_core.ir import observations as terms
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
+from qsync_planner.allocator import Inputs, allocate
+from qsync_planner.indicate import indicate
+from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
+from qsync_torch.aten.float_products import FORMATS_WITHOUT_HARDWARE
+from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.job import Batch, Job
+from qsync_torch.kernels.canary import float_products_of
+from qsync_torch.kernels.exact_products import problem_of
 from qsync_torch.kinds.table import OPERATOR_KINDS
 from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
+from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import ObserveRequest, observe
 from qsync_torch.operators import lowered
 from qsync_torch.profiling.bench import Efforts
@@ -46,6 +58,21 @@ def check_kind(name, variant, x, weight, bias, turn=lambda weight: weight, **geo
         bias,
         variant,
     )
+
+
+def turned(weight, groups=1):
+    """(C, O / groups, …) from (O, C / groups, …), group by group: a weight as PyTorch's transposed convolutions take it."""
+    return torch.cat([part.transpose(0, 1) for part in weight.chunk(groups)])
+
+
+def check_wrong_elements_are_found(call):
+    """A wrong element of any product of a call in bfloat16 is found before it is measured."""
+    products = list(float_products_of(call, BFLOAT16, torch.device("cpu")))
+    assert {product.what for product in products} == {"output", "grad_input", "grad_weight"}
+    for product in products:
+        assert problem_of(product) == ""
+        product.found.view(-1)[-1] += 8 * product.found.abs().max()
+        assert "its errors are" in problem_of(product)
 
 
 def job_of(model, shape):
@@ -111,6 +138,71 @@ def check_flow(model, shape, expected, twin):
         (grad,) = torch.autograd.grad(want.sum(), model.get_parameter(f"{name}.weight"))
         applied.remove()
         assert torch.equal(planned.get_parameter(f"{name}.weight").grad, grad)
+
+
+def check_flow_in_floats(model, shape, expected, function):
+    """Trace, profile, observe, rate, plan and apply a kind without 8 bit: beside a linear, which has all formats.
+
+    Args:
+        model: in sequence; an operator of the kind is first, the linear last.
+        shape: of an input, without the batch; its activations take more memory than the weights.
+        expected: kind, shape of the weight as operators take it, and operations of both, by name.
+        function: the kind's, of activation, weight and bias, with the first module's settings.
+    """
+    job = job_of(model, shape)
+    dag = trace(job)
+    assert {o.op_id.fqn: (o.kind, o.weight_shape, o.flops) for o in dag.adjustable} == expected
+    stored = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {f"{o.op_id.fqn}.weight": o.parameter_shape for o in dag.adjustable}.items() <= stored.items()
+    first, rows = (operator.op_id for operator in dag.adjustable)
+    runs = {first: {BFLOAT16, FLOAT32}, rows: set(LADDER)}
+    measured = profile(job, dag, ProfileRequest(ladder=LADDER, with_collectives=False, efforts=Efforts(QUICK, QUICK, QUICK)))
+    assert {op_id: set(measured.cost_index[op_id]) for op_id in runs} == runs
+
+    options = {"warmup": 0, "steps": 1, "settled": None}
+    collector = MonteCarloCollector(draws=2)
+    truth = observe(job, dag, ObserveRequest(LADDER, collectors=[collector], **options))
+    found = {}
+    for series in truth.series:
+        if series.term == terms.FIRST_HALF:
+            found.setdefault(series.op_id, set()).add(series.variant)
+    # One more of all operators at once: in int8 it is the linear alone.
+    assert found == {op_id: variants - {FLOAT32} for op_id, variants in (runs | {None: set(LADDER)}).items()}
+    of_all, of_rows = (truth.values(terms.MONTECARLO, terms.FIRST_HALF, op_id, INT8) for op_id in (None, rows))
+    assert of_all == of_rows
+    # Nothing is drawn: both round to nearest.  The undisturbed pass, two operators and all in bfloat16, one and all in int8.
+    assert collector.passes(dag, LADDER) == 1 + 3 + 2
+
+    rated = observe(job, dag, ObserveRequest(LADDER, collectors=[LossVarCollector()], **options))
+    sensitivity = indicate(rated, dag, LADDER, "lossvar")
+    assert {op_id: set(by_variant) for op_id, by_variant in sensitivity.omega.items()} == runs
+
+    # What products take beside their operands differs from CPU to CPU.
+    costs = [attrs.evolve(cost, workspace_bytes=0, backward_workspace_bytes=0) for cost in measured.costs]
+    lean = attrs.evolve(measured, costs=costs, steps=[])
+
+    def within(nbytes):
+        group = DeviceGroup("one", "cpu", 1, Role.INFER, Precision.FLOAT32, LADDER, memory_bytes=nbytes)
+        return Inputs(dag, Cluster("one", (group,)), {"one": lean}, sensitivity)
+
+    lowered_alone = {first: BFLOAT16, rows: FLOAT32}
+    plan = allocate(within(Replayer(within(0)).memory("one", lowered_alone).peak_bytes))
+    variants = {op_id: entry.variant for op_id, entry in plan.groups[0].assignments.items()}
+    assert {op_id: variant.compute for op_id, variant in variants.items()} == {first: Precision.BFLOAT16, rows: Precision.FLOAT32}
+
+    x = torch.randn(job.batch_size, *shape)
+    planned = copy.deepcopy(model)
+    applied = apply_(planned, plan)
+    y = planned(x)
+    y.sum().backward()
+    half = function(x.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
+    want = model[-1](model[1:-1](half.to(TORCH_DTYPE[variants[first].output])).float())
+    assert torch.equal(y, want)
+    (grad,) = torch.autograd.grad(want.sum(), model[0].weight)
+    applied.remove()
+    # Where a CPU has no instructions for the format, PyTorch's own gradient sums in 16 bit.
+    allowed = 2.0**-8 if torch.bfloat16 in FORMATS_WITHOUT_HARDWARE else 0.0
+    assert (planned[0].weight.grad - grad).norm() <= allowed * grad.norm()
 
 
 def lowered_module(module, x):

@@ -113,6 +113,7 @@ def test_the_table_has_every_operator():
 
 
 @pytest.mark.parametrize("row", [
+    Kind("conv1d", dimensions=1),
     Kind("conv3d", dimensions=3),
     Kind("conv_transpose2d", dimensions=2, transposed=True),
     Kind("conv_transpose3d", dimensions=3, transposed=True),
@@ -120,7 +121,10 @@ def test_the_table_has_every_operator():
 def test_the_entries_of_a_new_kind_follow_from_its_row(row):
     kind = product_entries.of_images(convolution(row))
     for part in SIGNATURES:
-        for case in product_entries.entry_of(kind, part).typical:
+        entry = product_entries.entry_of(kind, part)
+        for case in entry.ones:
+            assert any(1 in x.shape for x in case.draw(torch.device("cpu")).operands.values()), case.name
+        for case in entry.typical:
             call = case.draw(torch.device("cpu"))
             right = call.product(*call.dequantized())
             if call.bias is not None:

@@ -48,11 +48,17 @@ def test_json_holds_the_same_facts(tmp_path) -> None:
 JOB = """
 import torch
 from qsync_torch.job import Batch
+class TimeFirst(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.filters, self.bias = torch.nn.Parameter(torch.randn(3, 4, 8)), torch.nn.Parameter(torch.randn(8))
+    def forward(self, x):
+        return torch.conv_tbc(x, self.filters, self.bias)
 def job():
-    model = torch.nn.Sequential(torch.nn.ConvTranspose1d(3, 3, 3), torch.nn.Linear(8, 2))
+    model = torch.nn.Sequential(TimeFirst(), torch.nn.Linear(8, 2))
     return (
         model,
-        lambda step, size: Batch((torch.randn(size, 3, 6),)),
+        lambda step, size: Batch((torch.randn(size, 6, 4),)),
         lambda output, batch: output.mean(),
         lambda parameters: torch.optim.SGD(parameters, 0.1),
     )
@@ -64,7 +70,7 @@ def test_what_can_not_be_lowered_is_listed_with_its_reason(tmp_path) -> None:
     result = run(f"{tmp_path / 'job.py'}:job", "-o", str(tmp_path / "dag.qsync"))
     assert result.exit_code == 0, result.output
     assert "1 cannot be lowered:" in result.output
-    assert "0#0       conv_transpose1d  transposed convolution is not supported" in result.output
+    assert "0.conv_tbc#0  conv_tbc  time-first convolution is not supported" in result.output
 
 
 def test_a_failed_trace_leaves_the_old_file_whole(tmp_path) -> None:

@@ -229,7 +229,7 @@ class Refused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        self.along = nn.ConvTranspose1d(3, 3, 3, padding=1)
+        self.along = nn.Parameter(torch.randn(3, 4, 4))
         self.reflecting = nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
         self.lopsided = nn.Conv2d(1, 1, 2, padding="same")
         self.mapped = nn.Linear(4, 4)
@@ -241,7 +241,7 @@ class Refused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.normed(x)
-        x = self.along(x)
+        x = torch.conv_tbc(x, self.along, x.new_zeros(4), 1)
         x = self.lopsided(self.reflecting(x.unsqueeze(1))).squeeze(1)
         x = torch.vmap(self.mapped)(self.mapped(x))
         x = self.recurrent(x)[0]
@@ -257,7 +257,7 @@ def test_what_can_not_be_lowered_says_why() -> None:
     dag = traced(Refused(), torch.randn(2, 3, 4))
     reasons = {str(operator.op_id): operator.not_applicable for operator in dag.operators if operator.not_applicable}
     expected = {
-        "along#0": "transposed convolution is not supported; a plan lowers linear, conv2d",
+        "conv_tbc#0": "time-first convolution is not supported; a plan lowers linear, conv2d",
         "reflecting.conv2d#0": "its padding_mode is 'reflect'",
         "lopsided#0": "its padding 'same' is wider on one side",
         "mapped#0": "the same weight is used by mapped#1, of which: it is called under torch.vmap",

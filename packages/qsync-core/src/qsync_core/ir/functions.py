@@ -85,7 +85,6 @@ _ONE, _MIXED = Takes.ONE_FORMAT, Takes.MIXED
 
 _SUPPORTED = f"a plan lowers {', '.join(KINDS)}"
 _OTHER_CONVOLUTIONS = {
-    "conv_transpose1d": "transposed convolution",
     "conv_transpose3d": "transposed convolution",
     "conv_tbc": "time-first convolution",
     "convolution": "convolution called as torch.convolution",

@@ -16,6 +16,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
+from qsync_core.kinds import KINDS
 from qsync_torch.apply.plan_fit import STORED, Addressed, Assigned, WeightPlace
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
@@ -40,6 +41,7 @@ def check_backends(addressed: Addressed, device: torch.device, caller: Caller = 
     Raises:
         BackendError: with every reason, and the operators it holds for.
     """
+    _check_kinds(addressed)
     reasons: dict[str, list[OpId]] = {}
     first: set[str] = set()
     for name in dict.fromkeys(name for entry in addressed.entries.values() for name in entry.choice.backends):
@@ -56,6 +58,34 @@ def check_backends(addressed: Addressed, device: torch.device, caller: Caller = 
         said = "; ".join(f"{first_named(op_ids)}: {reason}" for reason, op_ids in reasons.items())
         count = f"{len(refused)} of {len(addressed.entries)} operators"
         raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_way_out(caller, sorted(first))}")
+
+
+def _check_kinds(addressed: Addressed) -> None:
+    """See that operators in 8 bit are, or may be called as, of a kind that has such kernels, whatever the backend.
+
+    Raises:
+        BackendError: naming those that are of none.
+    """
+    refused: dict[tuple[str, str], list[OpId]] = {}
+    for op_id, entry, calls in _planned_calls(addressed):
+        if entry.variant.compute.needs_scale and calls and not any(KINDS[call.kind].in_8_bit for call in calls):
+            kinds = " or ".join(dict.fromkeys(call.kind for call in calls))
+            refused.setdefault((kinds, entry.variant.label), []).append(op_id)
+    if refused:
+        raise BackendError("; ".join(not_in_8_bit(op_ids, *called) for called, op_ids in refused.items()))
+
+
+def not_in_8_bit(op_ids: Sequence[OpId], kind: str, label: str) -> str:
+    """What to say of operators that a plan has in 8 bit, and a model calls as a kind without kernels for that.
+
+    Args:
+        label: of their variant.
+    """
+    subject, them = ("operator {} is", "it") if len(op_ids) == 1 else ("operators {} are", "them")
+    return (
+        f"{subject.format(first_named(op_ids))} called as {kind}, which has no kernels in 8 bit, and the plan has {them} as "
+        f"{label}: keep {them} in a float format in the plan"
+    )
 
 
 def check_numbers(addressed: Addressed, canary: Canary, caller: Caller = BY_HAND) -> None:

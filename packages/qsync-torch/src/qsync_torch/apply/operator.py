@@ -23,6 +23,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.handles import in_backward
+from qsync_torch.apply.kernel_check import not_in_8_bit
 from qsync_torch.apply.plan_fit import STORED, Assigned, check_weight_dtype
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.apply.stored_modules import HeldWeight
@@ -281,10 +282,7 @@ class Operator:
         binding = self._binding
         if kind is not self._kind or settings != self._prepared:
             if not kind.row.in_8_bit and self.is_quantized:
-                raise BackendError(
-                    f"{self._shown} is called as {kind.name}, which has no kernels in 8 bit, and the plan has it as {self.label}: "
-                    "keep it in a float format in the plan"
-                )
+                raise BackendError(not_in_8_bit([self.op_id], kind.name, self.label))
             geometry = None
             if kind.prepare is not None:
                 shaped = torch.empty(weight.shape, device="meta") if isinstance(weight, HeldWeight) else weight

@@ -319,7 +319,7 @@ ONES: Images = {
     "one position": ((3, 16, 1, 1), (24, 16, 1, 1), {}),
     "one of each": ((1, 1, 1, 1), (1, 1, 1, 1), {}),
 }
-"""Images and filters with dimensions of size 1."""
+"""Images and filters with dimensions of size 1; without their first dimension not all have one."""
 
 
 def of_images(operator: OperatorKind) -> Kind:
@@ -330,7 +330,8 @@ def of_images(operator: OperatorKind) -> Kind:
     many: Images = {"many filters": ((1, 16, 5, 5), (512, 16, 3, 3), {"padding": (1, 1)})}
     large = {"output": images(operator, wide), "grad_input": images(operator, many)}
     typical = "3x3, padded", "1x1", "1x1, stride 2", "groups", "depthwise"
-    sizes, ones = images(operator, IMAGES | (extra if operator.row.transposed else {})), images(operator, ONES)
+    sizes = images(operator, IMAGES | (extra if operator.row.transposed else {}))
+    ones = {name: size for name, size in images(operator, ONES).items() if 1 in (*size.x, *size.w)}
     return Kind(operator, sizes, typical, ones, nothing, large)
 
 
