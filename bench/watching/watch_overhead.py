@@ -44,7 +44,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.ns, self._within = 0, False
-        called = {phases.PhaseTimes: ("_begin", "_end", "_optimize", "_optimized", "computes", "begin_backward")}
+        called = {phases.PhaseTimer: ("_begin", "_end", "_optimize", "_optimized", "computes", "begin_backward")}
         called[phases._Senders] = ("_before", "_after")
         for owner, names in called.items():
             for name in names:

@@ -18,7 +18,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.printable import tell
 from qsync_core.units import format_ns
 from qsync_torch.apply.planned_model import PlannedModel
-from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
+from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimer, WriteScalar
 from qsync_torch.distributed.buffers import share_buffers
 from qsync_torch.distributed.communication import ddp_options
 from qsync_torch.distributed.process_group import own_rank
@@ -49,7 +49,7 @@ class AppliedPlan:
         self.in_model, self.model, self.plan = in_model, in_model.model, in_model.planned.plan
         self.variants, self.group, self.base = in_model.variants, in_model.group, in_model.base
         self._seed = seed
-        self._step_times: StepTimes | None = None
+        self._step_times: StepTimer | None = None
 
     @property
     def step(self) -> int:
@@ -237,7 +237,7 @@ class AppliedPlan:
         On a GPU it is called some steps late, because nothing waits for the device; what it raises comes out of a ``backward()``.
         """
         if self._step_times is None:
-            self._step_times = StepTimes(self.model, self.in_model.key.later, self.in_model.accumulate)
+            self._step_times = StepTimer(self.model, self.in_model.key.later, self.in_model.accumulate)
         self._step_times.listeners.append(call)
 
     def log_scalars(self, write: WriteScalar, *, every: int = 10, scaler: Scaler | None = None) -> None:

@@ -23,7 +23,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.units import format_ns
 from qsync_torch.apply.first_step import device_of
-from qsync_torch.apply.step_times import StepTime, StepTimes
+from qsync_torch.apply.step_times import StepTime, StepTimer
 from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.torch_internals import pytree, running_wrapper
@@ -144,7 +144,7 @@ class LagWatch:
         self._is_on = True
         self._forwards, self._next, self._samples = 0, FIRST_SAMPLE, 0
         self._take: Callable[[], None] = self._open
-        self._times: StepTimes | None = None
+        self._times: StepTimer | None = None
         self._steps: list[StepTime] = []
         self._before: _BeforeForward | None = None
         self._buffers: list[tuple[Moment, Moment]] = []
@@ -211,7 +211,7 @@ class LagWatch:
         self._samples += 1
         self._steps.clear()
         self._other_batch = False
-        self._times = StepTimes(self._model, lambda: int, self._plan.accumulate)
+        self._times = StepTimer(self._model, lambda: int, self._plan.accumulate)
         self._times.listeners.append(self._steps.append)
         self._buffers.clear()
         if (wrapper := running_wrapper()) is not None:

@@ -41,7 +41,7 @@ class StepTime:
     wait_ns: int
 
 
-class StepTimes:
+class StepTimer:
     """Times the backward passes of a model, and tells each step once its time is known, which on a GPU is some steps later.
 
     On a GPU moments are CUDA events, which are read only when they have passed.  What tells that a backward pass goes on is that

@@ -68,7 +68,7 @@ _MARKS = 100_000
 """Marks, at most, of one step: forwards that no backward pass follows end none."""
 
 
-class PhaseTimes:
+class PhaseTimer:
     """Times the steps of models in DistributedDataParallel, and tells each once its times are known, on a GPU some steps late.
 
     Args:
@@ -211,7 +211,7 @@ class PhaseTimes:
 class _BackwardBegins:
     """A hook of the outputs of one forward."""
 
-    times: PhaseTimes
+    times: PhaseTimer
     ends_step: bool
 
     def __call__(self, gradient: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from qsync_core.printable import tell
 from qsync_torch.distributed.mailbox import Mailbox
 from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.watching.compare import Slowest, Told, as_message, slowest
-from qsync_torch.watching.phases import Phase, PhaseTimes, StepPhases, wrapper_in
+from qsync_torch.watching.phases import Phase, PhaseTimer, StepPhases, wrapper_in
 
 WARM_UP = 5
 """Steps that are not looked at: buckets are formed, memory is found, kernels are chosen."""
@@ -66,7 +66,7 @@ class RankWatch:
         members = Mailbox.of_group(wrapper_in(models[0]).process_group) if dist.is_initialized() else None
         self._members = None if members is None else members.part(f"qsync/watch/{next(_WATCHES)}")
         self.judges = self._members is None or self._members.rank == min(self._members.ranks)
-        self._times = PhaseTimes(models, self._take, self._exchange)
+        self._times = PhaseTimer(models, self._take, self._exchange)
 
     def slowest(self) -> Slowest | None:
         """The rank that the others wait for in the last steps that were summed up; None where there is none, or not yet."""
