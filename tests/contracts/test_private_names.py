@@ -36,7 +36,7 @@ WITHOUT = {
     "torch._guards.CompileContext": "Take a graph's meta['dynamo_compile_id'], which DistributedDataParallel's buckets have not.",
     "torch._inductor.compile_fx.compile_fx": "Take torch._dynamo.lookup_backend('inductor') under torch._inductor.config.patch.",
     "torch._inductor.custom_graph_pass.CustomGraphPass": "Give inductor plain functions, with which it stores no compiled graphs.",
-    "torch._inductor.list_mode_options": "compile() refuses mode=, and options= says the same.",
+    "torch._dynamo.backends.debugging.boxed_nop": "Take functorch.compile.make_boxed_func, which frees activations later.",
     "torch._int_mm": "int8_product computes in float32 pieces everywhere; the backend aten is then slow on GPUs.",
     "torch.autograd.Variable._execution_engine.queue_callback": "Do it in a hook of the last gradient.",
     "torch.cuda._sleep": "A kernel of qsync-kernels-triton or -cutlass that waits for so many cycles.",

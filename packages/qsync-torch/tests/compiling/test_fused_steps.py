@@ -18,6 +18,7 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_torch import apply_
 from qsync_torch.apply.applied_plan import applied_to
 from qsync_torch.compiling import rewriting
+from qsync_torch.compiling.compile import _MODES
 from qsync_torch.kernels.producers import producer_binding, producer_choice
 from qsync_torch.operators.chains import CHAINS
 
@@ -337,6 +338,10 @@ def test_inductor(fused):
         ({"saved": "int4"}, "in int8, got saved='int4'"),
         ({"backend": "eager"}, "inductor or aot_eager, got backend='eager'"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "mode and options are inductor's"),
+        (
+            {"mode": "lite"},
+            "modes in which chains are fused are default, reduce-overhead, .*, got mode='lite'",
+        ),
     ],
 )
 def test_arguments_that_are_refused(arguments, sentence):
@@ -344,6 +349,11 @@ def test_arguments_that_are_refused(arguments, sentence):
     apply_(model, lowered(model))
     with pytest.raises(PlanError, match=sentence):
         qsync.compile(model, **arguments)
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_modes_stand_for_the_options_that_they_stand_for_in_pytorch(mode):
+    assert torch._inductor.list_mode_options(mode) == _MODES[mode]
 
 
 def test_a_model_without_a_plan_is_refused():

@@ -34,6 +34,13 @@ from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.kernels import producers
 
 BACKENDS = ("inductor", "aot_eager")
+_MODES: Mapping[str, Mapping[str, bool]] = {
+    "default": {},
+    "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune-no-cudagraphs": {"max_autotune": True, "coordinate_descent_tuning": True},
+    "max-autotune": {"max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": True},
+}
+"""The options that a mode of ``torch.compile`` stands for; ``lite`` is none of them, as it runs no passes over graphs."""
 
 
 def compile(
@@ -84,6 +91,8 @@ def compile(
         raise PlanError(f"what compiles the rest is {' or '.join(BACKENDS)}, got backend={backend!r}")
     if backend != "inductor" and (mode is not None or options is not None):
         raise PlanError(f"mode and options are inductor's, and the backend is {backend!r}: leave them out")
+    if mode is not None and mode not in _MODES:
+        raise PlanError(f"inductor's modes in which chains are fused are {', '.join(_MODES)}, got mode={mode!r}: leave it out")
     if plan is None and applying:
         raise PlanError(f"{next(iter(applying))} is for a plan that is put into force, and no plan was given")
     if plan is not None:
@@ -129,15 +138,16 @@ def _compiler(
         from torch._inductor.compile_fx import compile_fx
 
         passes = {"joint_custom_pre_pass": _graph_pass(_rewrite_joint), "post_grad_custom_pre_pass": _graph_pass(_rewrite)}
-        patches = passes | (torch._inductor.list_mode_options(mode) if mode else {}) | dict(options)
+        patches = {**passes, **_MODES[mode or "default"], **options}
         return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches))
 
     return inductor
 
 
 def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # type: ignore[import-untyped]
+    from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
 
     def rewritten(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _rewrite(graph.graph)
@@ -145,7 +155,7 @@ def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         for view in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
             view.target = torch.ops.aten.reshape.default
         graph.recompile()
-        return cast(Callable[..., Any], make_boxed_func(graph.forward))
+        return boxed_nop(graph, list(inputs))
 
     def parted(joint: GraphModule, *arguments: Any, **options: Any) -> Any:
         write_copies_again(joint.graph)
