@@ -55,7 +55,7 @@ def check_autocast(
     active = "without torch.autocast" if found is Precision.FLOAT32 else f"under torch.autocast to {found}"
     raise PlanError(
         f"{where} runs {active}, but its plan is for a job under autocast to {base}, or with weights in {base}: run forward and "
-        f"loss under torch.autocast({device.type!r}, torch.{base}), load the weights in torch.{base} where that is what was planned, or "
+        f"loss under torch.autocast({device.type!r}, torch.{base}), load the weights in torch.{base} where that was planned, or "
         f"{caller.plan_again} for a job with neither"
     )
 
