@@ -87,7 +87,7 @@ def dequantize_int8(
 
 @functools.cache
 def _codes(device: torch.device) -> torch.Tensor:
-    return torch.tensor((*NF4_CODES, *dynamic_codes()), device=device)
+    return torch.tensor((*NF4_CODES, *dynamic_codes()), dtype=torch.float32, device=device)
 
 
 def build_dequantize(storage: Storage, config: StoredConfig) -> Planned:

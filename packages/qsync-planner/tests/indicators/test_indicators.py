@@ -285,6 +285,15 @@ def test_hutchinson_weighs_flips_by_the_root_of_the_noise() -> None:
     assert found.omega[B][F16] == pytest.approx(math.sqrt((3 + 2 / 0.5) * (3 + 1 / 0.2)))
 
 
+def test_flips_count_where_every_variant_stores_and_none_rounds_an_operand() -> None:
+    """As a ladder of storages alone has it; operators that are trained have no such variant."""
+    dag, stored = two_linears(), Variant.named("float32@nf4")
+    dag = attrs.evolve(dag, operators=tuple(attrs.evolve(op, frozen=op.op_id == A) for op in dag.operators))
+    values = {term: [2.0, 2.0] for term in terms.SHIFTS} | {terms.STORED_FLIPS: [6.0, 6.0], terms.STORED_NOISE: [0.25, 0.25]}
+    found = indicate(observe(dag, {(A, stored, terms.HUTCHINSON, term): two for term, two in values.items()}), dag, [stored])
+    assert found.omega[A][stored] == pytest.approx(4 + 6 / 0.5)
+
+
 def test_the_fallback_says_why() -> None:
     dag = two_linears()
     observed = observe(dag, lossvar_rows(dag, [I8], [1.0]))

@@ -49,7 +49,7 @@ class Stopwatch:
     @functools.cached_property
     def overhead_ns(self) -> int:
         """Time the CPU takes to issue one small operator (Python, dispatcher, autograd node)."""
-        x = torch.ones(1, device=self.device, requires_grad=True)
+        x = torch.ones(1, dtype=torch.float32, device=self.device, requires_grad=True)
         return Stopwatch.time_each(self, [functools.partial(torch.add, x, x)] * 200)[2]
 
     def time_each(self, calls: Sequence[Thunk]) -> tuple[list[Any], int, int]:

@@ -103,6 +103,17 @@ def other_plan(rank: int, folder: Path) -> None:
     apply_(model(), attrs.evolve(plan_of(), notes=("other",)) if rank == CULPRIT else plan_of(), group="train")
 
 
+def other_parameters(rank: int, folder: Path) -> None:
+    """As adapters of another rank are, which the plan says nothing of."""
+    apply_(nn.Sequential(*model(), nn.PReLU(2 if rank == CULPRIT else 4)), plan_of(), group=group_of(rank))
+
+
+def other_formats(rank: int, folder: Path) -> None:
+    """Of a parameter that DistributedDataParallel broadcasts, whose formats it does not compare."""
+    embedding = nn.Embedding(3, 4, dtype=torch.bfloat16 if rank == CULPRIT else None).requires_grad_(False)
+    apply_(nn.Sequential(*model(), embedding), plan_of(), group=group_of(rank))
+
+
 def other_versions(rank: int, folder: Path) -> None:
     kept = ranks.versions_text
     ranks.versions_text = lambda: f"qsync-torch 0.{int(rank == CULPRIT)}"
@@ -201,6 +212,8 @@ CASES: tuple[Callable[[int, Path], str | None], ...] = (
     other_model,
     missing_backend,
     other_plan,
+    other_parameters,
+    other_formats,
     other_versions,
     build_fails,
     two_refuse,

@@ -84,6 +84,16 @@ def test_a_refusal_of_one_rank_is_heard_by_all_in_its_words_and_class(raised, ca
 
 DIFFERENCES = {
     "other_plan": ("PlanError", "hold different plans (digests ", " on rank 1); give every rank the same plan file"),
+    "other_parameters": (
+        "PlanError",
+        "differ in parameters (3 trained with 24 elements in float32 on ranks 0, 2; ",
+        "3 trained with 22 elements in float32 on rank 1); give every rank the same",
+    ),
+    "other_formats": (
+        "PlanError",
+        "differ in parameters (2 trained with 20 elements in float32, 1 frozen with 12 elements in float32 on ranks 0, 2; ",
+        "2 trained with 20 elements in float32, 1 frozen with 12 elements in bfloat16 on rank 1); give every rank the same",
+    ),
     "other_versions": (
         "CompatibilityError",
         "run different versions of QSync (",

@@ -47,7 +47,9 @@ class Net(nn.Module):
         return self.head(x.float())
 
 
-def observed(model: nn.Module, given: torch.dtype = torch.float32) -> dict[tuple[str, str, str], tuple[float, ...]]:
+def observed(
+    model: nn.Module, given: torch.dtype = torch.float32, announce: Callable[[str], None] = lambda text: None
+) -> dict[tuple[str, str, str], tuple[float, ...]]:
     def batch(step: int, size: int) -> Batch:
         x = torch.randn(size, 16, generator=torch.Generator().manual_seed(step)).to(HALF)  # of which each format has the values
         return Batch((x.to(given),), target=torch.arange(size) % 3)
@@ -56,7 +58,7 @@ def observed(model: nn.Module, given: torch.dtype = torch.float32) -> dict[tuple
         return F.cross_entropy(output, batch.target)
 
     job = Job("net", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=8)
-    found = observe(job, trace(job), ObserveRequest(LADDER, warmup=1, steps=2))
+    found = observe(job, trace(job), ObserveRequest(LADDER, warmup=1, steps=2), announce=announce)
     return {(str(series.op_id), str(series.variant), series.term): tuple(series.values) for series in found.series}
 
 
@@ -114,3 +116,49 @@ class Plain(nn.Module):
 
 def test_batches_that_a_loader_gives_in_sixteen_bits() -> None:
     assert sum("store=nf4" in variant for _, variant, _ in observed(Plain(), HALF)) > 5
+
+
+TABLE = torch.eye(16, dtype=HALF).flip(0)
+
+
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not HALF:
+        raise TypeError("only bfloat16 is supported")
+    return x
+
+
+def run_again(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda y: (y.float() * 1.0).to(HALF) @ TABLE, x, use_reentrant=False)
+
+
+class Insisting(Net):
+    """On its format, as code in front of kernels for 16 bits does, or by tensors that are neither parameters nor buffers."""
+
+    def __init__(self, within: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.within = within
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.within(self.blocks[0].frozen(x.to(HALF))).float())
+
+
+@pytest.mark.parametrize(
+    ("within", "in_any_format"),
+    [
+        (as_it_is, lambda x: x),
+        (lambda x: x @ TABLE, lambda x: x.flip(-1)),
+        (lambda x: x @ TABLE.view(torch.int16).view(HALF), lambda x: x.flip(-1)),
+        (run_again, lambda x: x.flip(-1)),
+    ],
+    ids=["asked for", "a constant", "bits", "a function run again"],
+)
+def test_what_does_not_run_in_float32_is_observed_in_its_own_format(
+    within: Callable[[torch.Tensor], torch.Tensor], in_any_format: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    said: list[str] = []
+    wanted, found = observed(Insisting(in_any_format)), observed(Insisting(within), announce=said.append)
+    assert [text for text in said if text.startswith("updates in bfloat16 are observed instead of float32")]
+    stored = [key for key in wanted if key[2] == "stored_grad"]
+    assert len(stored) == 2
+    for key in stored:
+        assert found[key] == pytest.approx(wanted[key], rel=0.1), key

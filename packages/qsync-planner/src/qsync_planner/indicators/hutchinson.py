@@ -88,6 +88,7 @@ class Hutchinson:
         return {
             op_id: mean([max(weights) for weights in zip(*(parts.masks for parts in by_variant.values()), strict=True)])
             for op_id, by_variant in _parts(dag, variants, observations).items()
+            if by_variant  # none of what is trained, where all are stored
         }
 
     def copies(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Omega:
@@ -149,7 +150,9 @@ def _kept(observations: Observations) -> Iterator[tuple[OpId, Variant, Sequence[
 
 
 def _has_flips(observations: Observations) -> bool:
-    return any(series.collector == terms.HUTCHINSON and series.term == terms.OPERANDS_FLIPS for series in observations.series)
+    """Also where all that is asked about is stored, and no operand is rounded."""
+    written = {terms.OPERANDS_FLIPS, terms.OUTPUT_FLIPS, terms.STORED_FLIPS}
+    return any(series.collector == terms.HUTCHINSON and series.term in written for series in observations.series)
 
 
 @attrs.frozen

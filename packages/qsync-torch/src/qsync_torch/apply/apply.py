@@ -8,6 +8,7 @@ and checked here;
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -208,6 +209,8 @@ def apply_for(
         else:
             planned = Planned(_read(plan), None, backend, _base(base), tuple(allow_flags))
         in_model = PlannedModel(model, planned, seed=seed, lower_eval=lower_eval, keep_stored=keep_stored)
+        if isinstance(plan, PrecisionPlan):
+            facts["parameters"] = _described(model, frozenset(stored_names(model, plan, {})))
         in_model.check_parameters(device_of(model))
         in_model.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
@@ -246,6 +249,19 @@ def _check_frozen(what: str, sums: Mapping[str, Sum]) -> None:
                 f"the ranks of this job hold different frozen weights in {dtype} ({by_value(found)}), and what a plan stores is "
                 "not broadcast: load the same checkpoint on every rank, or give every rank the same seed"
             )
+
+
+def _described(model: nn.Module, stored: Collection[str]) -> str:
+    """How many a model has in which format, of those that ranks share: DistributedDataParallel compares their shapes alone."""
+    counts: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if name not in stored:
+            kind = "trained" if parameter.requires_grad else "frozen"
+            counts[kind, str(parameter.dtype).removeprefix("torch.")].append(parameter.numel())
+    return ", ".join(
+        f"{len(sizes)} {kind} with {sum(sizes):,} elements in {dtype}"
+        for (kind, dtype), sizes in sorted(counts.items(), reverse=True)
+    )
 
 
 def _on_all_ranks(what: str, whole_plan: bool, *, slow: bool = False) -> AbstractContextManager[dict[str, str]]:

@@ -54,8 +54,9 @@ def check_autocast(
         )
     active = "without torch.autocast" if found is Precision.FLOAT32 else f"under torch.autocast to {found}"
     raise PlanError(
-        f"{where} runs {active}, but its plan is for a job under autocast to {base}: run forward and loss under "
-        f"torch.autocast({device.type!r}, torch.{base}), or {caller.plan_again} for a job without amp"
+        f"{where} runs {active}, but its plan is for a job under autocast to {base}, or with weights in {base}: run forward and "
+        f"loss under torch.autocast({device.type!r}, torch.{base}), load the weights in torch.{base} where that was planned, or "
+        f"{caller.plan_again} for a job with neither"
     )
 
 

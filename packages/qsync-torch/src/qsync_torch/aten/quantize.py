@@ -310,7 +310,7 @@ class _Scratch(threading.local):
     def of(self, numel: int) -> torch.Tensor:
         """(2, at least numel + 1)."""
         if self.buffers.numel() < 2 * (numel + 1):
-            self.buffers = torch.empty(2, numel + 1)
+            self.buffers = torch.empty(2, numel + 1, dtype=torch.float32)
         return self.buffers
 
 
@@ -335,7 +335,7 @@ def _round_int8_cpu(
     block = _BLOCK * torch.get_num_threads()
     buffers = _SCRATCH.of(min(rows * columns, max(block, 1)))
     single = rows == 1
-    centre = torch.tensor(CENTRE)
+    centre = torch.tensor(CENTRE, dtype=torch.float32)
     inverse = scale.reciprocal().mul_(_JUST_BELOW_ONE)
     for row, column in _blocks(rows, columns, block):
         part, target = groups[row, column], q_groups[row, column]

@@ -61,7 +61,7 @@ def dynamic_codes(device: torch.device) -> torch.Tensor:
 @functools.cache
 def _codes(storage_bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of a code, and the midpoints between them, on a device."""
-    codes = torch.tensor(NF4_CODES if storage_bits == 4 else nf4.dynamic_codes())
+    codes = torch.tensor(NF4_CODES if storage_bits == 4 else nf4.dynamic_codes(), dtype=torch.float32)
     return codes.to(device), ((codes[:-1] + codes[1:]) / 2).to(device)
 
 
@@ -73,7 +73,7 @@ def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     next cell, takes none to another code.  Where there is none it is infinite.
     """
     midpoints = _codes(4, torch.device("cpu"))[1]
-    edges = torch.arange(-_HALF_OF_CELLS, _HALF_OF_CELLS + 1) / _HALF_OF_CELLS
+    edges = torch.arange(-_HALF_OF_CELLS, _HALF_OF_CELLS + 1, dtype=torch.float32) / _HALF_OF_CELLS
     inside = torch.full_like(edges, math.inf)
     inside[((midpoints + 1) * _HALF_OF_CELLS).long()] = midpoints
     return torch.bucketize(edges, midpoints).to(device, torch.uint8), inside.to(device)
@@ -82,7 +82,7 @@ def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 @functools.cache
 def _pairs(device: torch.device) -> torch.Tensor:
     """The two elements of every byte of NF4: (256, 2)."""
-    codes, byte = torch.tensor(NF4_CODES), torch.arange(256)
+    codes, byte = torch.tensor(NF4_CODES, dtype=torch.float32), torch.arange(256)
     return torch.stack([codes[byte >> 4], codes[byte & 15]], 1).to(device)
 
 
@@ -110,13 +110,15 @@ def empty_stored(shape: Sequence[int], storage: Storage, device: torch.device | 
     rows, columns = shape[0], math.prod(shape[1:])
     if storage is not Storage.NF4:
         scales = (rows,) if storage is Storage.INT8_ROW else (rows, -(-columns // INT8_BLOCK_COLUMNS))
-        return StoredWeight(torch.empty(shape, dtype=torch.int8, device=device), torch.empty(scales, device=device))
+        return StoredWeight(
+            torch.empty(shape, dtype=torch.int8, device=device), torch.empty(scales, dtype=torch.float32, device=device)
+        )
     constants = -(-rows * columns // NF4_BLOCK)
     return StoredWeight(
         torch.empty(-(-rows * columns // 2), dtype=torch.uint8, device=device),
-        torch.empty(-(-constants // NF4_CONSTANTS), device=device),
+        torch.empty(-(-constants // NF4_CONSTANTS), dtype=torch.float32, device=device),
         torch.empty(constants, dtype=torch.uint8, device=device),
-        torch.empty((), device=device),
+        torch.empty((), dtype=torch.float32, device=device),
     )
 
 
@@ -132,7 +134,7 @@ def _int8(matrix: torch.Tensor, storage: Storage) -> StoredWeight:
         wide = matrix[part].float()
         for index, first in enumerate(range(0, columns, block)):
             group = wide[:, first : first + block]
-            scale = torch.empty(group.shape[0], device=matrix.device)
+            scale = torch.empty(group.shape[0], dtype=torch.float32, device=matrix.device)
             write_scale(group.abs().amax(1), Precision.INT8, scale)
             scales[part, index] = scale
             stored.values[part, first : first + block] = (group / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
@@ -143,7 +145,7 @@ def _nf4(elements: torch.Tensor) -> StoredWeight:
     stored = empty_stored((1, elements.numel()), Storage.NF4, elements.device)
     assert stored.constants is not None
     assert stored.offset is not None
-    largest = torch.empty(stored.constants.numel(), device=elements.device)
+    largest = torch.empty(stored.constants.numel(), dtype=torch.float32, device=elements.device)
     for part in _parts(elements.numel(), _PART):
         codes, own = _nearest(elements[part].float(), NF4_BLOCK, 4)
         largest[part.start // NF4_BLOCK : part.start // NF4_BLOCK + own.numel()] = own

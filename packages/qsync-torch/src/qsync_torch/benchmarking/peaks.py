@@ -54,7 +54,10 @@ class Peaks:
 def copy_calls(device: torch.device, nbytes: int = 0) -> tuple[Thunk, ...]:
     """Copies between large tensors, on a GPU several times its L2 cache."""
     nbytes = nbytes or (1 << 30 if device.type == "cuda" else 1 << 25)
-    source, target = torch.randn(nbytes // 4, device=device), torch.empty(nbytes // 4, device=device)
+    source, target = (
+        torch.randn(nbytes // 4, dtype=torch.float32, device=device),
+        torch.empty(nbytes // 4, dtype=torch.float32, device=device),
+    )
     return functools.partial(target.copy_, source), functools.partial(source.copy_, target)
 
 
@@ -92,7 +95,7 @@ def _alike_in_8_bit(flops: dict[str, float]) -> dict[str, float]:
 
 
 def _float_product(dtype: torch.dtype, side: int, device: torch.device) -> Thunk:
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
     return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
 
 
@@ -104,6 +107,6 @@ def _int8_product(side: int, device: torch.device) -> Thunk:
 def _float8_product(side: int, device: torch.device) -> Thunk:
     if device.type != "cuda":
         raise RuntimeError("float8 products are measured on CUDA devices")
-    a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one, by_tensor = torch.ones((), device=device), torch.nn.functional.ScalingType.TensorWise
+    a, b = (torch.randn(side, side, dtype=torch.float32, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one, by_tensor = torch.ones((), dtype=torch.float32, device=device), torch.nn.functional.ScalingType.TensorWise
     return functools.partial(torch.nn.functional.scaled_mm, a, b.t(), one, by_tensor, one, by_tensor)

@@ -132,7 +132,7 @@ class Problem:
         if self.bell_shaped:
             for operand in (operand for one in sets for operand in one):
                 if isinstance(operand, torch.Tensor) and operand.dtype is torch.int8:
-                    value = torch.randn(operand.shape, device=device)
+                    value = torch.randn(operand.shape, dtype=torch.float32, device=device)
                     operand.copy_((value * (127.0 / value.abs().max())).round())
         return sets
 

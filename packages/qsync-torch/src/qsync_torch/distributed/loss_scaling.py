@@ -69,7 +69,7 @@ class InStepGradScaler(torch.amp.GradScaler):
             with together("InStepGradScaler.step", facts, group=self._process_group):
                 self._compared = True
         if not found:  # a rank without gradients still takes part
-            found = {torch.device(self._device): torch.zeros(1, device=self._device)}
+            found = {torch.device(self._device): torch.zeros(1, dtype=torch.float32, device=self._device)}
         total = torch.stack([flag.to(next(iter(found))).reshape(()) for flag in found.values()]).amax()
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._process_group)
         for flag in found.values():

@@ -58,7 +58,7 @@ def main() -> None:
     store.set_timeout(_NEVER)
     keys = dist.PrefixStore("collectives", store)
     dist.init_process_group(plan["backend"], store=keys, rank=place.rank, world_size=place.world, timeout=_NEVER)
-    all_reduce(torch.ones(1, device=device))
+    all_reduce(torch.ones(1, dtype=torch.float32, device=device))
     box.say("connected")
     taken_ns = 0
     for position, nbytes in enumerate(plan["sizes"]):
@@ -76,13 +76,13 @@ def main() -> None:
 
 def product(device: torch.device) -> Callable[[], Any]:
     """A product of matrices in float32, always the same."""
-    matrix = torch.ones(_PRODUCT_SIZE[device.type], _PRODUCT_SIZE[device.type], device=device)
+    matrix = torch.ones(_PRODUCT_SIZE[device.type], _PRODUCT_SIZE[device.type], dtype=torch.float32, device=device)
     return lambda: matrix @ matrix
 
 
 def copy(device: torch.device) -> Callable[[], Any]:
     """A copy within the device's memory."""
-    source = torch.ones(_COPIED_BYTES[device.type] // 4, device=device)
+    source = torch.ones(_COPIED_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
@@ -124,8 +124,8 @@ def all_reduce(tensor: torch.Tensor) -> None:
 
 def timed_all_reduces(nbytes: int, device: torch.device) -> tuple[list[int], int]:
     """Nanoseconds of each, as many as the ranks have time for; and what all ranks say that one takes at most."""
-    tensor = torch.ones(nbytes // 4, device=device)
-    first_ns = torch.tensor([float(timed(lambda: all_reduce(tensor), device))], device=device)
+    tensor = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    first_ns = torch.tensor([float(timed(lambda: all_reduce(tensor), device))], dtype=torch.float32, device=device)
     dist.all_reduce(first_ns, op=dist.ReduceOp.MAX)
     agreed_ns = int(first_ns.item())
     count = max(1, min(_MOST, _BUDGET_NS // agreed_ns))
@@ -137,7 +137,7 @@ def waits(work: Callable[[], Any], device: torch.device) -> list[int]:
 
     No clocks are compared: the rank that comes last to a round finds all others there, and waits for the transfer alone.
     """
-    tensor = torch.ones(_ROUND_BYTES // 4, device=device)
+    tensor = torch.ones(_ROUND_BYTES // 4, dtype=torch.float32, device=device)
     found = []
     for _ in range(_ROUNDS):
         work()

@@ -191,7 +191,9 @@ class OperatorBinding(Bound):
     def _checked_result_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
         g, shape = self.geometry, self.result_shape(x, w)
         if x[1] != g.groups * w[1] or w[0] % g.groups or min(shape[1:]) < 1:
-            image, filters = (torch.empty(size, device="cpu") for size in (x, w))  # which it refuses before it computes anything
+            image, filters = (
+                torch.empty(size, dtype=torch.float32, device="cpu") for size in (x, w)
+            )  # which it refuses before it computes anything
             kind_with(g).call(image, operand_of(filters, g if w[0] % g.groups == 0 else None), None, g)
         return shape
 

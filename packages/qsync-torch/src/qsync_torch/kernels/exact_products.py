@@ -272,7 +272,7 @@ def _of_images(product: Product, generator: torch.Generator) -> torch.Tensor:
     fold = min(places, _FOLDED, product.first.count)
     filters, squares = (_over_outputs if is_output else _over_inputs)(product.second, signs, g.groups)
     filters, usual = filters.flatten(1), squares.flatten(1).mean(0)
-    constant = constant_square = torch.zeros((), device=signs.device)
+    constant = constant_square = torch.zeros((), dtype=torch.float32, device=signs.device)
     if product.bias is not None:
         bias = product.bias.float()
         constant, constant_square = (signs * bias).sum(), (bias**2).sum()
@@ -289,7 +289,7 @@ def _of_images(product: Product, generator: torch.Generator) -> torch.Tensor:
             _sum(given.unsqueeze(1) * filters.t().reshape(1, places, -1, *ones), 2),
             powers.unsqueeze(1) * usual.view(1, -1, *ones),
         ])  # fmt: skip
-        sums = torch.zeros((2, *totals.shape), device=signs.device)
+        sums = torch.zeros((2, *totals.shape), dtype=torch.float32, device=signs.device)
         image, out = (given.shape[2:], found.shape[2:]) if is_output else (found.shape[2:], given.shape[2:])
         for place, outputs, pixels in _windows(g, kernel, image, out):
             read, written = (pixels, outputs) if is_output else (outputs, pixels)
@@ -310,9 +310,9 @@ def _of_filters(product: Product, generator: torch.Generator) -> torch.Tensor:
         weights = signs * product.scale.float().expand(out_channels)
     fold = min(places, _FOLDED, group_channels)
     # (groups, channels, places) and (groups, places)
-    sums = torch.zeros((g.groups, math.ceil(group_channels / fold), places), device=found.device)
-    squares = torch.zeros((g.groups, places), device=found.device)
-    of_channel = torch.zeros((g.groups, group_channels), device=found.device)
+    sums = torch.zeros((g.groups, math.ceil(group_channels / fold), places), dtype=torch.float32, device=found.device)
+    squares = torch.zeros((g.groups, places), dtype=torch.float32, device=found.device)
+    of_channel = torch.zeros((g.groups, group_channels), dtype=torch.float32, device=found.device)
     for first, last in _shared_chunks(product):
         grad, x = product.first.part(first, last), product.second.part(first, last)
         over = (0, *range(3, x.dim() + 1))

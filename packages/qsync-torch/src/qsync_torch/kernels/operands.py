@@ -34,13 +34,13 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
     def scales(shape: tuple[int, ...], granularity: Granularity, symmetric: bool = True) -> torch.Tensor:
         count = granularity.scale_count(shape)
         if not variant.compute.needs_scale:
-            return torch.empty(0, device=device)
+            return torch.empty(0, dtype=torch.float32, device=device)
         found = _scales(count, device)
         return found if symmetric else torch.cat([found, torch.full_like(found, -128.0)])
 
     if request.op.endswith(".output"):
         x, w = (_random(shape, variant.compute, device) for shape in (first_shape, second_shape))
-        bias = torch.randn(result[1], device=device) if request.op == Op.LINEAR_OUTPUT else None
+        bias = torch.randn(result[1], dtype=torch.float32, device=device) if request.op == Op.LINEAR_OUTPUT else None
         x_scale, w_scale = (
             scales(first_shape, variant.x_granularity, variant.symmetric),
             scales(second_shape, variant.w_granularity),
@@ -66,7 +66,7 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
 
 def _scales(count: int, device: torch.device) -> torch.Tensor:
     """Scales with which results of long sums fit into float16."""
-    return torch.rand(count, device=device) * 0.01 + 0.001
+    return torch.rand(count, dtype=torch.float32, device=device) * 0.01 + 0.001
 
 
 OUT = {"output": 5, "grad_input": 3, "grad_weight": 3}
@@ -74,7 +74,7 @@ OUT = {"output": 5, "grad_input": 3, "grad_weight": 3}
 
 
 def _columns(request: KernelRequest, count: int, device: torch.device) -> Arguments:
-    return (torch.rand(count, device=device) + 0.5,) if request.column_scaled else ()
+    return (torch.rand(count, dtype=torch.float32, device=device) + 0.5,) if request.column_scaled else ()
 
 
 def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
@@ -89,7 +89,7 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
     stream = torch.empty(1, dtype=torch.int64, device=device)
     arguments: Arguments = (x, q, scale, stream, 1, 0)
     if request.multiplied or request.transposed:
-        arguments = (*arguments, torch.rand(channels, device=device) + 0.5 if request.multiplied else None)
+        arguments = (*arguments, torch.rand(channels, dtype=torch.float32, device=device) + 0.5 if request.multiplied else None)
     if request.transposed:
         arguments = (*arguments, torch.empty(shape[::-1], dtype=TORCH_DTYPE[variant.compute], device=device))
     return arguments
@@ -100,7 +100,7 @@ def _random(shape: tuple[int, ...], precision: Precision, device: torch.device) 
     if precision is Precision.INT8:
         x = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
     else:
-        x = torch.randn(shape, device=device).to(TORCH_DTYPE[precision])
+        x = torch.randn(shape, dtype=torch.float32, device=device).to(TORCH_DTYPE[precision])
     return x.to(memory_format=torch.channels_last) if len(shape) == 4 else x
 
 

@@ -78,7 +78,8 @@ def observe(
     """Train a copy of the job's model in float32 and collect numbers at every update after a warm-up.
 
     A job under AMP is observed in float32 too (docs/decisions/observing-under-amp.md), and asked about what is below its base.  So
-    is a model that holds 16 bits: its weights keep their values, and trained ones are updated in float32.
+    is a model that holds 16 bits: its weights keep their values, and trained ones are updated in float32.  One that does not run so
+    is observed in its own format.
 
     Args:
         dag: its graph (``trace(job)``).
@@ -112,28 +113,32 @@ def observe(
     half = max(job.batch_size // 2, min(2, job.batch_size))
     if earlier is not None and earlier.batch_size == job.batch_size:
         half = job.batch_size
-    wide = widen(job)
-    run = _Run(
-        job=attrs.evolve(wide, batch_size=asked.batch_size or half, loss=_differentiable_loss(wide), amp=None),
-        dag=dag,
-        asked=asked,
-        collectors=RunningCollectors(dag.model, ladder, active, asked_for=asked.collectors is not None, announce=announce),
-    )
     check_same_model(job, dag)
-    try:
-        with held_state(job.loss):
-            return run.observe(earlier, checkpoint, progress)
-    except Exception as error:
-        # What comes later than the first update is no matter of the size: data that is gone, say.
-        ours = isinstance(error, QSyncError) and not isinstance(error, JobError)
-        if ours or asked.batch_size is not None or half == job.batch_size or run.ended:
-            raise
-        # As of a model of graphs, whose edges name rows that half of the batch has not.
-        said = error if isinstance(error, JobError) else f"{job.name} does not run on these ({first_line(error)})"
-        announce(f"updates of {job.batch_size} samples are observed instead of {half}: {said}")
-    run.job = attrs.evolve(run.job, batch_size=job.batch_size)
-    with held_state(job.loss):
-        return run.observe(earlier, checkpoint, progress)
+    sizes = [half] if asked.batch_size is not None or half == job.batch_size else [half, job.batch_size]
+    ways = [(size, wide) for wide in ([True, False] if holds_16_bits(job.model) else [True]) for size in sizes]
+    for index, (size, wide) in enumerate(ways):
+        of_run = widen(job) if wide else job
+        run = _Run(
+            job=attrs.evolve(of_run, batch_size=asked.batch_size or size, loss=_differentiable_loss(of_run), amp=None),
+            dag=dag,
+            asked=asked,
+            collectors=RunningCollectors(dag.model, ladder, active, asked_for=asked.collectors is not None, announce=announce),
+            widened=wide,
+        )
+        try:
+            with held_state(job.loss):
+                return run.observe(earlier, checkpoint, progress)
+        except Exception as error:
+            # What comes later than the first update is no matter of size and format: data that is gone, say.
+            ours = isinstance(error, QSyncError) and not isinstance(error, JobError)
+            if ours or run.ended or index == len(ways) - 1:
+                raise
+            said = error if isinstance(error, JobError) else f"{job.name} does not run on these ({first_line(error)})"
+            if ways[index + 1][1] is wide:  # as of a model of graphs, whose edges name rows that half of the batch has not
+                announce(f"updates of {job.batch_size} samples are observed instead of {half}: {said}")
+            else:  # as of a model that asks for its format, or whose kernels take no other
+                announce(f"updates in {dag.base} are observed instead of float32, which sees the errors less sharply: {said}")
+    raise AssertionError("the last way returns or raises")
 
 
 def _differentiable_loss(job: Job) -> Callable[[Any, Batch], torch.Tensor]:
@@ -157,6 +162,8 @@ class _Run:
     dag: PrecisionDag
     asked: ObserveRequest
     collectors: RunningCollectors
+    widened: bool
+    """Whether a model that holds 16 bits is observed in float32."""
     ended: int = 0
     """Updates, those of the warm-up included."""
 
@@ -168,8 +175,8 @@ class _Run:
         done = 0 if earlier is None else len(earlier.iterations)
         first, last = self.asked.warmup + done, self.asked.warmup + self.asked.steps
         stopped = "budget"
-        runner = StepRunner.start(self.job, self.asked.device, batches=0, widened=True)
-        if holds_16_bits(self.job.model):
+        runner = StepRunner.start(self.job, self.asked.device, batches=0, widened=self.widened)
+        if self.widened and holds_16_bits(self.job.model):
             run_in_float32(runner.model)
         if earlier is not None:
             self.collectors.restore(runner.model, first - 1, record)

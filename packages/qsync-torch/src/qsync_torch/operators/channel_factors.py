@@ -86,10 +86,14 @@ class ChannelFactors:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # whose replays would begin anew each time
             raise PlanError("the first step under a plan is captured in a CUDA graph: run a step before one is captured")
         with torch.inference_mode(False):
-            values = torch.ones(width, device=device)
+            values = torch.ones(width, dtype=torch.float32, device=device)
             if (loaded := self._loaded.get(op_id)) is not None and len(loaded) == 2 * width:
                 values.copy_(_from_text(loaded))
-            found = Factor(values, torch.zeros(width, device=device), torch.zeros(width, device=device))
+            found = Factor(
+                values,
+                torch.zeros(width, dtype=torch.float32, device=device),
+                torch.zeros(width, dtype=torch.float32, device=device),
+            )
         self._factors.setdefault(device, {})[op_id] = found
         return found
 
@@ -118,7 +122,9 @@ class ChannelFactors:
         for of_device in self._factors.values():
             for op_id, factor in of_device.items():
                 text = state.get(op_id, "")
-                factor.values.copy_(_from_text(text) if len(text) == 2 * factor.values.numel() else torch.ones(()))
+                factor.values.copy_(
+                    _from_text(text) if len(text) == 2 * factor.values.numel() else torch.ones((), dtype=torch.float32)
+                )
                 factor.x_largest.zero_()
                 factor.w_largest.zero_()
 

@@ -112,7 +112,7 @@ def adjustable_case(
     """
     geometry = operator.geometry if operator.is_convolution else None
     binding = operator_binding(variant, choice, geometry)
-    x = torch.randn(operator.input_shapes[0], device=device)
+    x = torch.randn(operator.input_shapes[0], dtype=torch.float32, device=device)
     if operator.input_stride:
         x = torch.empty_strided(operator.input_shapes[0], operator.input_stride, device=device).normal_()
     if operator.attributes.get("memory_format") == "channels_last":
@@ -120,12 +120,14 @@ def adjustable_case(
     first = layouts[operator.parameters[0]] if operator.parameters else torch.empty(0)
     is_computed = tuple(first.shape) != operator.parameter_shape  # weight_norm: the weight is none of the parameters that it reads
     parameter = (
-        torch.empty(operator.parameter_shape, device=device) if is_computed else torch.empty_like(first, device=device)
+        torch.empty(operator.parameter_shape, dtype=torch.float32, device=device)
+        if is_computed
+        else torch.empty_like(first, device=device)
     ).normal_()
     parameter.requires_grad_(not operator.frozen)
     bias = None
     if len(operator.parameters) > (not is_computed):
-        bias = torch.randn(operator.weight_shape[0], device=device, requires_grad=True)
+        bias = torch.randn(operator.weight_shape[0], dtype=torch.float32, device=device, requires_grad=True)
     x_needs_gradient = 0 not in operator.no_grad_inputs
     if variant.compute.needs_scale:
         return _quantized_case(operator, binding, x, parameter, bias, x_needs_gradient)
@@ -183,7 +185,7 @@ def _quantized_case(
 ) -> BenchmarkCase:
     weight = _weight_of(operator, parameter)
     with torch.no_grad():
-        one = torch.ones(x.shape[-1], device=x.device) if binding.factored else None
+        one = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device) if binding.factored else None
         q_x = cast_input(x, binding, Seeds(), inverse=one)
         q_w = cast_weight(weight, binding, W, q_x.stream, factor=one)
     # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.

@@ -151,7 +151,7 @@ def _calls(key: CastKey, shape: tuple[int, ...], sets: int, device: torch.device
     stored = key.storage.is_quantized
     cast: Callable[[Any], object] = partial(_dequantize, key) if stored else make_cast(key, chooser.for_cast(key, shape))
     dtype = TORCH_DTYPE[key.source]
-    tensors = (torch.randn(shape, device=device).to(dtype) for _ in range(sets))
+    tensors = (torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for _ in range(sets))
     return [partial(cast, (shape, quantize_weight(tensor, key.storage)) if stored else tensor) for tensor in tensors]
 
 

@@ -141,7 +141,10 @@ def chain_case(dag: PrecisionDag, item: ChainItem, choice: KernelChoice, device:
         case Producer.BATCH_NORM:
             args = _call_of(dag, chain.name).args
             if args[3] is not None:
-                buffers = [torch.zeros(x.shape[1], device=device), torch.ones(x.shape[1], device=device)]
+                buffers = [
+                    torch.zeros(x.shape[1], dtype=torch.float32, device=device),
+                    torch.ones(x.shape[1], dtype=torch.float32, device=device),
+                ]
             absmax = None if residual is None else residual.detach().abs().amax().float().view(1)
             arguments = (x, *affine, *(buffers or (None, None)), *args[6:8], residual, absmax)
     run = partial(CHAINS[chain.producer], *arguments, *streams)
@@ -167,7 +170,7 @@ def _affine(dag: PrecisionDag, chain: Chain, device: torch.device) -> list[torch
     if not chain.producer.normalizes:
         return []
     if chain.weight is not None:
-        return [torch.randn(dag[chain.last].output_shape[-1:], device=device).requires_grad_()]
+        return [torch.randn(dag[chain.last].output_shape[-1:], dtype=torch.float32, device=device).requires_grad_()]
     written_out = chain.producer is Producer.RMS_NORM and dag[chain.name].kind != "rms_norm"
     call = _call_of(dag, chain.last if written_out else chain.name)
     parameters = [parameter.requires_grad_() for parameter in call.make_parameters(device)]

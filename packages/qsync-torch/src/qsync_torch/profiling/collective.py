@@ -66,7 +66,7 @@ def _residuals(measured: Sequence[tuple[int, int]], alpha: float, beta: float) -
 
 
 def _all_reduce_ns(nbytes: int, device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> int:
-    tensor = torch.zeros(max(1, nbytes // 4), device=device)
+    tensor = torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device)
     return collective_ns(lambda: dist.all_reduce(tensor, group=group), device, repeats, group)
 
 
@@ -90,7 +90,7 @@ def collective_ns(call: Callable[[], object], device: torch.device, repeats: int
 
 
 def _cuda_samples(call: Callable[[], object], device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> list[float]:
-    flag = torch.zeros(1, device=device)
+    flag = torch.zeros(1, dtype=torch.float32, device=device)
     events = []
     with torch.cuda.device(device):
         for _ in range(repeats):
@@ -118,7 +118,7 @@ def _cpu_samples(call: Callable[[], object], device: torch.device, repeats: int,
 
 def _as_large_as_caches() -> torch.Tensor:
     """Make what pushes everything else out of a CPU's caches when it is used, as a backward pass between two all-reduces does."""
-    return torch.ones(_CACHE_BYTES // 4)
+    return torch.ones(_CACHE_BYTES // 4, dtype=torch.float32)
 
 
 def _compute_share(nbytes: int, repeats: int, group: dist.ProcessGroup | None) -> float:
@@ -127,8 +127,8 @@ def _compute_share(nbytes: int, repeats: int, group: dist.ProcessGroup | None) -
     By CPU time: what the process uses while it only waits for the all-reduce, over what a computing process would have been given
     in that time (less than the time itself where the rank has a share of a core).
     """
-    tensor = torch.zeros(max(1, nbytes // 4))
-    a = torch.rand(_SHARE_MATRIX, _SHARE_MATRIX)
+    tensor = torch.zeros(max(1, nbytes // 4), dtype=torch.float32)
+    a = torch.rand(_SHARE_MATRIX, _SHARE_MATRIX, dtype=torch.float32)
     shares, others = [], _as_large_as_caches()
     for _ in range(repeats):
         dist.barrier(group)

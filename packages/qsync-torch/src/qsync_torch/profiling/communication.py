@@ -101,7 +101,7 @@ class ProcessGroups:
         with together(WHAT, group=self.group):  # so that no rank enters a communicator's initialisation alone
             group = self.under_ctas[max_ctas]
         try:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
             torch.cuda.synchronize(device)
             yield group
         finally:
@@ -184,7 +184,7 @@ def measure_communication(
         with together(WHAT, slow=True, group=job_group):
             backward = Backward(runner, target) if with_nccl else None
             compute_ns = 0 if backward is None else backward.alone_ns()
-            waiting = torch.zeros(max(bucket.nbytes for bucket in dag.buckets) // 4, device=target)
+            waiting = torch.zeros(max(bucket.nbytes for bucket in dag.buckets) // 4, dtype=torch.float32, device=target)
         for max_ctas in tried:
             label = f"{max_ctas} CTAs" if max_ctas else "its own CTAs"
             with process_groups.communicator(max_ctas, target) if with_nccl else nullcontext(job_group) as process_group:

@@ -48,7 +48,7 @@ class Backward:
 
     def __init__(self, runner: StepRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
-        self._loss = torch.zeros(())
+        self._loss = torch.zeros((), dtype=torch.float32)
         self._cycles_per_ns = _CALIBRATION_CYCLES / _device_ns(lambda: occupy_stream(_CALIBRATION_CYCLES))
         size = runner.batches[0].size
         while not (issue_ns := self._issue_ns(must_fit=size <= 1)):
@@ -76,7 +76,7 @@ class Backward:
                 issue_ns = 0
                 break
         if not issue_ns:
-            self._loss = torch.zeros(())
+            self._loss = torch.zeros((), dtype=torch.float32)
             torch.cuda.empty_cache()
         return issue_ns
 
@@ -154,7 +154,7 @@ def measure_beside_compute(
         what: the call, for errors.
     """
     device, factors, lost = tensor.device, [], []
-    flag, side = torch.zeros(1, device=device), torch.cuda.Stream(device)
+    flag, side = torch.zeros(1, dtype=torch.float32, device=device), torch.cuda.Stream(device)
     shortest_ns = -maximum_over_ranks(float(-compute_ns), device, group)
     repeats = max(1, min(_MOST_BESIDE, int(_BESIDE * shortest_ns / max(1, alone_ns))))
     for _ in range(_SAMPLES_OF_LONG + 1):

@@ -77,7 +77,7 @@ class KernelTimer:
             self._stopwatch.synchronize()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-                torch.zeros(1, device=self._device).item()
+                torch.zeros(1, dtype=torch.float32, device=self._device).item()
         except torch.OutOfMemoryError:
             return True  # it answers, and another process fills it
         except RuntimeError:
