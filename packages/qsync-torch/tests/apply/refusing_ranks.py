@@ -108,6 +108,13 @@ def other_parameters(rank: int, folder: Path) -> None:
     apply_(nn.Sequential(*model(), nn.PReLU(2 if rank == CULPRIT else 4)), plan_of(), group=group_of(rank))
 
 
+def local_parameters(rank: int, folder: Path) -> None:
+    """Which DistributedDataParallel leaves to the ranks."""
+    whole = nn.Sequential(*model(), nn.PReLU(2 if rank == CULPRIT else 4))
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, [f"{len(whole) - 1}.weight"])
+    apply_(whole, plan_of(), group=group_of(rank))
+
+
 def other_formats(rank: int, folder: Path) -> None:
     """Of a parameter that DistributedDataParallel broadcasts, whose formats it does not compare."""
     embedding = nn.Embedding(3, 4, dtype=torch.bfloat16 if rank == CULPRIT else None).requires_grad_(False)
@@ -213,6 +220,7 @@ CASES: tuple[Callable[[int, Path], str | None], ...] = (
     missing_backend,
     other_plan,
     other_parameters,
+    local_parameters,
     other_formats,
     other_versions,
     build_fails,

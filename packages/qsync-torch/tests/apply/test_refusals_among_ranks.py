@@ -67,6 +67,10 @@ def test_ranks_that_agree_may_apply_again_and_to_several_models(raised):
     assert raised["agreed"] == [["", "keys 0"]] * 3  # and the store keeps nothing of earlier rounds
 
 
+def test_parameters_that_a_model_leaves_to_its_ranks_may_differ(raised):
+    assert raised["local_parameters"] == [["", None]] * 3
+
+
 @pytest.mark.parametrize(
     "case, culprit, kind, text",
     [

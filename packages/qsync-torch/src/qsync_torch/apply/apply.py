@@ -36,6 +36,7 @@ from qsync_torch.apply.planned_modules import is_planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
 from qsync_torch.apply.stored_modules import Sum, checksums, fingerprints, stored_names
 from qsync_torch.caller import Caller
+from qsync_torch.distributed.buffers import left_to_ranks
 from qsync_torch.distributed.exchange import by_value
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
 from qsync_torch.distributed.process_group import keep_until_exit
@@ -255,7 +256,7 @@ def _described(model: nn.Module, stored: Collection[str]) -> str:
     """How many a model has in which format, of those that ranks share: DistributedDataParallel compares their shapes alone."""
     counts: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for name, parameter in model.named_parameters():
-        if name not in stored:
+        if name not in stored and name not in left_to_ranks(model):
             kind = "trained" if parameter.requires_grad else "frozen"
             counts[kind, str(parameter.dtype).removeprefix("torch.")].append(parameter.numel())
     return ", ".join(

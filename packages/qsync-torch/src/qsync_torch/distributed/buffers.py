@@ -6,8 +6,7 @@ the first training rank's are broadcast instead, and the wrapper leaves it (docs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -94,6 +93,12 @@ torch.library.register_fake("qsync::share_buffers", lambda buffers, training: No
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
-    """List the buffers that DistributedDataParallel broadcasts: it leaves out what the model says so of."""
-    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    """List the buffers that DistributedDataParallel broadcasts."""
+    ignored = left_to_ranks(model)
     return [buffer for name, buffer in model.named_buffers() if name not in ignored]
+
+
+def left_to_ranks(model: nn.Module) -> Collection[str]:
+    """The parameters and buffers that DistributedDataParallel leaves out, because the model says so of them."""
+    ignored: Collection[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return ignored
