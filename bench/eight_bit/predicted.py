@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from eight_bit.steps import ALL, LARGE, TINY, Shape, batch_of, llama, made
+from eight_bit.steps import job_of as transformers_job
 from kernels.bench import Bench, Row
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.files import digest, load, save
@@ -31,7 +32,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_planner.matching import Inputs
 from qsync_planner.replayer.replay import Replayer
-from qsync_torch.job import Batch, Job
+from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling.bench import Efforts
 from qsync_torch.profiling.profile import ProfileRequest, profile
@@ -82,17 +83,12 @@ def job_of(name: str, bench: Bench) -> Job:
         plain = load_job(TINY_RESNET, 2) if bench.quick else load_job(RESNET, 64)
         return attrs.evolve(plain, amp="bfloat16", compiles=how)
     shape = TINY_MODEL if bench.quick else TRANSFORMERS[name]
-    cpu = torch.device("cpu")
-    batches = [batch_of(shape, cpu, bench.quick) for _ in range(BATCHES)]
-    size = next(iter(batches[0].values())).shape[0]
-
-    def batch(step: int, samples: int) -> Batch:
-        return Batch(kwargs={key: value[:samples] for key, value in batches[step % BATCHES].items()})
+    batches = [batch_of(shape, torch.device("cpu"), bench.quick) for _ in range(BATCHES)]
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-5, fused=bench.device.type == "cuda")
 
-    return Job(name, made(shape, bench.quick), batch, lambda output, _: output.loss, optimizer, size, amp="bfloat16", compiles=how)
+    return attrs.evolve(transformers_job(name, made(shape, bench.quick), batches), optimizer=optimizer, compiles=how)
 
 
 def plans(dag: PrecisionDag, quick: bool) -> dict[str, tuple[OpId, ...]]:

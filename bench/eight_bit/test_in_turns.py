@@ -66,6 +66,26 @@ def test_kernels_of_a_step_are_recorded_once_all_are_measured():
     assert [kernel.launches for kernel in found["b"].kernels if kernel.name == "aten::add_"] == [2]
 
 
+def counted(folder):
+    """A step that fails from the fourth time on, which is the first that is recorded."""
+
+    def step():
+        (folder / str(len(list(folder.iterdir())))).touch()
+        if len(list(folder.iterdir())) > 3:
+            raise RuntimeError("the profiler is gone")
+
+    return step
+
+
+def test_what_was_measured_counts_where_kernels_cannot_be_recorded(tmp_path):
+    said = []
+    found = take_turns({"a": (counted, (tmp_path,))}, blocks=1, steps=1, say=said.append, explain=list)
+    assert len(found["a"].blocks) == 1
+    assert found["a"].kernels == ()
+    assert "a, its kernels: " in said[-1]
+    assert "the profiler is gone" in said[-1]
+
+
 def waiting_of(folder):
     """A step that leaves what its process is told of compilers, and the first time fails."""
     with (folder / "told").open("a") as lines:

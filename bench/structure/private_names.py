@@ -31,15 +31,13 @@ class Use:
 
 def private_uses(tree: Path) -> list[Use]:
     """Every use of a private name of PyTorch's."""
-    sources = _parsed(tree)
-    own = {name for source in sources.values() for name in _defined(source)} | _OF_OTHERS
+    sources, own = _read(tree)
     return [Use(module, *found) for module, source in sources.items() for found in _uses(source, own)]
 
 
 def names_as_text(tree: Path) -> list[Use]:
-    """Every private name, of nobody's here, that is asked for with ``getattr`` or ``hasattr``: where it is not, nothing is lost."""
-    sources = _parsed(tree)
-    own = {name for source in sources.values() for name in _defined(source)} | _OF_OTHERS
+    """Every private name without a meaning here that ``getattr`` or ``hasattr`` asks for: where it is not, nothing is lost."""
+    sources, own = _read(tree)
     return [
         Use(module, node.lineno, name)
         for module, source in sources.items()
@@ -68,6 +66,12 @@ def frame_walks(tree: Path) -> list[Use]:
 
 def _parsed(tree: Path) -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text()) for name, path in modules(tree).items()}
+
+
+def _read(tree: Path) -> tuple[dict[str, ast.Module], set[str]]:
+    """The sources, and the private names that have a meaning in them."""
+    sources = _parsed(tree)
+    return sources, {name for source in sources.values() for name in _defined(source)} | _OF_OTHERS
 
 
 def _defined(source: ast.Module) -> Iterator[str]:

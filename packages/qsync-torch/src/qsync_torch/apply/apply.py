@@ -211,7 +211,7 @@ def apply_for(
             planned = Planned(_read(plan), None, backend, _base(base), tuple(allow_flags))
         in_model = PlannedModel(model, planned, seed=seed, lower_eval=lower_eval, keep_stored=keep_stored)
         if isinstance(plan, PrecisionPlan):
-            facts["parameters"] = _described(model, frozenset(stored_names(model, plan, {})))
+            facts["parameters"] = _described(model, stored_names(model, plan, {}))
         in_model.check_parameters(device_of(model))
         in_model.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
@@ -255,8 +255,9 @@ def _check_frozen(what: str, sums: Mapping[str, Sum]) -> None:
 def _described(model: nn.Module, stored: Collection[str]) -> str:
     """How many a model has in which format, of those that ranks share: DistributedDataParallel compares their shapes alone."""
     counts: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    left_out = {*stored, *left_to_ranks(model)}
     for name, parameter in model.named_parameters():
-        if name not in stored and name not in left_to_ranks(model):
+        if name not in left_out:
             kind = "trained" if parameter.requires_grad else "frozen"
             counts[kind, str(parameter.dtype).removeprefix("torch.")].append(parameter.numel())
     return ", ".join(
