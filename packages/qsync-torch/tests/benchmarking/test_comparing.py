@@ -24,8 +24,8 @@ from qsync_torch.tuning import compiling
 from .doubles import (
     SpoiltBackend,
     draws_the_transposed_copy_anew,
-    forgets_the_last_row,
     forgets_factors_of_rows,
+    forgets_the_last_row,
     forgets_the_transposed_copy,
     hands_out_earlier_results,
     replaces_the_result,

@@ -51,7 +51,8 @@ def test_factors_of_rows_without_columns_of_their_own_are_refused_by_the_referen
     variant = quantization_variant(Precision.INT8, Granularity.PER_TENSOR, Rounding.NEAREST)
     kernel = AtenBackend().build(KernelRequest(Op.QUANTIZE, variant, ((2, 3),)), KernelConfig())
     operands = (torch.ones(2, 3), torch.empty(2, 3, dtype=torch.int8), torch.empty(1), None, 1, 0)
-    with pytest.raises(BackendError, match="a row_multiplier goes with a scale per row and a transposed_out; here is a scale per tensor"):
+    alone = "a row_multiplier goes with a scale per row and a transposed_out, and here is a scale per tensor and no transposed_out"
+    with pytest.raises(BackendError, match=alone):
         kernel(*operands, row_multiplier=torch.ones(2))
 
 

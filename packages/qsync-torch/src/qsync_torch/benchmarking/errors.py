@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from qsync_core.errors import BackendError
+from qsync_core.ir.precision import Granularity
 from qsync_torch.benchmarking.contenders import Contender
 from qsync_torch.benchmarking.problems import Problem
 from qsync_torch.benchmarking.results import NOT_FINITE
@@ -150,4 +151,3 @@ def _largest_of_slices(found: torch.Tensor, expected: torch.Tensor) -> float:
         off = float((torch.linalg.vector_norm(found.double() - expected, dim=others) / own).max())
         worst = max(worst, min(off, NOT_FINITE) if off == off else NOT_FINITE)
     return worst
-

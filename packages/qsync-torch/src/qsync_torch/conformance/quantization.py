@@ -64,8 +64,9 @@ class Quantization(Call):
     @property
     def asked(self) -> Asked:
         """What is not asked for is not given; element i in memory takes number i, whatever the launch grid."""
-        multiplied, copies = self.multiplier is not None, ("q", "transposed") if self.transposed else ("q",)
-        optional = {" multiplier=": multiplied, " transposed>=": self.transposed, " row_multiplier=": self.row_multiplier is not None}
+        multiplied, by_row = self.multiplier is not None, self.row_multiplier is not None
+        copies = ("q", "transposed") if self.transposed else ("q",)
+        optional = {" multiplier=": multiplied, " transposed>=": self.transposed, " row_multiplier=": by_row}
         return Asked(
             Op.QUANTIZE,
             "x q> scale> stream> seed offset" + "".join(name for name, is_given in optional.items() if is_given),
