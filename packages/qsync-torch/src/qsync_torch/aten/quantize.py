@@ -68,9 +68,8 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
         by_column = transposed_out is not None and variant.x_granularity is Granularity.PER_ROW
         if row_multiplier is not None and not by_column:
             raise BackendError(
-                "backend aten multiplies rows in a transposed copy that has scales of its own alone, so a row_multiplier goes with a "
-                f"scale per row and a transposed_out; here is a scale per {variant.x_granularity}, and "
-                f"{'no' if transposed_out is None else 'a'} transposed_out"
+                "backend aten cannot run quantize: a row_multiplier goes with a scale per row and a transposed_out, and here is a "
+                f"scale per {variant.x_granularity} and {'no' if transposed_out is None else 'a'} transposed_out"
             )
         if quantizable(x, variant.x_granularity) is not x:
             raise BackendError(
