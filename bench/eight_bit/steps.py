@@ -17,7 +17,7 @@ from eight_bit.in_turns import Turns, take_turns
 from kernels.bench import Bench, Row
 from kernels.whole_model import Setting
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.tracing.trace import trace
@@ -61,6 +61,8 @@ WAYS = (
     Way("int8, a scale a row, 16-bit gw", INT8.format(gradients="gi=int8;gw=bfloat16", x="row")),
     Way("int8, a scale a row", ROWS),
     Way("int8, a scale a row, graphs", ROWS, graphs=True),
+    Way("int8, a scale a row, saved", ROWS, "int8"),
+    Way("int8, a scale a row, saved, graphs", ROWS, "int8", graphs=True),
     Way("int8, channel factors", f"{ROWS};factors=channel"),
     Way("int8, channel factors, graphs", f"{ROWS};factors=channel", graphs=True),
 )
@@ -251,7 +253,7 @@ def made_of(shape: Shape, way: Way, turns: Turns, bench: Bench, copy_rate: float
     lowered = {OpId(name, 0) for name in linears_of(model)}
     dag = trace(job_of(shape.title, model, [batch_of(shape, torch.device("cpu"), bench.quick)]))
     variant = Variant.parse(way.spec) if way.spec else None
-    is_fused = variant is not None and variant.x_granularity is not Granularity.PER_ROW
+    is_fused = variant is not None and not variant.channel_factors
     setting = Setting(way.name, variant, autocast=torch.bfloat16, fused=is_fused, saved=way.saved)
     return lines(f"{shape.title}, {way.name}", turns.kernels, floor_bytes(dag, setting, bench.device, lowered), copy_rate)
 
