@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_torch as qsync
 from eight_bit.in_turns import take_turns
-from eight_bit.steps import BLOCKS, INT8, ratio
+from eight_bit.steps import BLOCKS, INT8, ROWS, ratio
 from kernels.bench import Bench, Row
 from qsync_core.ir.precision import Precision
 from qsync_torch.load_job import load_job
@@ -44,6 +44,7 @@ WAYS = (
     AMP,
     Way("int8", _FORWARD),
     Way("int8, a scale a row", INT8.format(gradients="gi=bfloat16;gw=bfloat16", x="row")),
+    Way("int8, all three products", ROWS),
     Way("int8, all in Python", _FORWARD, replays=False),
 )
 

@@ -2,7 +2,7 @@
 
 One whose CUTLASS kernels were compiled beside its first step is started again, so that it runs on them; so is one that failed, once
 the others are ready: where all compile at once, memory may not do for all of their first steps.  What is started again waits for
-compilers, so that it is measured on the kernels that are named, or says why it has none.
+compilers, so that it is measured on the kernels that are named, or says why it has none.  One that fails later is left out.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _KERNELS = -1
 """Asked for in place of steps: what kernels a step has."""
 LIMIT_S = 400.0
 """How long a contender may take to answer."""
+FAILURES = (RuntimeError, EOFError, OSError)
+"""What a contender raises here that failed, that has ended, or that does not answer."""
 GIB = 2.0**30
 STARTS: multiprocessing.context.BaseContext = multiprocessing.get_context("spawn")
 """How processes start: as new ones, which share no memory of a GPU."""
@@ -75,7 +77,7 @@ def take_turns(
         contenders: a function that makes a training step in its process, and its arguments; both are pickled.
         blocks: of each contender.
         steps: that are timed in a block, behind one that is not.
-        say: told when a contender is ready, or why it is left out.
+        say: told when a contender is ready, or why it is left out, at its first steps or in a later turn.
         explain: names those whose kernels are recorded once all are measured.
     """
     running = {name: _Contender(*made) for name, made in contenders.items()}
@@ -90,15 +92,19 @@ def take_turns(
             running[name].ask(0)
             if not _ready(name, running[name], say):
                 running.pop(name).stop()
-        for _ in range(blocks):
-            for name, contender in running.items():
-                contender.ask(steps)
-                found[name].append(contender.answer())
-        turns = {name: Turns(tuple(measured)) for name, measured in found.items() if measured}
+        for turn in range(1, blocks + 1):
+            for name, contender in list(running.items()):
+                try:
+                    contender.ask(steps)
+                    found[name].append(contender.answer())
+                except FAILURES as error:  # ratios are of neighbouring blocks: those that it has count no more
+                    say(f"{name}, left out in turn {turn} of {blocks}: {error}")
+                    running.pop(name).stop()
+        turns = {name: Turns(tuple(found[name])) for name in running}
         for name in explain(turns):
             try:
                 turns[name] = attrs.evolve(turns[name], kernels=running[name].kernels())
-            except (RuntimeError, TimeoutError, EOFError) as error:  # what was measured counts all the same
+            except FAILURES as error:  # what was measured counts all the same
                 say(f"{name}, its kernels: {error}")
     finally:
         for contender in running.values():
@@ -110,7 +116,7 @@ def _ready(name: Hashable, contender: _Contender, say: Callable[[str], None]) ->
     """Wait for its first step, and say whether it can go on as it is."""
     try:
         compiled = contender.answer().compiled
-    except (RuntimeError, TimeoutError, EOFError) as error:
+    except FAILURES as error:
         say(f"{name}: {error}")
         return False
     say(f"{name}: {'compiled kernels' if compiled else 'ready'}")

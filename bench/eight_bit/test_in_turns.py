@@ -49,6 +49,32 @@ def test_one_that_never_starts_is_told_and_left_out(tmp_path):
     assert sum("out of memory" in line for line in said) == 2
 
 
+def failing(steps, ends):
+    """A step that fails, or ends its process, once it has run so often."""
+    done = []
+
+    def step():
+        done.append(1)
+        if len(done) > steps:
+            if ends:
+                os._exit(1)
+            raise torch.OutOfMemoryError("out of memory")
+
+    return step
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_one_that_fails_in_a_later_turn_is_left_out_and_the_others_go_on(tmp_path, ends):
+    said = []
+    contenders = {name: (step_of, (tmp_path, name, 0)) for name in "ac"}
+    contenders = {"a": contenders["a"], "b": (failing, (4, ends)), "c": contenders["c"]}
+    found = take_turns(contenders, blocks=3, steps=2, say=said.append)
+    assert {name: len(turns.blocks) for name, turns in found.items()} == {"a": 3, "c": 3}
+    (line,) = [line for line in said if "left out" in line]
+    assert line.startswith("b, left out in turn 2 of 3: ")
+    assert ("out of memory" in line) != ends
+
+
 def adding():
     """A step of two additions."""
     x = torch.zeros(3)

@@ -19,24 +19,27 @@ def dequantized(x, variant, granularity, symmetric=True):
     return x.detach().to(dtype).double()
 
 
-def rounded(x, variant, by_column=False):
-    """A float tensor's int8 copy in float64: with one scale, or with one for each row of its last dimension, or for each column."""
+def rounded(x, variant):
+    """A float tensor's int8 copy in float64: with one scale, or with one for each row of its last dimension."""
     granularity = Granularity.PER_ROW if variant.x_granularity is Granularity.PER_ROW else Granularity.PER_TENSOR
-    rows = x.reshape(-1, x.shape[-1]).t().contiguous() if by_column else x
-    q, scale = quantize(rows, Precision.INT8, granularity, rounding=variant.rounding)
-    values = dequantize(q, scale, granularity, torch.float64)
-    return values.t().reshape(x.shape) if by_column else values
+    q, scale = quantize(x, Precision.INT8, granularity, rounding=variant.rounding)
+    return dequantize(q, scale, granularity, torch.float64)
 
 
-def quantized_gradient(grad, w_scale, variant, of_images, by_column=False):
+def quantized_gradient(grad, w_scale, variant, of_images, x_scale=None):
     """What an int8 backward product sees of the incoming gradient, in float64.
 
-    The gradient is quantized after multiplication by the scales of the weight's channels if it is multiplied with the weight.
+    The gradient is quantized after multiplication by the scales of the weight's channels if it is multiplied with the weight; for a
+    product with an activation that has a scale for each row, also by these, ``x_scale``, and with a scale for each column.
     """
     factor = torch.ones((), device=grad.device)
     if variant.grad_input is Precision.INT8 and w_scale.numel() > 1:
         factor = w_scale.view(-1, *(1,) * (grad.ndim - 2)) if of_images else w_scale
-    return rounded(grad.float() * factor, variant, by_column) / factor.double()
+    if x_scale is None:
+        return rounded(grad.float() * factor, variant) / factor.double()
+    x_scale = x_scale.view(*grad.shape[:-1], 1)
+    columns = (grad.float() * factor * x_scale).reshape(-1, grad.shape[-1]).t().contiguous()
+    return rounded(columns, variant).t().reshape(grad.shape) / (factor.double() * x_scale.double())
 
 
 def reference(function, x, weight, bias, grad, variant):
@@ -52,11 +55,11 @@ def reference(function, x, weight, bias, grad, variant):
             w_scale = quantize(weight.detach(), variant.compute, variant.w_granularity, variant.rounding)[1]
             seen[precision] = quantized_gradient(grad, w_scale, variant, weight.ndim > 2)
     (grad_x,) = torch.autograd.grad(y, x64, seen[variant.grad_input], retain_graph=True)
-    of_weight, at = seen[variant.grad_weight], y
+    of_weight = seen[variant.grad_weight]
     if variant.grad_weight is Precision.INT8 and variant.x_granularity is Granularity.PER_ROW:
-        of_weight = quantized_gradient(grad, w_scale, variant, False, by_column=True)
-        at = function(rounded(x.detach().float(), variant, by_column=True), w64, b64)
-    (grad_w,) = torch.autograd.grad(at, w64, of_weight, retain_graph=True)
+        x_scale = quantize(x.detach(), variant.compute, variant.x_granularity, variant.rounding)[1]
+        of_weight = quantized_gradient(grad, w_scale, variant, False, x_scale)
+    (grad_w,) = torch.autograd.grad(y, w64, of_weight, retain_graph=True)
     grad_b = None if bias is None else torch.autograd.grad(y, b64, grad.double())[0]
     return y.detach(), grad_x, grad_w, grad_b
 

@@ -22,6 +22,7 @@ from .chained_models import INT8, Llama, distance, lowered, step, tokens
 NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST, grad_input=Precision.FLOAT32, grad_weight=Precision.FLOAT32)
 STOCHASTIC = attrs.evolve(NEAREST, rounding=Rounding.STOCHASTIC)
 ROWS = attrs.evolve(NEAREST, x_granularity=Granularity.PER_ROW)
+INT8_ALL = attrs.evolve(ROWS, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 QUANTIZE = torch.ops.qsync.quantize.at
 
 
@@ -109,7 +110,7 @@ def test_which_chains_are_found(between, expected):
     assert found == expected
 
 
-@pytest.mark.parametrize("variant", [NEAREST, ROWS], ids=["one scale", "rows"])
+@pytest.mark.parametrize("variant", [NEAREST, ROWS, INT8_ALL], ids=["one scale", "rows", "all products"])
 def test_a_fused_step_rounded_to_nearest_is_the_unfused_one(variant, fused):
     torch.manual_seed(0)
     model, x = Llama(), tokens()
@@ -122,14 +123,15 @@ def test_a_fused_step_rounded_to_nearest_is_the_unfused_one(variant, fused):
 
 
 @pytest.mark.parametrize("saved", [None, "int8"])
-def test_products_for_the_weights_gradient_in_8_bit_read_the_copy_transposed(fused, monkeypatch, saved):
+@pytest.mark.parametrize("rows", [Granularity.PER_TENSOR, Granularity.PER_ROW])
+def test_products_for_the_weights_gradient_in_8_bit_read_the_copy_transposed(fused, monkeypatch, saved, rows):
     """As on a GPU, where integer tensor cores want it so; readers of one copy transpose it once, and a copy made again is too."""
     monkeypatch.setattr(products, "wants_transposed", lambda q, binding: binding.wants_transposed)
     counts, rewrite = [], compiling._rewrite
     monkeypatch.setattr(compiling, "_rewrite", lambda graph: (counts.append(transposed_copies(graph)), rewrite(graph))[1])
     torch.manual_seed(2)
     model, x = Llama(), tokens()
-    applied = apply_(model, lowered(model, attrs.evolve(NEAREST, grad_input=Precision.INT8, grad_weight=Precision.INT8)))
+    applied = apply_(model, lowered(model, attrs.evolve(INT8_ALL, x_granularity=rows)))
     unfused = step(model, model, x)
     applied.step = 0
     found = step(compiled(model, saved=saved), model, x)
@@ -254,14 +256,7 @@ def test_what_is_not_fused_says_why_in_a_line(caplog, between, what, why):
     assert why in said
 
 
-BY_COLUMN = attrs.evolve(ROWS, grad_input=Precision.INT8, grad_weight=Precision.INT8)
-FACTORED = attrs.evolve(NEAREST, channel_factors=True)
-
-
-OF_ITS_OWN = [
-    (FACTORED, "the reader's channels have factors, so it makes a copy of its own"),
-    (BY_COLUMN, "its weight's gradient reads a copy with scales of its own, by column"),
-]
+FACTORED = attrs.evolve(NEAREST, channel_factors=True), "the reader's channels have factors, so it makes a copy of its own"
 
 
 def said_of(caplog, variants):
@@ -274,13 +269,13 @@ def said_of(caplog, variants):
     return said.partition("; quantized by itself: ")[::2]
 
 
-@pytest.mark.parametrize("variant, why", OF_ITS_OWN)
-def test_readers_with_copies_of_their_own_say_so(caplog, variant, why):
+def test_readers_with_copies_of_their_own_say_so(caplog):
+    variant, why = FACTORED
     _, alone = said_of(caplog, dict.fromkeys(("gate", "up", "down"), variant))
     assert alone.endswith(f"1 × rms_norm before gate, up: {why}; 1 × mul before down: {why}")
 
 
-@pytest.mark.parametrize("variant, why", [*OF_ITS_OWN, (ROWS, "its producer writes the copy of another kind, which others read")])
+@pytest.mark.parametrize("variant, why", [FACTORED, (ROWS, "its producer writes the copy of another kind, which others read")])
 def test_a_reader_beside_one_of_a_producers_copy_is_named_alone(caplog, variant, why):
     fused, alone = said_of(caplog, {"gate": NEAREST, "up": variant, "down": NEAREST})
     assert fused == "fused with the 8-bit copy that is read: 1 × rms_norm, 1 × glu + silu"

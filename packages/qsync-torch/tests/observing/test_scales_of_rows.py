@@ -56,11 +56,15 @@ def test_the_operands_noise_is_that_of_what_the_factors_leave():
     assert with_factors < plain / 10
 
 
-def test_the_gradients_copy_for_the_weight_has_a_scale_for_each_column():
-    x, inner = torch.randn(ROWS, 1), torch.randn(ROWS, 16)
+def test_the_gradients_copy_for_the_weight_has_the_activations_scales_in_it_and_one_for_each_column():
+    x, inner = torch.randn(ROWS, 1) * torch.logspace(-2, 2, ROWS)[:, None], torch.randn(ROWS, 16)
     inner[:, 3] *= 300
     _, (found,) = observed(x, inner, 16, [INT8_GRADIENTS], terms.GRADIENT)
-    by_column = element_variance(inner.t().contiguous(), INT8, ROW, Rounding.STOCHASTIC).t()
-    by_row = element_variance(inner, INT8, ROW, Rounding.STOCHASTIC)
-    assert found == pytest.approx((by_column * x.square()).sum().item(), rel=1e-4)
-    assert (by_row * x.square()).sum().item() > 1.1 * found
+    of_rows = x.abs() / 127
+
+    def by_column(values):
+        return element_variance(values.t().contiguous(), INT8, ROW, Rounding.STOCHASTIC).t()
+
+    assert found == pytest.approx((by_column(inner * of_rows) * (x / of_rows).square()).sum().item(), rel=1e-4)
+    for other in (by_column(inner), element_variance(inner, INT8, ROW, Rounding.STOCHASTIC)):
+        assert (other * x.square()).sum().item() > 1.1 * found

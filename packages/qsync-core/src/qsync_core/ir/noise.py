@@ -45,7 +45,8 @@ class GradientCopies:
     Attributes:
         to_input, to_weight: the copies that the product for the input's gradient reads, and that for the weight's.
         shared: whether both products read one copy.
-        by_column: whether that for the weight's gradient has a scale for each column, where ``to_weight`` says each row.
+        by_column: the activation's cast, where the copy for the weight's gradient is of the gradient times the activation's scales
+            of rows, and has a scale for each column, where ``to_weight`` says each row.
         multiplied: the weight's cast, where the copy for the input's gradient is of the gradient times the weight's scale of each
             output channel.
     """
@@ -54,7 +55,7 @@ class GradientCopies:
     to_weight: CastTarget
     shared: bool
     multiplied: CastTarget | None
-    by_column: bool = False
+    by_column: CastTarget | None = None
 
 
 @attrs.frozen(cache_hash=True)
@@ -117,7 +118,8 @@ class VariantNoise:
         operands = OperandCasts(steps.x, weight, steps.bias)
         multiplied = steps.weight if steps.multiplied else None
         shared = len(steps.grad_output) == 1 and not steps.by_column
-        copies = GradientCopies(steps.grad_input, steps.grad_weight, shared, multiplied, steps.by_column)
+        by_column = steps.x if steps.by_column else None
+        copies = GradientCopies(steps.grad_input, steps.grad_weight, shared, multiplied, by_column)
         written = Precision.FLOAT32 if steps.is_quantized or variant.grad_weight.needs_scale else variant.grad_weight
         gradients = GradientCasts(
             None if copies.to_input == copies.to_weight == EXACT else copies,

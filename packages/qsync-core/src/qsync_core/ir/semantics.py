@@ -211,8 +211,8 @@ class OperatorSteps:
             where an 8-bit product writes the activation's format itself.
         multiplied: the 8-bit copy for ``grad_input`` is of the gradient times the weight's scale of each output channel, over which
             that product sums.
-        by_column: the 8-bit product for ``grad_weight``, which sums over rows, reads copies of activation and gradient of its own,
-            with a scale for each column, because theirs for the other products have one for each row.
+        by_column: the activation's copy has a scale for each row, over which the 8-bit product for ``grad_weight`` sums: it reads
+            that copy as it is, and a copy of its own of the gradient, times these scales, with a scale for each column.
         dequantized: storage of the weight where each pass dequantizes it and keeps no copy; as it is also where an 8-bit product
             reads what is stored (:attr:`~qsync_core.ir.variant.Variant.reads_stored`), and the weight's cast is none.
     """

@@ -46,8 +46,8 @@ class Variant:
         grad_input: format in which the gradient of the input is computed.
         grad_weight: format in which the gradient of the weight is computed; it is delivered to the parameter in float32.
         x_granularity: scales of the quantized activation (8-bit compute only; otherwise per tensor and without effect).  One a row
-            goes for the incoming gradient too; an 8-bit product for the weight's gradient, which sums over the rows, then reads
-            copies of both with a scale for each column.
+            goes for the incoming gradient too; an 8-bit product for the weight's gradient, which sums over the rows, then reads the
+            activation's copy and one of the gradient times the activation's scales, with a scale for each column.
         w_granularity: scales of the quantized weight (likewise).
         rounding: of the casts to an 8-bit format; float casts round to nearest.
         channel_factors: activation and weight are divided and multiplied by one factor for each input channel before they are

@@ -100,10 +100,7 @@ class KernelRequest:
     @property
     def column_scaled(self) -> bool:
         """Whether the kernel takes ``column_scale``: of a gradient, one number for each of its columns."""
-        steps = steps_of(self.variant)
-        if self.op == Op.LINEAR_GRAD_WEIGHT:
-            return steps.by_column or steps.factored
-        return steps.factored and self.op == Op.LINEAR_GRAD_INPUT
+        return steps_of(self.variant).factored and self.op in (Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
 
     @property
     def attributes(self) -> dict[str, str]:

@@ -141,13 +141,12 @@ def operator_requests(
         found.append(OperatorRequest(role, request, shape, source))
 
     steps = steps_of(variant)
-    # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
-    transposed = (
-        call.weight_gradient
-        and call.of_rows
-        and (steps.by_column or (steps.grad_weight.precision.needs_scale and device_kind == "cuda"))
-    )
+    # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.  That
+    # of an activation with a scale for each row has the same numbers, and is no quantization's.
+    of_both = call.weight_gradient and call.of_rows and steps.grad_weight.precision.needs_scale and device_kind == "cuda"
+    own = call.weight_gradient and call.of_rows and steps.by_column
     if steps.is_quantized:
+        transposed = of_both and not own
         quantize(Op.QUANTIZE, x if transposed or steps.factored else call.x, steps.x, steps.output, transposed=transposed)
         if not variant.reads_stored:
             quantize(QUANTIZE_WEIGHT, call.w, steps.weight, call.weight_format)
@@ -155,7 +154,7 @@ def operator_requests(
     for copy in steps.gradient_copies(call.input_gradient, call.weight_gradient):
         if copy.precision.needs_scale:
             multiplied = steps.multiplied and call.input_gradient
-            quantize(QUANTIZE_GRADIENT, y, copy, steps.output, multiplied=multiplied, transposed=transposed)
+            quantize(QUANTIZE_GRADIENT, y, copy, steps.output, multiplied=multiplied, transposed=of_both or own)
     if call.input_gradient:
         add(grad_input_op, (y, call.w), x, steps.grad_input.precision)
     if call.weight_gradient:

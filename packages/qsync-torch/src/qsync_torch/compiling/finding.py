@@ -350,11 +350,7 @@ def reason_for_own_copy(consumer: Node) -> str:
     """Why an operator of a plan reads a copy that no producer writes; empty where that is up to the producer."""
     binding = BOUND[str(consumer.args[3])]
     assert isinstance(binding, OperatorBinding)
-    if binding.factored:
-        return "the reader's channels have factors, so it makes a copy of its own"
-    if binding.by_column:
-        return "its weight's gradient reads a copy with scales of its own, by column"
-    return ""
+    return "the reader's channels have factors, so it makes a copy of its own" if binding.factored else ""
 
 
 def runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:

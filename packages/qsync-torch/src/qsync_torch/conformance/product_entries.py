@@ -96,8 +96,7 @@ class Draw:
 
 def column_scaled(part: str, variant: Variant) -> bool:
     """Whether a linear's gradient takes a number for each of its columns."""
-    steps = steps_of(variant)
-    return steps.factored or (part == "grad_weight" and steps.by_column)
+    return steps_of(variant).factored
 
 
 def formats(part: str, gradient: Precision, **more: Any) -> Variant:

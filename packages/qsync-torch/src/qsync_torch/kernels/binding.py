@@ -149,7 +149,7 @@ class OperatorBinding(Bound):
         grad: quantizations of the incoming gradient: ``grad[multiplied][transposed]``.
         wants_transposed: the product for the weight's gradient sums over rows in 8 bit, and integer tensor cores read operands
             whose summed dimension is contiguous.
-        by_column: those transposed copies have scales of their own, on every device.
+        by_column: the gradient's transposed copy has scales of its own, on every device, and the activation's those of its rows.
         factored: the operands have one factor for each input channel.
         result_shapes: :meth:`result_shape`, by the shapes of activation and filters as the kernels take them; for shapes that are
             not those of a convolution it raises what PyTorch's function raises.

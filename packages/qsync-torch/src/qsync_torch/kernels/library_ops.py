@@ -100,18 +100,24 @@ def quantize_transposed(
     seed: int,
     offset: Offset,
     multiplier: torch.Tensor | None = None,
+    row_multiplier: torch.Tensor | None = None,
     *,
     straight: bool = False,
 ) -> CopiedTwice:
-    """Quantize ``x`` (..., K) as :func:`quantize` does; the fourth result is the copy as (K, M), M all other dimensions."""
+    """Quantize ``x`` (..., K) as :func:`quantize` does; the fourth result is the copy as (K, M), M all other dimensions.
+
+    Under a scale for each row that copy has a scale for each column, and is of ``x`` times ``row_multiplier`` (M), where there is
+    one.
+    """
     if not straight and not is_plain(x):
         op = _OPS.quantize_transposed.at if isinstance(offset, torch.Tensor) else _OPS.quantize_transposed.default
-        return cast(CopiedTwice, op(x, quantization.key, seed, offset, multiplier))
+        return cast(CopiedTwice, op(x, quantization.key, seed, offset, multiplier, row_multiplier))
     x_MK = rows(x).contiguous()
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x_MK.shape)
     q, scale, stream, transposed = _transposed(x_MK, x.shape, quantization, quantization.scale_counts[x_MK.shape])
     written = stream if quantization.streamed else None
-    kernel(x_MK, q.view(x_MK.shape), scale, written, seed, offset, multiplier, transposed)
+    by_row = () if row_multiplier is None else (row_multiplier,)
+    kernel(x_MK, q.view(x_MK.shape), scale, written, seed, offset, multiplier, transposed, *by_row)
     return q, scale, stream, transposed
 
 
@@ -397,26 +403,34 @@ def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, multipl
 
 
 def _fake_quantize_transposed(
-    x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None
+    x: torch.Tensor,
+    key: str,
+    seed: int,
+    offset: Offset,
+    multiplier: torch.Tensor | None = None,
+    row_multiplier: torch.Tensor | None = None,
 ) -> CopiedTwice:
     x_MK, quantization = rows(x).contiguous(), _quantization(key)
     return _transposed(x_MK, x.shape, quantization, quantization.scale_count(x_MK.shape))
 
 
-for _name, _run, _fake, _results in (
-    ("quantize", quantize, _fake_quantize, "(Tensor, Tensor, Tensor)"),
-    ("quantize_transposed", quantize_transposed, _fake_quantize_transposed, "(Tensor, Tensor, Tensor, Tensor)"),
-):
+def _define_quantization(name: str, more: str, results: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def quantized(x: Any, key: str, seed: int, offset: Offset, *multipliers: Any) -> Any:
+        return run(x, _quantization(key), seed, as_kernels_take(offset), *multipliers, straight=True)
 
-    def _quantize(x: Any, key: str, seed: int, offset: Offset, multiplier: Any = None, run: Callable[..., Any] = _run) -> Any:
-        return run(x, _quantization(key), seed, as_kernels_take(offset), multiplier, straight=True)
+    for overload, kind in (("", "SymInt"), (".at", "Tensor")):
+        arguments = f"Tensor x, str quantization, SymInt seed, {kind} offset, Tensor? multiplier=None{more}"
+        define(f"{name}{overload}({arguments}) -> {results}", quantized, fake)
 
-    for _overload, _type in (("", "SymInt"), (".at", "Tensor")):
-        define(
-            f"{_name}{_overload}(Tensor x, str quantization, SymInt seed, {_type} offset, Tensor? multiplier=None) -> {_results}",
-            _quantize,
-            _fake,
-        )
+
+_define_quantization("quantize", "", "(Tensor, Tensor, Tensor)", quantize, _fake_quantize)
+_define_quantization(
+    "quantize_transposed",
+    ", Tensor? row_multiplier=None",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    quantize_transposed,
+    _fake_quantize_transposed,
+)
 
 
 def _fake_output(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: Any, bias: Any, key: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.noise import EXACT, GradientCopies
 from qsync_core.ir.semantics import CastTarget
+from qsync_torch.kernels.library_ops import rows
 from qsync_torch.kinds.products import product
 from qsync_torch.observing.collector import parameter_of
 from qsync_torch.observing.mask_flips import Masks
@@ -260,9 +261,11 @@ def lowered_copies(
         by_weight = by_weight + by_bias
     elif not copies.to_input.precision.needs_scale:
         by_input = by_input + by_bias
-    if copies.by_column:
-        turned, its_response = (of.reshape(-1, of.shape[-1]).t().contiguous() for of in (grad, by_weight))
-        yield copies.to_weight, turned, its_response
+    if copies.by_column is not None:
+        x = site.x / site.factor if copies.by_column.factored and site.factor is not None else site.x
+        of_rows = cast_scale(x, copies.by_column.precision, copies.by_column.granularity)
+        scaled, its_response = (rows(of).t().contiguous() for of in (grad * of_rows, by_weight / of_rows))
+        yield copies.to_weight, scaled, its_response
     elif copies.to_weight != EXACT:
         yield copies.to_weight, grad, by_weight
     if copies.to_input != EXACT:

@@ -217,7 +217,7 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
     x, x_scale, w, w_scale, stream, inverse = ctx.saved_tensors
     # Hooks may keep 16 bits of all that autograd saves (saved_tensors_hooks).
     saved = Saved(x, _in_float32(x_scale), w, _in_float32(w_scale), x_shape, x_dtype, _in_float32(inverse))
-    gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, stream, straight)
+    gradient = cast_gradient(grad, saved.x_scale, saved.w_scale, binding, needs, seeds.grad, stream, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
     if grad_x is not None and grad_x.dtype is not x_dtype:
         grad_x = grad_x.to(x_dtype)

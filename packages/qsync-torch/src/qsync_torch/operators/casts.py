@@ -12,9 +12,13 @@ so G is multiplied by them before it is quantized: s_g · g_q = G · s_w.  Then
 * grad_weight[n, k] = (s_g · s_x / s_w[n]) · Σ_m g_q[m, n] · x_q[m, k],
 
 the same quantized copy in both.  Under a scale for each row of activation and gradient, s_x[m] and s_g[m], the second sum runs over
-them: it reads copies with a scale for each column instead, (s_g[n] · s_x[k] / s_w[n]) · Σ_m g'_q[m, n] · x'_q[m, k].  Where the
-weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as it is.  Stochastic rounding draws
-independently of the operands' rounding, so both products stay unbiased.
+them, so the gradient has a second copy with the activation's scales in it, s'[n] · g'_q[m, n] = G[m, n] · s_w[n] · s_x[m], and
+
+* grad_weight[n, k] = (s'[n] / s_w[n]) · Σ_m g'_q[m, n] · x_q[m, k]:
+
+the activation has one copy for all products (docs/decisions/one-copy-of-an-activation.md).  Where the weight has one scale, or
+``grad_input`` is computed in a float format, G is quantized as it is.  Stochastic rounding draws independently of the operands'
+rounding, so both products stay unbiased.
 """
 
 from __future__ import annotations
@@ -43,26 +47,17 @@ class Operand(NamedTuple):
         values: 8-bit; ``scale``: its scales.
         stream: one int64, which random numbers it took; empty where nothing reads that.
         transposed: a copy (K, M), where a backward product wants it.
-        column_scale: its scales, where it has some of its own.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
     stream: torch.Tensor
     transposed: torch.Tensor | None = None
-    column_scale: torch.Tensor | None = None
 
     @property
     def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The copy that backward reads, as (M, K), and its scales."""
-        values = self.values if self.transposed is None else self.transposed.t()
-        return values, self.scale if self.column_scale is None else self.column_scale
-
-
-def by_row_and_column(scale: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of a copy's rows, and those of its transposed copy, from the vector that holds both."""
-    of_rows: torch.Tensor = scale.narrow(0, 0, scale.numel() - columns)
-    return of_rows, scale.narrow(0, scale.numel() - columns, columns)
+        return self.values if self.transposed is None else self.transposed.t(), self.scale
 
 
 X, W, GRAD, KEPT, KEPT_FACTOR, AGAIN = range(1, 7)
@@ -137,20 +132,21 @@ def _cast(
     straight: bool,
     inverse: torch.Tensor | None = None,
 ) -> Operand:
-    if not transposed:
+    if not transposed or binding.by_column:
         # The channels that a multiplier counts are the last dimension of a matrix.
         q, scale, stream = quantize(x if inverse is None else rows(x), binding.x, seeds.x, seeds.offset, inverse, straight=straight)
-        return Operand(q if inverse is None else q.view(x.shape), scale, stream)
-    found = Operand(*quantize_transposed(x, binding.x_transposed, seeds.x, seeds.offset, inverse, straight=straight))
-    if not binding.by_column:
-        return found
-    of_rows, of_columns = by_row_and_column(found.scale, x.shape[-1])
-    return found._replace(scale=of_rows, column_scale=of_columns)
+        return Operand(q if inverse is None else q.view(x.shape), scale, stream, turned(q) if transposed else None)
+    return Operand(*quantize_transposed(x, binding.x_transposed, seeds.x, seeds.offset, inverse, straight=straight))
+
+
+def turned(q: torch.Tensor) -> torch.Tensor:
+    """The 8-bit values of (..., K) as (K, M)."""
+    return rows(q).t().contiguous()
 
 
 def wants_transposed(x: torch.Tensor, binding: OperatorBinding) -> bool:
     """Whether a backward product reads the transposed copy; on a CPU products read operands in any layout."""
-    return binding.wants_transposed and (binding.by_column or x.device.type == "cuda")
+    return binding.wants_transposed and x.device.type == "cuda"
 
 
 def _mark(seeds: Seeds) -> Hashable:
@@ -228,7 +224,7 @@ class Gradient(NamedTuple):
         quantized: 8-bit values, of a linear operator as (M, N); ``scale``: their one scale, or one a row; None where no product
             reads them.
         transposed: the 8-bit values as (N, M), where the product for the weight's gradient wants them so; ``column_scale``: their
-            scales, where they have some of their own.
+            scales, where they have some of their own, because they are of the gradient times the activation's scales.
         channel_scale: the weight's scales, if the gradient was multiplied by them first.
     """
 
@@ -246,7 +242,7 @@ class Gradient(NamedTuple):
         return scale
 
     def grad_weight_scale(self, x_scale: torch.Tensor) -> torch.Tensor:
-        """The scale, or one per output channel, of an 8-bit product with the activation, whose scales by column are left out."""
+        """The scale, or one per output channel, of an 8-bit product with the activation."""
         scale: torch.Tensor = self.scale * x_scale if self.column_scale is None else self.column_scale
         return scale if self.channel_scale is None else scale / self.channel_scale
 
@@ -257,6 +253,7 @@ class Gradient(NamedTuple):
 
 def cast_gradient(
     grad: torch.Tensor,
+    x_scale: torch.Tensor | None,
     w_scale: torch.Tensor | None,
     binding: OperatorBinding,
     needs: Needs,
@@ -268,6 +265,7 @@ def cast_gradient(
 
     Args:
         grad: in the output's shape and format.
+        x_scale: the activation's scales; needed for an 8-bit gradient of the weight only.
         w_scale: the weight's scales, one or one per output channel; needed for an 8-bit gradient of the activation only.
         binding: how the operator runs.
         needs: which gradients are wanted.
@@ -282,13 +280,14 @@ def cast_gradient(
         return Gradient(grad, wide)
     multiplied = for_input and binding.steps.multiplied and w_scale is not None and w_scale.numel() > 1
     multiplier = w_scale if multiplied else None
-    transpose = for_weight and wants_transposed(grad, binding)
+    transpose = for_weight and (binding.by_column or wants_transposed(grad, binding))
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of images.
     source, offset = rows(grad) if binding.of_rows else as_images(grad, binding), _offset(stream, straight)
     if transpose:
-        q, scale, _, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
-        of_rows, of_columns = by_row_and_column(scale, source.shape[1]) if binding.by_column else (scale, None)
+        by_row = x_scale if binding.by_column else None
+        q, scale, _, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, by_row, straight=straight)
+        of_rows, of_columns = scale.split(list(source.shape)) if binding.by_column else (scale, None)
         return Gradient(grad, wide, q, of_rows, transposed, multiplier, of_columns)
     q, scale, _ = quantize(source, quantization, seed, offset, multiplier, straight=straight)
     return Gradient(grad, wide, q, scale, None, multiplier)

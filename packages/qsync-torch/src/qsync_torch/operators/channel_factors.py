@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from qsync_core.errors import PlanError
-from qsync_torch.operators.casts import Operand
 
 LARGEST_EXPONENT = 15
 """Factors are within 2**±15: a float16 copy of what autograd keeps, as hooks may make, holds these."""
@@ -33,20 +32,10 @@ class Factor(NamedTuple):
     x_largest: torch.Tensor
     w_largest: torch.Tensor
 
-    def note(self, x: torch.Tensor, weight: torch.Tensor, x_copy: Operand, largest_integer: float) -> None:
-        """Look at the operands of a call.
-
-        Args:
-            x, weight: as they are.
-            x_copy: the activation's, divided by c; its scales by column, where it has some, say the largest magnitudes.
-            largest_integer: what a scale maps the largest magnitude to.
-        """
-        # That of a channel of zeros is 1, and of one whose largest magnitude is 127 · c: both keep their factor.
-        scale = x_copy.column_scale
-        known = None if scale is None else torch.where(scale == 1, 0.0, scale * largest_integer * self.values)
-        found = largest_by_column(x) if known is None else known
-        for largest, now in ((self.x_largest, found), (self.w_largest, largest_by_column(weight))):
-            largest.copy_(torch.maximum(largest, now))
+    def note(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Look at the operands of a call, as they are."""
+        for largest, now in ((self.x_largest, x), (self.w_largest, weight)):
+            largest.copy_(torch.maximum(largest, largest_by_column(now)))
 
 
 def largest_by_column(x: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,9 @@ import torch
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.aten import float_products
-from qsync_torch.aten.quantize import LARGEST
 from qsync_torch.aten.random_bits import Offset, as_kernels_take
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, operator_binding
-from qsync_torch.kernels.library_ops import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, is_plain, rows
+from qsync_torch.kernels.library_ops import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, is_plain
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.kinds.kind import OperatorKind
 from qsync_torch.kinds.products import bias_gradient, operand_of
@@ -34,6 +33,7 @@ from qsync_torch.operators.casts import (
     cast_weight,
     float_input,
     seeds_of,
+    turned,
     wants_transposed,
 )
 from qsync_torch.operators.channel_factors import Factor
@@ -70,7 +70,7 @@ class QuantizedProduct(torch.autograd.Function):
             weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight)
         if x_copy.transposed is None and need_w and grad_enabled and wants_transposed(x_copy.values, binding):
             # A producer wrote the copy; readers of one share the transposed one too.
-            x_copy = x_copy._replace(transposed=rows(x_copy.values).t().contiguous())
+            x_copy = x_copy._replace(transposed=turned(x_copy.values))
         q_x, x_scale, stream, *_ = x_copy
         q_w, w_scale, *_ = weight_copy
         kept_x, kept_x_scale = x_copy.kept
@@ -126,9 +126,7 @@ def backward_products(
             operands, dtype = (gradient.wide, saved.w, saved.w_scale), None
         grad_x = grad_input(*operands, saved.x_shape, binding, dtype, saved.inverse, straight=straight)
     if needs[1]:
-        grad_weight, columns = GRAD_WEIGHT[of_rows], saved.x_scale if binding.by_column else None
-        if saved.inverse is not None:
-            columns = saved.inverse.reciprocal() if columns is None else columns / saved.inverse
+        grad_weight, columns = GRAD_WEIGHT[of_rows], None if saved.inverse is None else saved.inverse.reciprocal()
         if binding.grad_weight_quantized:
             scale = gradient.grad_weight_scale(saved.x_scale)
             quantized = gradient.quantized if gradient.transposed is None else gradient.transposed.t()
@@ -171,7 +169,7 @@ def _factored_product(
         x_copy = cast_input(x, binding, seeds, grad_enabled=grad_enabled, straight=straight, inverse=inverse)
         weight_copy = cast_weight(weight, binding, seeds.w, x_copy.stream, straight=straight, factor=factor.values)
         if grad_enabled:
-            factor.note(x, weight, x_copy, LARGEST[binding.variant.compute])
+            factor.note(x, weight)
     return apply(x, weight, bias, binding, seeds, grad_enabled, None, weight_copy, x_copy, inverse)
 
 

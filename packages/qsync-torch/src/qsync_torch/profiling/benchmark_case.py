@@ -218,7 +218,7 @@ def _quantized_case(
     last = CHANNELS_LAST.get(x.dim())
     if operator.is_convolution and last is not None and x.is_contiguous(memory_format=last):
         incoming = incoming.to(memory_format=last)
-    gradient = cast_gradient(incoming, q_w.scale, binding, needs, GRAD, q_x.stream)
+    gradient = cast_gradient(incoming, q_x.scale, q_w.scale, binding, needs, GRAD, q_x.stream)
     call = ReadyCall(forward, wanted, lambda grad: backward(gradient))
     return BenchmarkCase(lambda: call, (kept_x,), own)
 
