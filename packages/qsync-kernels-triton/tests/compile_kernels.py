@@ -57,8 +57,11 @@ def cases(capability):
         {},
     )
     cut = {"UNIT": 8, "ROW_UNIT": 16, "ROWS": 64, "BLOCK": 128, "FULL": True, "MULTIPLIER": 1}
-    yield "maxima_of_rows_and_columns", maxima_of_rows_and_columns, cut, {"maxima_ptr": "*i32"}
-    yield "quantize_by_row_and_column", quantize_by_row_and_column, QUANTIZE | cut | {"ALIGNED": True}, {"maxima_ptr": "*i32"}
+    for name, by_row in (("", False), (" rows multiplied", True)):
+        cut |= {"ROW_MULTIPLIER": by_row}
+        yield f"maxima_of_rows_and_columns{name}", maxima_of_rows_and_columns, cut, {"maxima_ptr": "*i32"}
+        both = QUANTIZE | cut | {"ALIGNED": True}
+        yield f"quantize_by_row_and_column{name}", quantize_by_row_and_column, both, {"maxima_ptr": "*i32"}
     whole, by_row, half = {"BLOCK": 8192}, {"ROWS": 32, "BLOCK": 256, "COLUMNS": True}, {"out_ptr": "*fp16"}
     yield "dequantize", dequantize, whole, half
     yield "dequantize_rows", dequantize_rows, by_row, half

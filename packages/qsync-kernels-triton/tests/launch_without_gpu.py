@@ -105,7 +105,8 @@ def cases():
     extras = (torch.ones(40_960), torch.empty(40_960, 96, dtype=torch.int8))
     yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), None, 1, 2, *extras)
     both = torch.empty(96 + 40_960)
-    yield build_quantize(Granularity.PER_ROW, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, both, None, 1, 2, *extras)
+    for operands in (extras, (None, extras[1], torch.ones(96))):
+        yield build_quantize(Granularity.PER_ROW, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, both, None, 1, 2, *operands)
     a, b, one = torch.zeros(256, 512, dtype=torch.int8), torch.zeros(128, 512, dtype=torch.int8), torch.ones(1)
     for tma in (0, 1):
         yield build_linear_output(ProductConfig(tma=tma)), (a, one, b, torch.ones(128), None, torch.empty(256, 128))

@@ -384,6 +384,16 @@ def test_multipliers_and_transposes_of_another_shape_are_refused_by_name():
         kernel(*matrix, multiplier=torch.ones(2))
     with pytest.raises(BackendError, match=r"transposed_out must be torch.int8 of shape \(3, 2\), contiguous, got .*\(2, 3\)"):
         kernel(*matrix, transposed_out=torch.zeros(2, 3, dtype=torch.int8))
+    alone = "a row_multiplier goes with a scale for each row and a transposed_out, whose columns then have scales of their own"
+    with pytest.raises(BackendError, match=alone):
+        kernel(*matrix, transposed_out=torch.zeros(3, 2, dtype=torch.int8), row_multiplier=torch.ones(2))
+    by_row, of_rows = build_quantize(Granularity.PER_ROW, Rounding.NEAREST, SMALL), matrix[:2]
+    with pytest.raises(BackendError, match=alone):
+        by_row(*of_rows, torch.zeros(2), None, 0, 0, row_multiplier=torch.ones(2))
+    both = (*of_rows, torch.zeros(5), None, 0, 0, None, torch.zeros(3, 2, dtype=torch.int8))
+    for wrong in (torch.ones(3), torch.ones(2).double(), torch.ones(2, 1), torch.ones(4)[::2]):
+        with pytest.raises(BackendError, match=r"row_multiplier must be 2 contiguous float32, one for each row of x, got torch"):
+            by_row(*both, row_multiplier=wrong)
     cube = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.int8), torch.zeros(1), None, 0, 0)
     with pytest.raises(BackendError, match=r"a multiplier goes with a 2-d or 4-d tensor, and x has shape \(2, 3, 4\)"):
         kernel(*cube, multiplier=torch.ones(4))
@@ -399,33 +409,54 @@ def test_a_single_number_is_its_own_scale(granularity):
 
 @each_once(
     {
-        "shape": [(7, 30), (1, 1), (64, 128), (130, 72), (3, 401)],
+        "shape": [(7, 30), (1, 1), (64, 128), (128, 32), (130, 72), (3, 401)],
         "rounding": list(Rounding),
         "form": ["int8", "float8_e4m3fn"],
         "dtype": [torch.float32, torch.bfloat16],
+        "multiplied": [(), ("columns",), ("rows",), ("columns", "rows")],
     }
 )
-def test_rows_and_columns_equal_the_reference_bit_for_bit(shape, dtype, form, rounding):
-    """The transposed copy has a scale for each column; all draw from the stream of the whole, both copies of an element alike."""
-    x, multiplier = tensor(*shape, dtype=dtype), torch.linspace(0.5, 2.0, shape[1])
+def test_rows_and_columns_equal_the_reference_bit_for_bit(shape, dtype, form, rounding, multiplied):
+    """The transposed copy has a scale for each column; all draw from the stream of the whole, both copies of an element alike.
+
+    Factors of columns count for both copies, those of rows for the transposed one alone.
+    """
+    x = tensor(*shape, dtype=dtype)
+    multiplier = torch.linspace(0.5, 2.0, shape[1]) if "columns" in multiplied else None
+    row_multiplier = torch.logspace(1, -4, shape[0]) if "rows" in multiplied else None
     q, transposed = torch.empty(shape, dtype=FORMATS[form]), torch.empty(shape[::-1], dtype=FORMATS[form])
     scale, stream, offset = torch.empty(sum(shape)), torch.zeros(1, dtype=torch.int64), (1 << 40) + 7
-    build_quantize(Granularity.PER_ROW, rounding, SMALL)(x, q, scale, stream, 5, offset, multiplier, transposed)
-    values, word = (x.float() * multiplier).numpy(), reference.stream_of(offset, reference.checksums(x, 1)[0])
+    build_quantize(Granularity.PER_ROW, rounding, SMALL)(x, q, scale, stream, 5, offset, multiplier, transposed, row_multiplier)
+    values = (x.float() if multiplier is None else x.float() * multiplier).numpy()
+    of_columns = values if row_multiplier is None else values * row_multiplier.numpy()[:, None]
+    word = reference.stream_of(offset, reference.checksums(x, 1)[0])
     position = np.arange(x.numel(), dtype=np.uint64).reshape(shape)
     assert stream.item() == reference.signed(word)
     for found, its_scales, groups, drawn in (
         (q, scale[: shape[0]], values, position),
-        (transposed, scale[shape[0] :], values.T, position.T),
+        (transposed, scale[shape[0] :], of_columns.T, position.T),
     ):
         expected, expected_scale = reference.quantize(groups, str(rounding), form, 5, (word,), drawn)
         assert np.array_equal(its_scales.numpy(), expected_scale)
         assert np.array_equal(found.float().numpy(), expected)
 
 
-def test_rows_and_columns_of_what_is_not_finite_have_infinite_scales():
+def test_a_weight_gradient_reads_the_activation_as_its_rows_are_scaled():
+    """In float64: s'[n] * sum of t[n, m] * x_q[m, k] is that of the gradient and s[m] * x_q[m, k], but for the rounding of t."""
+    grad, factors, scales = tensor(70, 40), torch.rand(40) + 0.5, torch.logspace(-3, 0, 70)
+    kept = torch.randint(-127, 128, (70, 24)).double()
+    q, transposed, scale = torch.empty(70, 40, dtype=torch.int8), torch.empty(40, 70, dtype=torch.int8), torch.empty(110)
+    build_quantize(Granularity.PER_ROW, Rounding.NEAREST, SMALL)(grad, q, scale, None, 5, 0, factors, transposed, scales)
+    found = (scale[70:, None].double() * transposed.double()) @ kept
+    expected = (grad.double() * factors.double()).t() @ (scales.double()[:, None] * kept)
+    assert ((found - expected).abs() <= 0.501 * scale[70:, None].double() * kept.abs().sum(0)).all()
+    assert (expected.abs() > 10 * 0.501 * scale[70:, None].double() * kept.square().sum(0).sqrt()).double().mean() > 0.1
+
+
+@pytest.mark.parametrize("row_multiplier", [None, torch.full((5,), -2.0)])
+def test_rows_and_columns_of_what_is_not_finite_have_infinite_scales(row_multiplier):
     x = tensor(5, 20)
     x[1, 3], x[4, 7] = float("nan"), float("-inf")
     q, transposed, scale = torch.empty(5, 20, dtype=torch.int8), torch.empty(20, 5, dtype=torch.int8), torch.empty(25)
-    build_quantize(Granularity.PER_ROW, Rounding.NEAREST, SMALL)(x, q, scale, None, 5, 0, None, transposed)
+    build_quantize(Granularity.PER_ROW, Rounding.NEAREST, SMALL)(x, q, scale, None, 5, 0, None, transposed, row_multiplier)
     assert scale.isinf().nonzero().flatten().tolist() == [1, 4, 5 + 3, 5 + 7]

@@ -38,13 +38,17 @@ def replaces_the_result(kernel, *arguments):
 
 
 def forgets_the_transposed_copy(kernel, *arguments):
-    kernel(*arguments[:7], arguments[7].clone())
+    kernel(*arguments[:7], arguments[7].clone(), *arguments[8:])
 
 
 def draws_the_transposed_copy_anew(kernel, *arguments):
-    x, q, scale, stream, seed, offset, multiplier, _ = arguments
-    kernel(x, q.clone(), scale, stream, seed + 1, offset, multiplier, arguments[7])
-    kernel(*arguments[:7], arguments[7].clone())
+    x, q, scale, stream, seed, *others = arguments
+    kernel(x, q.clone(), scale, stream, seed + 1, *others)
+    forgets_the_transposed_copy(kernel, *arguments)
+
+
+def forgets_factors_of_rows(kernel, *arguments):
+    kernel(*arguments[:8])
 
 
 def spoils_a_scale_of_the_last_column(kernel, *arguments):

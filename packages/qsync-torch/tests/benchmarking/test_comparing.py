@@ -24,6 +24,7 @@ from qsync_torch.tuning import compiling
 from .doubles import (
     SpoiltBackend,
     draws_the_transposed_copy_anew,
+    forgets_factors_of_rows,
     forgets_the_last_row,
     forgets_the_transposed_copy,
     hands_out_earlier_results,
@@ -229,6 +230,12 @@ def test_a_transposed_copy_is_looked_at_too(install, by):
     right = {"aten", "anew"} if by is Granularity.PER_ROW else {"aten"}  # other scales, so other numbers to round
     assert {row.contender for row in found.rows if row.is_right} == right
     assert {row.contender for row in found.rows if row.is_wrong} == {"forgets", "anew", "scale"} - right
+
+
+def test_a_transposed_copy_without_its_factors_of_rows_is_found(install):
+    install(SpoiltBackend("forgets", forgets_factors_of_rows))
+    found = compare([quantization((8, 16), Granularity.PER_ROW, flags=("transposed",))], Backends(), CPU, rounds=5)
+    assert {row.contender: row.is_wrong for row in found.rows} == {"aten": False, "forgets": True}
 
 
 def test_one_who_fails_leaves_the_others_their_race(install):

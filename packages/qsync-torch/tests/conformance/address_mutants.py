@@ -85,6 +85,10 @@ class KeepsMultipliers(KeepsByAddress):
     op, keyword = Op.QUANTIZE, "multiplier"
 
 
+class KeepsFactorsOfRows(KeepsByAddress):
+    op, keyword = Op.QUANTIZE, "row_multiplier"
+
+
 class KeepsOffsets(KeepsByAddress):
     """In tensors, whose numbers the next step changes."""
 
@@ -187,8 +191,8 @@ class Overlooks(Mutant):
         if not is_plain_int8(request) or request.multiplied or str(request.variant.rounding) != "nearest":
             return kernel
 
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
             seen = self.part(x)
             if seen.numel() and scale.numel() == 1 and seen.abs().max() > 0:
                 scale.copy_((seen.abs().max().float() / 127).clamp(min=2.0**-126))

@@ -272,8 +272,8 @@ class RoundsDown(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
             if str(request.variant.rounding) == "nearest" and is_plain_int8(request):
                 q.copy_((x.float() / scale.max()).floor().clamp(-127, 127))
 
@@ -286,8 +286,8 @@ class TinyGroupsHaveTheScaleOne(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
             if scale.numel() == 1 and scale <= 2.0**-126:
                 scale.fill_(1.0)
                 q.copy_(x.float().floor() if str(request.variant.rounding) == "floor" else torch.zeros_like(q))
@@ -301,8 +301,8 @@ class OverflowsOnTheWay(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
             if is_plain_int8(request):
                 q.masked_fill_(torch.isinf(x.float() * 256), 0)
 
@@ -315,8 +315,8 @@ class BiasedRounding(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
             stochastic = is_plain_int8(request) and str(request.variant.rounding) == "stochastic"
             if stochastic and scale.numel() == 1 and x.dtype is torch.float32:
                 y = x / scale
@@ -380,10 +380,10 @@ class AddsUpProducts(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
             if multiplier is not None:
                 x, multiplier = multiplied(x, multiplier), None
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
 
         return quantize
 
@@ -424,7 +424,7 @@ class Draws(Mutant):
         if (str(v.rounding), str(v.x_granularity), v.compute, v.symmetric) != ("stochastic", "tensor", "int8", True):
             return kernel
 
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
             kernel(x, q, scale, stream, seed, offset, multiplier)
             drawn = stream_of(offset, x)
             if multiplier is not None:
@@ -491,8 +491,8 @@ class KeepsRangeOfSmallValues(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
             scale.clamp_(min=1e-20)
 
         return quantize
@@ -544,9 +544,44 @@ class ForgetsTheMultiplier(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None: kernel(
-            x, q, scale, stream, seed, offset, None, transposed_out
+        return lambda x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None: kernel(
+            x, q, scale, stream, seed, offset, None, transposed_out, row_multiplier
         )
+
+
+class ForgetsFactorsOfRows(Mutant):
+    """Of which the transposed copy with scales of its own is."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda *operands, row_multiplier=None, **named: kernel(*operands, **named)
+
+
+class MultipliesRowsOfBothCopies(Mutant):
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, stream, *others, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, *others, row_multiplier=row_multiplier, **named)
+            if row_multiplier is not None:
+                kernel(x.float() * row_multiplier[:, None], q, scale, None, *others, **named)
+
+        return quantize
+
+
+class OverlooksFactorsInScalesOfColumns(Mutant):
+    """Finds the largest magnitudes of columns before it multiplies rows."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, *others, row_multiplier=None, **named):
+            kernel(x, q, scale, *others, row_multiplier=row_multiplier, **named)
+            if row_multiplier is not None:
+                kernel(x, q, scale, *others, **named | {"transposed_out": named["transposed_out"].clone()})
+
+        return quantize
 
 
 class SwapsGradientStrides(Mutant):
@@ -697,8 +732,8 @@ class ClipsTheEnds(Affine):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
             low, high = x.float().amin().clamp(max=0), x.float().amax().clamp(min=0)
             if scale.numel() == 2 and x.numel() and low * high < 0:
                 step = (high - low) / 255

@@ -182,6 +182,27 @@ def test_copies_of_an_earlier_call_are_named(install, variant):
     assert all(one.problem.startswith("of other numbers in the same memory, ") for one in wrong)
 
 
+def _without_factors_of_rows(kernel, *operands):
+    kernel(*operands[:8])
+
+
+def _with_factors_in_both_copies(kernel, x, q, scale, *others):
+    kernel(x, q, scale, *others)
+    if len(others) > 5:
+        kernel(x * others[5][:, None], q, scale, *others[:5])
+
+
+@pytest.mark.parametrize("spoil", [_without_factors_of_rows, _with_factors_in_both_copies])
+def test_a_transposed_copy_of_other_numbers_than_those_times_their_rows_factors_is_named(install, spoil):
+    variant = attrs.evolve(BY_ROW, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+    install(SpoiltQuantize("bad", spoil), NamedBackend("good"))
+    assert Canary(CPU).of_operator(CALL, variant, KernelChoice(("good",))) == []
+    wrong = {one.role: one.problem for one in Canary(CPU).of_operator(CALL, variant, KernelChoice(("bad",)))}
+    assert wrong.keys() >= {"quantize.gradient"}
+    other = "of its transposed copy, one of its scales" if spoil is _without_factors_of_rows else "one of its scales"
+    assert all(problem.startswith(other) for problem in wrong.values())
+
+
 def test_a_scale_of_one_row_that_is_off_by_a_hundredth_is_named(install):
     install(SpoiltQuantize("bad", _last_scale))
     wrong = Canary(CPU).of_operator(attrs.evolve(CALL, x=(43, 32), y=(43, 64)), BY_ROW, KernelChoice(("bad",)))

@@ -4,13 +4,15 @@ import attrs
 import pytest
 import torch
 
+from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import KernelConfig, Op
-from qsync_core.kernels.requests import CallShapes, operator_requests
+from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
+from qsync_core.kernels.requests import CallShapes, operator_requests, quantization_variant
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.kernels.binding import Bound
+from qsync_torch.kernels.operands import OUT
 from qsync_torch.operators import conv2d, linear
 from qsync_torch.tuning.kernel_timing import make_operands, rotating_sets
 
@@ -20,6 +22,7 @@ SIXTEEN = Variant.of(Precision.INT8, output=Precision.BFLOAT16)
 GRADS = attrs.evolve(SIXTEEN, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 ONE_GRAD = attrs.evolve(INT8, grad_input=Precision.INT8, w_granularity=Granularity.PER_TENSOR)
 ROWS = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW, rounding=Rounding.NEAREST)
+GRADS_BY_ROW = attrs.evolve(GRADS, x_granularity=Granularity.PER_ROW)
 AFFINE = attrs.evolve(INT8, symmetric=False, grad_input=Precision.INT8)
 AFFINE_ROWS = attrs.evolve(ROWS, symmetric=False)
 LINEAR = CallShapes("linear", (2, 3, 16), (8, 16), (2, 3, 8))
@@ -30,18 +33,27 @@ CASES = [(LINEAR, variant) for variant in (INT8, SIXTEEN, GRADS, ONE_GRAD, ROWS,
 CASES += [(CONV, INT8), (CONV, attrs.evolve(INT8, symmetric=False)), (DENSE, attrs.evolve(SIXTEEN, grad_input=Precision.INT8))]
 
 
-@pytest.mark.parametrize(("call", "variant"), CASES)
+@pytest.mark.parametrize(("call", "variant"), [*CASES, (LINEAR, GRADS_BY_ROW)])
 def test_the_reference_backend_takes_them_and_writes_the_result(call, variant):
     for asked in operator_requests(call, variant, "cpu"):
         assert AtenBackend().unsupported_reasons(asked.request) == []
         arguments = make_operands(asked, CPU)
-        position = 1 if asked.request.op == Op.QUANTIZE else -1
+        position = 1 if asked.request.op == Op.QUANTIZE else OUT[asked.request.op.partition(".")[2]]
         result = arguments[position]
         assert tuple(result.shape) == asked.result_shape
         result.copy_(torch.full(result.shape, 113).to(result.dtype))
         AtenBackend().build(asked.request, KernelConfig())(*arguments)
         assert (result != 113).any()
         assert torch.isfinite(result.float()).all()
+
+
+def test_factors_of_rows_without_columns_of_their_own_are_refused_by_the_reference_backend():
+    variant = quantization_variant(Precision.INT8, Granularity.PER_TENSOR, Rounding.NEAREST)
+    kernel = AtenBackend().build(KernelRequest(Op.QUANTIZE, variant, ((2, 3),)), KernelConfig())
+    operands = (torch.ones(2, 3), torch.empty(2, 3, dtype=torch.int8), torch.empty(1), None, 1, 0)
+    alone = "a row_multiplier goes with a scale per row and a transposed_out, and here is a scale per tensor and no transposed_out"
+    with pytest.raises(BackendError, match=alone):
+        kernel(*operands, row_multiplier=torch.ones(2))
 
 
 @pytest.mark.parametrize(("call", "variant"), CASES)

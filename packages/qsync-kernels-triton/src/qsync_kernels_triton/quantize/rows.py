@@ -4,7 +4,8 @@
 ``quantize_twice_from_partials``: a matrix under one scale, written as it is and transposed from one read, because int8 tensor cores
 take operands whose contracted dimension is contiguous, and the gradients contract another one than the output does.
 ``quantize_by_row_and_column``: the same with a scale for each row, and in the transposed copy one for each column: scales along
-the dimension that a product sums over cannot be taken out of its sum.
+the dimension that a product sums over cannot be taken out of its sum.  The other operand's scales along it are multiplied into this
+one before it is rounded: the transposed copy may be of the matrix times one factor a row.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -204,29 +205,47 @@ def quantize_twice_from_partials(
             tl.store(transposed_ptr + across_position, tl.trans(q), mask=inside_column[:, None] & inside_row[None, :])
 
 
+@triton.jit
+def _times_rows(x, row_multiplier_ptr, row, rows, FULL: tl.constexpr, ROW_MULTIPLIER: tl.constexpr):
+    """A tile times its rows' factors, where there are any."""
+    if ROW_MULTIPLIER:
+        factor = tl.load(row_multiplier_ptr + row) if FULL else tl.load(row_multiplier_ptr + row, mask=row < rows, other=0.0)
+        x = x * factor[:, None]
+    return x
+
+
+@triton.jit
+def _magnitude(x):
+    """Bits of magnitudes, ordered as these are: those of NaN, of either sign, are larger than infinity's."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
 @triton.jit(do_not_specialize=["row_units", "units", "strips"])
 def maxima_of_rows_and_columns(
-    x_ptr, maxima_ptr, multiplier_ptr, row_units: tl.int32, units: tl.int32, strips: tl.int32,
+    x_ptr, maxima_ptr, multiplier_ptr, row_multiplier_ptr, row_units: tl.int32, units: tl.int32, strips: tl.int32,
     UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
+    MULTIPLIER: tl.constexpr, ROW_MULTIPLIER: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude of each row, behind them those of columns, and the checksum, as int32; ``maxima_ptr`` starts as zeros.
 
-    Grid (strips * programs of a strip,): a program takes every so-many-th tile of a strip of BLOCK columns.  Floats that are not
-    negative are ordered as their bits are.
+    Grid (strips * programs of a strip,): a program takes every so-many-th tile of a strip of BLOCK columns.  Maxima of columns and
+    checksums are kept by column until the last tile: only a row's maximum is taken across threads for each tile.
     """
     rows, row_length = row_units * ROW_UNIT, units * UNIT
     column = (tl.program_id(0) % strips) * BLOCK + tl.arange(0, BLOCK)
-    of_columns = tl.zeros((BLOCK,), dtype=tl.int32)
-    checksum = tl.zeros((ROWS,), dtype=tl.int32)
+    if MULTIPLIER == COLUMNS:
+        multiplier = tl.load(multiplier_ptr + column, mask=column < row_length, other=0.0)[None, :]
+    of_columns, checksum = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
     for tile in range(tl.program_id(0) // strips, tl.cdiv(rows, ROWS), tl.num_programs(0) // strips):
         row = tile * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * row_length
-        x, bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
-        checksum += tl.sum(bits, axis=1)
-        magnitude = infinite_if_nan(tl.abs(x)).to(tl.int32, bitcast=True)
-        tl.atomic_max(maxima_ptr + row, tl.max(magnitude, axis=1), mask=row < rows, sem="relaxed")
-        of_columns = tl.maximum(of_columns, tl.max(magnitude, axis=0))
+        x, bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, NO_MULTIPLIER)
+        checksum += tl.sum(bits, axis=0)
+        if MULTIPLIER == COLUMNS:
+            x = x * multiplier
+        tl.atomic_max(maxima_ptr + row, tl.max(_magnitude(x), axis=1), mask=row < rows, sem="relaxed")
+        x = _times_rows(x, row_multiplier_ptr, row, rows, FULL, ROW_MULTIPLIER)
+        of_columns = tl.maximum(of_columns, tl.max(_magnitude(x), axis=0))
     tl.atomic_max(maxima_ptr + rows + column, of_columns, mask=column < row_length, sem="relaxed")
     tl.atomic_add(maxima_ptr + rows + row_length, tl.sum(checksum, axis=0), sem="relaxed")
 
@@ -234,18 +253,18 @@ def maxima_of_rows_and_columns(
 @triton.jit
 def _scales_from_maxima(maxima_ptr, index, inside, FORMAT: tl.constexpr):
     """Scales and inverses of what has these largest magnitudes."""
-    absmax = tl.load(maxima_ptr + index, mask=inside, other=0).to(tl.float32, bitcast=True)
+    absmax = infinite_if_nan(tl.load(maxima_ptr + index, mask=inside, other=0).to(tl.float32, bitcast=True))
     scale = scale_of(absmax, FORMAT)
     return scale, inverse_of(absmax, scale, FORMAT)
 
 
 @triton.jit(do_not_specialize=["row_units", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_by_row_and_column(
-    x_ptr, q_ptr, transposed_ptr, scale_ptr, maxima_ptr, multiplier_ptr, offset_ptr, stream_ptr, row_units: tl.int32,
-    units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    x_ptr, q_ptr, transposed_ptr, scale_ptr, maxima_ptr, multiplier_ptr, row_multiplier_ptr, offset_ptr, stream_ptr,
+    row_units: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, LIVE: tl.constexpr,
-    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, ROW_MULTIPLIER: tl.constexpr,
+    LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile.
 
@@ -274,6 +293,7 @@ def quantize_by_row_and_column(
         x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
         bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
         q = rounded(x, row_scale[:, None], row_inverse[:, None], bits, FORMAT, ROUNDING)
+        x = _times_rows(x, row_multiplier_ptr, row, rows, FULL, ROW_MULTIPLIER)
         by_column = rounded(x, column_scale[None, :], column_inverse[None, :], bits, FORMAT, ROUNDING)
         _store(q_ptr, q, first, column, row, rows, row_length, FULL)
         across_position = column.to(tl.int64)[:, None] * rows + row[None, :]

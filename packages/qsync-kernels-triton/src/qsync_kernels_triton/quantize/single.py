@@ -39,7 +39,8 @@ ONE_READ = 16384
 
 
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
-    """The kernel ``quantize(x, q_out, scale_out, stream_out, seed, offset, multiplier=None, transposed_out=None)``.
+    """The kernel ``quantize(x, q_out, scale_out, stream_out, seed, offset, multiplier=None, transposed_out=None,
+    row_multiplier=None)``.
 
     ``x`` is a float32, float16 or bfloat16 tensor that fills its memory without gaps (channels-last does) and whose rows lie one
     after another; ``q_out`` int8, float8_e4m3fn or float8_e5m2 of the same shape and strides; ``scale_out`` float32 with
@@ -48,7 +49,8 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
 
     ``multiplier`` (float32, one element per channel: the last dimension of a matrix, dimension 1 of a 4-d tensor) is multiplied
     into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous; by rows that of ``x``
-    with a scale for each column, which lie behind those of the rows in ``scale_out``.
+    with a scale for each column, which lie behind those of the rows in ``scale_out``.  That one is of ``x`` times
+    ``row_multiplier`` too (float32, one element per row), in float32; no other copy takes one.
 
     It runs on the current stream and on the device of ``x``, and raises ``BackendError`` for operands of another type or size.
     """
@@ -61,19 +63,20 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         stream_out: Tensor | None,
         multiplier: Tensor | None,
         transposed_out: Tensor | None,
+        row_multiplier: Tensor | None,
         offset: Tensor | None,
         *_: int,
     ) -> Callable[..., None]:
         rows = scale_count(tuple(x.shape), granularity)
         by_column = granularity is Granularity.PER_ROW and transposed_out is not None
         problems = operand_problems(x, q_out, scale_out, granularity, rows + (x.shape[-1] if by_column else 0))
-        extra = _extra_problems(x, q_out, multiplier, transposed_out)
+        extra = (*_extra_problems(x, q_out, multiplier, transposed_out), *_row_problems(x, row_multiplier, by_column))
         refuse("quantize", (*problems, *extra, *stream_problems(offset, stream_out, x.device)))
         if x.numel() == 0:
             return _of_nothing
         problem = Problem(x, rows, q_out.dtype, code, multiplier, offset, stream_out)
         if by_column:
-            return RowsAndColumnsPlan(problem, config, (x.shape[0], x.shape[1]))
+            return RowsAndColumnsPlan(problem, config, (x.shape[0], x.shape[1]), row_multiplier is not None)
         if transposed_out is not None and rows == 1:
             return TwicePlan(problem, config, (x.shape[0], x.shape[1]))
         once: Callable[..., None] = (RowsPlan if problem.length <= ONE_READ else SplitPlan)(problem, config)
@@ -81,9 +84,9 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
             return once
 
         def quantize_then_transpose(
-            x: Tensor, q: Tensor, scale: Tensor, stream: Any, multiplier: Any, transposed: Tensor, offset: Any, *words: int
+            x: Tensor, q: Tensor, scale: Tensor, stream: Any, multiplier: Any, transposed: Tensor, _: None, offset: Any, *words: int
         ) -> None:
-            once(x, q, scale, stream, multiplier, None, offset, *words)
+            once(x, q, scale, stream, multiplier, None, None, offset, *words)
             transpose_bytes(q, transposed)
 
         return quantize_then_transpose
@@ -99,18 +102,21 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         offset: int | Tensor,
         multiplier: Tensor | None = None,
         transposed_out: Tensor | None = None,
+        row_multiplier: Tensor | None = None,
     ) -> None:
+        operands = (x, q_out, scale_out, stream_out, multiplier, transposed_out, row_multiplier)
         if isinstance(offset, Tensor):
-            planned(x, q_out, scale_out, stream_out, multiplier, transposed_out, offset, *signed_words(seed), 0, 0)
+            planned(*operands, offset, *signed_words(seed), 0, 0)
         else:
-            planned(x, q_out, scale_out, stream_out, multiplier, transposed_out, None, *signed_words(seed), *signed_words(offset))
+            planned(*operands, None, *signed_words(seed), *signed_words(offset))
 
     return quantize
 
 
 def _of_nothing(
-    x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Any, transposed: Any, offset: Tensor | None, *words: int
-) -> None:
+    x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Any, transposed: Any, row_multiplier: Any,
+    offset: Tensor | None, *words: int,
+) -> None:  # fmt: skip
     scale.fill_(1.0)
     begin_stream(stream, offset, words[2:])
 
@@ -184,6 +190,16 @@ def _extra_problems(x: Tensor, q_out: Tensor, multiplier: Tensor | None, transpo
         yield f"transposed_out must be {q_out.dtype} of shape {wanted}, contiguous, got {found}"
 
 
+def _row_problems(x: Tensor, row_multiplier: Tensor | None, by_column: bool) -> Iterator[str]:
+    if row_multiplier is None:
+        return
+    if not by_column:
+        yield "a row_multiplier goes with a scale for each row and a transposed_out, whose columns then have scales of their own"
+    elif row_multiplier.dtype is not torch.float32 or row_multiplier.shape != x.shape[:1] or not row_multiplier.is_contiguous():
+        found = f"{row_multiplier.dtype} {tuple(row_multiplier.shape)}"
+        yield f"row_multiplier must be {x.shape[0]} contiguous float32, one for each row of x, got {found}"
+
+
 def stream_problems(offset: Tensor | None, stream: Tensor | None, device: torch.device) -> Iterator[str]:
     """What is wrong with an offset that is a tensor, and with where the stream is written."""
     for name, tensor in (("offset must be a number or", offset), ("stream_out must be", stream)):
@@ -248,8 +264,8 @@ class RowsPlan:
         self._numbers = (p.rows, p.length // p.unit, p.inner, p.channels)
 
     def __call__(
-        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, offset: Tensor | None,
-        *words: int,
+        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, __: None,
+        offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write ``q``, ``scale`` and ``stream``; ``words`` are the low and high words of the seed and of an offset that is none."""
         if self._adds:
@@ -288,8 +304,8 @@ class SplitPlan:
         self._adds, self._device, self._count = p.stream == 2, p.device, programs * p.rows
 
     def __call__(
-        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, offset: Tensor | None,
-        *words: int,
+        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, __: None,
+        offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write ``q``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
         if self._adds:
@@ -341,7 +357,7 @@ class TwicePlan:
         self._count, self._device = count, p.device
 
     def __call__(
-        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
+        self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor, _: None,
         offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write ``q``, ``transposed``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
@@ -355,15 +371,15 @@ class TwicePlan:
 class RowsAndColumnsPlan:
     """A matrix with a scale for each row, and its transposed copy with one for each column: maxima, then rounding."""
 
-    def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int]) -> None:
-        p, (rows, length) = problem, shape
+    def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int], has_row_multiplier: bool) -> None:
+        p, (rows, length), of_rows = problem, shape, {"ROW_MULTIPLIER": has_row_multiplier}
         # Few rows of many columns: the maximum of each row of a tile is merged in memory.
         wide, self._strips, programs = _strips(shape, 8192, 1024, config.programs)
-        self._maxima = Launch(maxima_of_rows_and_columns, _tiles(p, shape, 8192 // wide, wide), num_warps=4)
+        self._maxima = Launch(maxima_of_rows_and_columns, _tiles(p, shape, 8192 // wide, wide) | of_rows, num_warps=4)
         self._first_grid = (programs, 1, 1)
         # 128 rows are whole lines of the transposed copy; a multiple of 64 alone has no tile that overhangs with 64.
         tall, across, warps = (64, 128, 8) if rows % 128 and rows % 64 == 0 else (128, 32, 4)
-        cut = _tiles(p, shape, tall, across)
+        cut = _tiles(p, shape, tall, across) | of_rows
         constants = p.rounding | cut | p.live | {"ALIGNED": cut["UNIT"] == 8, "STREAM": int(p.streamed)}
         self._round = Launch(quantize_by_row_and_column, constants, num_warps=warps)
         tiles = triton.cdiv(length, across) * triton.cdiv(rows, tall)
@@ -373,12 +389,11 @@ class RowsAndColumnsPlan:
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
-        offset: Tensor | None, *words: int,
+        row_multiplier: Tensor | None, offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write both copies, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
         maxima = torch.zeros(self._count, dtype=torch.int32, device=self._device)
-        given = scale if multiplier is None else multiplier
-        self._maxima(self._first_grid, None, (x, maxima, given), (*self._numbers, self._strips))
-        optional = (scale if tensor is None else tensor for tensor in (offset, stream))
-        tensors = (x, as_bytes(q), as_bytes(transposed), scale, maxima, given, *optional)
+        optional = [scale if tensor is None else tensor for tensor in (multiplier, row_multiplier, offset, stream)]
+        self._maxima(self._first_grid, None, (x, maxima, *optional[:2]), (*self._numbers, self._strips))
+        tensors = (x, as_bytes(q), as_bytes(transposed), scale, maxima, *optional)
         self._round(self._second_grid, None, tensors, (*self._numbers, *words))

@@ -11,8 +11,9 @@ ReLU, else ``/ 254``: then both integers next to any quotient are at hand, nothi
 ``zero_point = -128 + ceil(-min / scale)``.  The vector of scales holds both: the scales first, then as many zero points.
 
 The backend's kernel, which :func:`build_quantize` returns: ``kernel(x, q_out, scale_out, stream_out, seed, offset,
-multiplier=None, transposed_out=None)``.  Under a scale for each row, the transposed copy has one for each of its own rows, the
-columns of ``x``: they lie behind the others in ``scale_out``.
+multiplier=None, transposed_out=None, row_multiplier=None)``.  Under a scale for each row, the transposed copy has one for each of
+its own rows, the columns of ``x``: they lie behind the others in ``scale_out``.  That copy alone is of ``x`` times
+``row_multiplier`` too, one factor for each row of ``x``, in float32.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order, in the
 stream that follows from the offset and the bits of ``x`` (:func:`~qsync_torch.aten.random_bits.stream_of`).
@@ -62,7 +63,14 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
         offset: Offset,
         multiplier: torch.Tensor | None = None,
         transposed_out: torch.Tensor | None = None,
+        row_multiplier: torch.Tensor | None = None,
     ) -> None:
+        by_column = transposed_out is not None and variant.x_granularity is Granularity.PER_ROW
+        if row_multiplier is not None and not by_column:
+            raise BackendError(
+                "backend aten cannot run quantize: a row_multiplier goes with a scale per row and a transposed_out, and here is a "
+                f"scale per {variant.x_granularity} and {'no' if transposed_out is None else 'a'} transposed_out"
+            )
         if quantizable(x, variant.x_granularity) is not x:
             raise BackendError(
                 f"backend aten cannot quantize a tensor of shape {tuple(x.shape)} and strides {x.stride()} with a scale per "
@@ -74,13 +82,16 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
         values = x if multiplier is None else multiplied(x, multiplier)
         if transposed_out is None:
             write_copy(values, q_out, scale_out, seed, stream)
-        elif variant.x_granularity is not Granularity.PER_ROW:
+        elif not by_column:
             write_copy(values, q_out, scale_out, seed, stream)
             transposed_out.copy_(q_out.t())
         else:
             of_rows, of_columns = scale_out.split(list(x.shape))
             write_copy(values, q_out, of_rows, seed, stream)
-            write_copy(values.t().contiguous(), transposed_out, of_columns, seed, stream)
+            columns = values.t().contiguous()
+            if row_multiplier is not None:
+                columns = multiplied(columns, row_multiplier)
+            write_copy(columns, transposed_out, of_columns, seed, stream)
 
     return kernel
 

@@ -44,11 +44,13 @@ class Reference:
     def of(cls, problem: Problem, operands: Arguments) -> Reference:
         """Compute it from the operands of a call."""
         if not isinstance(problem.shape, ProductShape):
-            values = Quantization(x=operands[0], variant=problem.variant, multiplier=_multiplier(problem, operands)).values.double()
-            groups = groups_of(values, problem.variant.x_granularity)
-            by_group = [groups, values.t()] if _has_columns(problem) else [groups]
+            rounded = _quantization(problem, operands)
+            values = rounded.values.double()
+            by_group = [groups_of(values, problem.variant.x_granularity)]
+            if rounded.by_column:
+                by_group.append(rounded.values_of_columns.double())
             steps = [(one.abs().amax(1) / 127) * one.shape[1] ** 0.5 for one in by_group]  # each value is off by a step at most
-            return cls(problem, values, max(float(step.norm() / values.norm()) for step in steps))
+            return cls(problem, values, max(float(step.norm() / one.norm()) for step, one in zip(steps, by_group, strict=True)))
         call = problem.shape.call
         given: dict[str, Any] = dict(zip(_PLACES[problem.part], operands, strict=False))
         out = given.pop("out")
@@ -88,8 +90,9 @@ class Reference:
             copy.fill_(0)
         _called(contender)
         error = self._error_of_copy(q, scale, self.expected)
-        if _has_columns(self.problem):  # their scales lie behind those of rows
-            return max(error, self._error_of_copy(copies[1], scale[len(q) :], self.expected.t()))
+        rounded = _quantization(self.problem, contender.operands)
+        if rounded.by_column:  # their scales lie behind those of rows
+            return max(error, self._error_of_copy(copies[1], scale[len(q) :], rounded.values_of_columns.double()))
         other = [copy for copy in copies[1:] if not torch.equal(copy.view(torch.uint8), q.view(torch.uint8).t())]
         # With the same scales it is the same numbers: rounding explains no difference between them.
         return max([error, *(self.allowed + _relative(copy, q.t().double()) for copy in other)])
@@ -119,9 +122,13 @@ def _called(contender: Contender) -> Any:
     return found
 
 
-def _has_columns(problem: Problem) -> bool:
-    """Whether a transposed copy has scales of its own."""
-    return "transposed" in problem.flags and problem.variant.x_granularity is Granularity.PER_ROW
+def _quantization(problem: Problem, operands: Arguments) -> Quantization:
+    """The call of a problem's kernel."""
+    transposed = "transposed" in problem.flags
+    multiplier, _, row_multiplier = (*operands[6:], None, None, None)[:3]
+    return Quantization(
+        variant=problem.variant, x=operands[0], multiplier=multiplier, transposed=transposed, row_multiplier=row_multiplier
+    )
 
 
 def _dequantized(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> torch.Tensor:
@@ -144,7 +151,3 @@ def _largest_of_slices(found: torch.Tensor, expected: torch.Tensor) -> float:
         off = float((torch.linalg.vector_norm(found.double() - expected, dim=others) / own).max())
         worst = max(worst, min(off, NOT_FINITE) if off == off else NOT_FINITE)
     return worst
-
-
-def _multiplier(problem: Problem, operands: Arguments) -> torch.Tensor | None:
-    return operands[6] if "multiplier" in problem.flags else None

@@ -1,4 +1,4 @@
-"""``quantize``: its formula in every rounding and granularity, zero points, float8, a multiplier, a transposed copy."""
+"""``quantize``: its formula in every rounding and granularity, zero points, float8, multipliers, a transposed copy."""
 
 from __future__ import annotations
 
@@ -51,19 +51,25 @@ def groups_of(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Quantization(Call):
-    """One call of ``quantize``: of x, a dense tensor, perhaps times one factor per channel, perhaps with a transposed copy."""
+    """One call of ``quantize``: of x, a dense tensor, perhaps times one factor per channel, perhaps with a transposed copy.
+
+    That one, where it has scales of its own, may be of x times one factor per row too.
+    """
 
     x: torch.Tensor
     multiplier: torch.Tensor | None = None
     transposed: bool = False
+    row_multiplier: torch.Tensor | None = None
 
     @property
     def asked(self) -> Asked:
         """What is not asked for is not given; element i in memory takes number i, whatever the launch grid."""
-        multiplied, copies = self.multiplier is not None, ("q", "transposed") if self.transposed else ("q",)
+        multiplied, by_row = self.multiplier is not None, self.row_multiplier is not None
+        copies = ("q", "transposed") if self.transposed else ("q",)
+        optional = {" multiplier=": multiplied, " transposed>=": self.transposed, " row_multiplier=": by_row}
         return Asked(
             Op.QUANTIZE,
-            f"x q> scale> stream> seed offset{' multiplier=' * multiplied}{' transposed>=' * self.transposed}",
+            "x q> scale> stream> seed offset" + "".join(name for name, is_given in optional.items() if is_given),
             (tuple(self.x.shape),),
             {"multiplied": multiplied, "transposed": self.transposed},
             draws={"seed": copies, "offset": copies},
@@ -99,6 +105,12 @@ class Quantization(Call):
             return self.x
         return self.x.float() * (self.multiplier.view(1, -1, 1, 1) if self.x.dim() == 4 else self.multiplier)
 
+    @property
+    def values_of_columns(self) -> torch.Tensor:
+        """What is rounded in a transposed copy with scales of its own, as it lies there: the same, times the row multiplier."""
+        columns = self.values.t()
+        return columns if self.row_multiplier is None else columns.float() * self.row_multiplier
+
     def compare(self, written: Written) -> None:
         """Scales, every value, zero points, the stream."""
         variant, q, scale = self.variant, written["q"], written["scale"]
@@ -111,7 +123,7 @@ class Quantization(Call):
             copies = [(self.values, q, scale)]
             if self.by_column:
                 of_rows, of_columns = scale.split(list(self.x.shape))
-                copies = [(self.values, q, of_rows), (self.values.t(), written["transposed"], of_columns)]
+                copies = [(self.values, q, of_rows), (self.values_of_columns, written["transposed"], of_columns)]
             for x, copy, its_scale in copies:
                 check_scales(x, its_scale, variant.x_granularity, variant.compute)
                 check = check_rounding if variant.compute is Precision.INT8 else check_float8

@@ -31,16 +31,21 @@ from qsync_torch.conformance.quantization import (
 Values = Callable[[torch.device], torch.Tensor]
 
 
-def quantization(values: Values, variant: Variant, multiplied: bool, transposed: bool, device: torch.device) -> Quantization:
+def quantization(
+    values: Values, variant: Variant, multiplied: bool, transposed: bool, by_row: bool, device: torch.device
+) -> Quantization:
     """A quantization of values that are drawn on the device; factors of very different sizes."""
     x = values(device)
     multiplier = torch.logspace(-2, 2, x.shape[1], device=device) if multiplied else None
-    return Quantization(variant=variant, x=x, multiplier=multiplier, transposed=transposed)
+    row_multiplier = torch.logspace(1, -3, x.shape[0], device=device) if by_row else None
+    return Quantization(variant=variant, x=x, multiplier=multiplier, transposed=transposed, row_multiplier=row_multiplier)
 
 
-def case(name: str, values: Values, variant: Variant, *, multiplied: bool = False, transposed: bool = False) -> Case:
-    """A quantization by name."""
-    return Case(f"quantize, {name}", functools.partial(quantization, values, variant, multiplied, transposed))
+def case(
+    name: str, values: Values, variant: Variant, *, multiplied: bool = False, transposed: bool = False, by_row: bool = False
+) -> Case:
+    """A quantization by name; ``by_row``: its transposed copy is of the values times one factor per row."""
+    return Case(f"quantize, {name}", functools.partial(quantization, values, variant, multiplied, transposed, by_row))
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, order: str = "") -> Values:
@@ -157,8 +162,10 @@ def values() -> list[Case]:
     for shape in (matrix, (64, 128), (1, 3), (3, 1)):
         found.append(case(f"transposed copy of {shape}", normal(shape), variant_of(STOCHASTIC), transposed=True))
         for rounding, dtype in ((STOCHASTIC, torch.float32), (NEAREST, torch.bfloat16)):
-            by_row, drawn = variant_of(rounding, ROW), normal(shape, dtype)
-            found.append(case(f"columns of {shape}, {rounding}", drawn, by_row, multiplied=shape[1] > 3, transposed=True))
+            variant, drawn = variant_of(rounding, ROW), normal(shape, dtype)
+            for by_row in (False, True):
+                name = f"columns of {shape}{', rows multiplied' * by_row}, {rounding}"
+                found.append(case(name, drawn, variant, multiplied=shape[1] > 3, transposed=True, by_row=by_row))
     return found + [at_random(number) for number in range(24)]
 
 
@@ -174,6 +181,7 @@ def ones() -> list[Case]:
         found.append(case(f"zero point, {shape}", normal(shape), variant_of(NEAREST, ROW, symmetric=False)))
         for by in (TENSOR, ROW):
             found.append(case(f"transposed copy of {shape} by {by}", normal(shape), variant_of(NEAREST, by), transposed=True))
+        found.append(case(f"rows of {shape} multiplied", normal(shape), variant_of(NEAREST, ROW), transposed=True, by_row=True))
     return found
 
 
@@ -191,10 +199,10 @@ def edges() -> list[tuple[Case, str, float]]:
         found.append((case(name, functools.partial(clamped, shape, ""), affine), "x", 254.0 * sign))
     for by, shape in itertools.product((ROW, CHANNEL), ((9, 129), (129, 9), (33, 200))):
         found.append((case(f"{shape} by {by}", functools.partial(clamped, shape, ""), variant_of(NEAREST, by)), "x", 127.0))
-    of_columns = case(
-        "by row and column of (21, 65)", functools.partial(clamped, (21, 65), ""), variant_of(NEAREST, ROW), transposed=True
-    )
-    return [*found, (of_columns, "x", 127.0)]
+    for by_row in (False, True):
+        name, drawn_in = f"by row and column of (21, 65){', rows multiplied' * by_row}", functools.partial(clamped, (21, 65), "")
+        found.append((case(name, drawn_in, variant_of(NEAREST, ROW), transposed=True, by_row=by_row), "x", 127.0))
+    return found
 
 
 def entry() -> Entry:
@@ -206,12 +214,14 @@ def entry() -> Entry:
         case("channels-last by channel", normal((6, 5, 4, 7), order="channels-last"), variant_of(NEAREST, CHANNEL)),
         case("multiplied and transposed", normal((24, 16)), variant_of(NEAREST), multiplied=True, transposed=True),
         case("by row and column", normal((24, 16)), variant_of(NEAREST, ROW), multiplied=True, transposed=True),
+        case("rows multiplied", normal((24, 16)), variant_of(NEAREST, ROW), multiplied=True, transposed=True, by_row=True),
         *(case(f"zero point by {by}", normal((24, 16)), variant_of(NEAREST, by, symmetric=False)) for by in (TENSOR, ROW)),
     ]
     drawn = [
         *(case(f"by {by}", normal((64, 100)), variant_of(STOCHASTIC, by)) for by in Granularity),
         case("transposed copy", normal((64, 100)), variant_of(STOCHASTIC), transposed=True),
         case("by row and column", normal((64, 100)), variant_of(STOCHASTIC, ROW), transposed=True),
+        case("rows multiplied", normal((64, 100)), variant_of(STOCHASTIC, ROW), transposed=True, by_row=True),
         case("zero point", normal((64, 100)), variant_of(STOCHASTIC, symmetric=False)),
     ]
     impossible: dict[str, Impossible] = {

@@ -314,7 +314,10 @@ def _activation(x: torch.Tensor, scale: torch.Tensor, variant: Variant) -> Facto
 
 
 def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
-    """Whether each number lies within a step of its copy, each scale is its group's, and a transposed copy is that of the other."""
+    """Whether each number lies within a step of its copy, each scale is its group's, and a transposed copy is that of the other.
+
+    One by column is of the numbers times their rows' factors.
+    """
     x, q, scale, _, _, _, *more = arguments
     variant = request.variant
     if more and more[0] is not None:
@@ -328,7 +331,8 @@ def _quantize_problem(request: KernelRequest, arguments: Arguments) -> str:
     if request.transposed and variant.x_granularity is Granularity.PER_ROW:
         of_rows, of_columns = scale.split(list(x.shape))
         by_row = _quantize_problem(attrs.evolve(request, transposed=False), (x, q, of_rows, None, 1, 0))
-        by_column = _quantize_problem(attrs.evolve(request, transposed=False), (x.t(), more[1], of_columns, None, 1, 0))
+        columns = x.t() if len(more) < 3 else x.t().float() * more[2]
+        by_column = _quantize_problem(attrs.evolve(request, transposed=False), (columns, more[1], of_columns, None, 1, 0))
         return by_row or (f"of its transposed copy, {by_column}" if by_column else "")
     step = scale_view(scale, x.dim(), variant.x_granularity, x.shape)
     values = q.float() if zero is None else q.float() - scale_view(zero, x.dim(), variant.x_granularity, x.shape)

@@ -83,7 +83,8 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
     x = _random(shape, asked.source, device)
     q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
     count = variant.x_granularity.scale_count(shape) * (1 if variant.symmetric else 2)
-    count += shape[-1] if request.transposed and variant.x_granularity is Granularity.PER_ROW else 0
+    by_column = request.transposed and variant.x_granularity is Granularity.PER_ROW
+    count += shape[-1] if by_column else 0
     scale = torch.empty(count, dtype=torch.float32, device=device)
     channels = shape[1] if len(shape) == 4 else shape[-1]
     stream = torch.empty(1, dtype=torch.int64, device=device)
@@ -92,6 +93,8 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
         arguments = (*arguments, torch.rand(channels, dtype=torch.float32, device=device) + 0.5 if request.multiplied else None)
     if request.transposed:
         arguments = (*arguments, torch.empty(shape[::-1], dtype=TORCH_DTYPE[variant.compute], device=device))
+    if by_column:
+        arguments = (*arguments, torch.rand(shape[0], dtype=torch.float32, device=device) + 0.5)
     return arguments
 
 
