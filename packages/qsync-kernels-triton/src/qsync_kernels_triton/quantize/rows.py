@@ -4,8 +4,8 @@
 ``quantize_twice_from_partials``: a matrix under one scale, written as it is and transposed from one read, because int8 tensor cores
 take operands whose contracted dimension is contiguous, and the gradients contract another one than the output does.
 ``quantize_by_row_and_column``: the same with a scale for each row, and in the transposed copy one for each column: scales along
-the dimension that a product sums over cannot be taken out of its sum.  Those of the product's other operand need not be: the
-transposed copy is of the matrix times one factor a row.
+the dimension that a product sums over cannot be taken out of its sum.  The other operand's scales along it are multiplied into this
+one before it is rounded: the transposed copy may be of the matrix times one factor a row.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
