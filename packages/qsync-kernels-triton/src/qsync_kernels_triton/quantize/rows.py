@@ -258,39 +258,43 @@ def _scales_from_maxima(maxima_ptr, index, inside, FORMAT: tl.constexpr):
     return scale, inverse_of(absmax, scale, FORMAT)
 
 
-@triton.jit(do_not_specialize=["row_units", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=["row_units", "units", "strips", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_by_row_and_column(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, maxima_ptr, multiplier_ptr, row_multiplier_ptr, offset_ptr, stream_ptr,
-    row_units: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    row_units: tl.int32, units: tl.int32, strips: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, ROW_MULTIPLIER: tl.constexpr,
     LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile.
+    """Round tiles of (ROWS, BLOCK), the last ones first; grid (strips * programs of a strip,), as for the maxima.
 
-    Both copies of an element take one random number.
+    Both copies of an element take one random number.  A program's columns are the same in every tile, and so are their scales.
     """
     rows, row_length = row_units * ROW_UNIT, units * UNIT
     checksum = tl.load(maxima_ptr + rows + row_length)
     if tl.program_id(0) == 0:
         write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
     stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
-    across = tl.cdiv(row_length, BLOCK)
-    tiles = tl.cdiv(rows, ROWS) * across
-    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tiles - 1 - number
-        row = (tile // across) * ROWS + tl.arange(0, ROWS)
-        begin = (tile % across) * BLOCK
-        column = begin + tl.arange(0, BLOCK)
-        inside_row, inside_column = row < rows, column < row_length
+    begin = (tl.program_id(0) % strips) * BLOCK
+    column = begin + tl.arange(0, BLOCK)
+    inside_column = column < row_length
+    column_scale, column_inverse = _scales_from_maxima(maxima_ptr, rows + column, inside_column, FORMAT)
+    if tl.program_id(0) < strips:
+        tl.store(scale_ptr + rows + column, column_scale, mask=inside_column)
+    if MULTIPLIER == COLUMNS:
+        multiplier = tl.load(multiplier_ptr + column, mask=inside_column, other=0.0)[None, :]
+    tiles = tl.cdiv(rows, ROWS)
+    for number in range(tl.program_id(0) // strips, tiles, tl.num_programs(0) // strips):
+        row = (tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
+        inside_row = row < rows
         first = row.to(tl.int64) * row_length
         row_scale, row_inverse = _scales_from_maxima(maxima_ptr, row, inside_row, FORMAT)
-        column_scale, column_inverse = _scales_from_maxima(maxima_ptr, rows + column, inside_column, FORMAT)
         if begin == 0:
             tl.store(scale_ptr + row, row_scale, mask=inside_row)
-        if tile < across:
-            tl.store(scale_ptr + rows + column, column_scale, mask=inside_column)
-        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, NO_MULTIPLIER)
+        if MULTIPLIER == COLUMNS:
+            x = x * multiplier
         bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
         q = rounded(x, row_scale[:, None], row_inverse[:, None], bits, FORMAT, ROUNDING)
         x = _times_rows(x, row_multiplier_ptr, row, rows, FULL, ROW_MULTIPLIER)

@@ -382,8 +382,9 @@ class RowsAndColumnsPlan:
         cut = _tiles(p, shape, tall, across) | of_rows
         constants = p.rounding | cut | p.live | {"ALIGNED": cut["UNIT"] == 8, "STREAM": int(p.streamed)}
         self._round = Launch(quantize_by_row_and_column, constants, num_warps=warps)
-        tiles = triton.cdiv(length, across) * triton.cdiv(rows, tall)
-        self._second_grid = (tiles if config.sweep == 0 else min(tiles, max(1, config.sweep // 2)), 1, 1)
+        self._across, high = triton.cdiv(length, across), triton.cdiv(rows, tall)
+        per_strip = high if config.sweep == 0 else min(high, max(1, config.sweep // 2 // self._across))
+        self._second_grid = (self._across * per_strip, 1, 1)
         self._numbers, self._count = (rows // cut["ROW_UNIT"], length // cut["UNIT"]), rows + length + 1
         self._device = p.device
 
@@ -396,4 +397,4 @@ class RowsAndColumnsPlan:
         optional = [scale if tensor is None else tensor for tensor in (multiplier, row_multiplier, offset, stream)]
         self._maxima(self._first_grid, None, (x, maxima, *optional[:2]), (*self._numbers, self._strips))
         tensors = (x, as_bytes(q), as_bytes(transposed), scale, maxima, *optional)
-        self._round(self._second_grid, None, tensors, (*self._numbers, *words))
+        self._round(self._second_grid, None, tensors, (*self._numbers, self._across, *words))
