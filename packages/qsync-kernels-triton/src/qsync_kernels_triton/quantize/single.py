@@ -24,6 +24,7 @@ from qsync_kernels_triton.elementwise import transpose_bytes
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, signed_words
 from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE
 from qsync_kernels_triton.quantize.rows import (
+    REPLICAS,
     maxima_of_rows_and_columns,
     partial_absmax_of_matrix,
     quantize_by_row_and_column,
@@ -385,7 +386,7 @@ class RowsAndColumnsPlan:
         self._across, high = triton.cdiv(length, across), triton.cdiv(rows, tall)
         per_strip = high if config.sweep == 0 else min(high, max(1, config.sweep // 2 // self._across))
         self._second_grid = (self._across * per_strip, 1, 1)
-        self._numbers, self._count = (rows // cut["ROW_UNIT"], length // cut["UNIT"]), rows + length + 1
+        self._numbers, self._count = (rows // cut["ROW_UNIT"], length // cut["UNIT"]), rows + REPLICAS.value * length + 1
         self._device = p.device
 
     def __call__(
