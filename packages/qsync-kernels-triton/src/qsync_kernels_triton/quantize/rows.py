@@ -165,16 +165,21 @@ def partial_absmax_of_matrix(
     tl.store(partial_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(tl.sum(checksum, axis=1), axis=0)))
 
 
-@triton.jit(do_not_specialize=["partials", "row_units", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=["partials", "row_units", "units", "strips", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_twice_from_partials(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, offset_ptr, stream_ptr, partials: tl.int32,
-    row_units: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    row_units: tl.int32, units: tl.int32, strips: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr,
     OVERLAP: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile."""
+    """Round tiles of (ROWS, BLOCK), the last ones first; grid (strips * programs of a strip,), as for the maxima."""
     rows, row_length = row_units * ROW_UNIT, units * UNIT
+    begin = (tl.program_id(0) % strips) * BLOCK
+    column = begin + tl.arange(0, BLOCK)
+    if MULTIPLIER == COLUMNS:
+        multiplier = tl.load(multiplier_ptr + column, mask=column < row_length, other=0.0)[None, :]
     if OVERLAP:
         gdc_wait()
     _, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
@@ -182,15 +187,13 @@ def quantize_twice_from_partials(
     if tl.program_id(0) == 0:
         write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
     stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
-    across = tl.cdiv(row_length, BLOCK)
-    tiles = tl.cdiv(rows, ROWS) * across
-    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tiles - 1 - number
-        row = (tile // across) * ROWS + tl.arange(0, ROWS)
-        begin = (tile % across) * BLOCK
-        column = begin + tl.arange(0, BLOCK)
+    tiles = tl.cdiv(rows, ROWS)
+    for number in range(tl.program_id(0) // strips, tiles, tl.num_programs(0) // strips):
+        row = (tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * row_length
-        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, NO_MULTIPLIER)
+        if MULTIPLIER == COLUMNS:
+            x = x * multiplier
         q = rounded_rows(
             x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
             FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
