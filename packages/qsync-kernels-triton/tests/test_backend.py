@@ -285,11 +285,18 @@ def test_a_batch_norm_with_a_shortcut_holds_less_in_a_thread():
     assert [ProducerConfig.parse(text).lane for text in first] == [32, 16]
 
 
-def test_one_scale_for_the_tensor_is_shared_by_larger_programs():
+def test_one_scale_for_the_tensor_is_shared_by_fewer_programs():
     tensor = attrs.evolve(GELU, variant=attrs.evolve(GELU.variant, x_granularity=Granularity.PER_TENSOR))
     rows = attrs.evolve(GELU, variant=attrs.evolve(GELU.variant, x_granularity=Granularity.PER_ROW))
-    first = [ProducerConfig.parse(TritonBackend().candidate_configs(r)[0].text).block for r in (tensor, rows)]
-    assert first == [4096, 1024]
+    first = [ProducerConfig.parse(TritonBackend().candidate_configs(r)[0].text).apply for r in (tensor, rows)]
+    assert first == [4, 16]
+
+
+@pytest.mark.parametrize("granularity, short, long, lanes", [("tensor", 1024, 2048, [16, 32]), ("row", 8192, 8200, [32, 8])])
+def test_a_long_row_has_another_first_guess(granularity, short, long, lanes):
+    variant = attrs.evolve(GELU.variant, x_granularity=Granularity(granularity))
+    requests = [attrs.evolve(GELU, op=Op.RMS_NORM_OUTPUT, variant=variant, shapes=((64, length),)) for length in (short, long)]
+    assert [ProducerConfig.parse(TritonBackend().candidate_configs(r)[0].text).lane for r in requests] == lanes
 
 
 def test_knobs_that_are_left_out_have_their_default():

@@ -37,32 +37,23 @@ QUANTIZE_CANDIDATES = (
     QuantizeConfig(block=8192, warps=8, keep=64 << 20, sweep=0, hold=0),
 )
 _ROWS_OUTPUT = (
-    ProducerConfig(block=1024, lane=32),
-    ProducerConfig(block=1024, lane=16),
-    ProducerConfig(block=1024, lane=8),
-    ProducerConfig(block=1024, lane=32, apply=16),
-    ProducerConfig(block=1024, lane=16, apply=0),
-    ProducerConfig(block=4096, lane=32),
-    ProducerConfig(lane=16),
-)
-_ROWS_ONE_SCALE = (
-    ProducerConfig(block=4096, lane=16),
-    ProducerConfig(block=4096, lane=32, apply=16),
-    ProducerConfig(lane=16),
-    ProducerConfig(block=1024, lane=16),
-    ProducerConfig(block=4096, lane=16, apply=0),
-    ProducerConfig(),
-)
-"""One scale for the whole tensor: few programs leave partial maxima, and each of a second launch reads all of these."""
-_GLU_OUTPUT = (
-    ProducerConfig(block=1024, lane=16),
-    ProducerConfig(block=1024, lane=8),
+    ProducerConfig(lane=32, apply=16),
     ProducerConfig(block=1024, lane=32),
     ProducerConfig(block=1024, lane=16, apply=16),
+    ProducerConfig(apply=16),
+    ProducerConfig(block=4096, lane=32, apply=16),
     ProducerConfig(block=1024, lane=16, apply=0),
-    ProducerConfig(block=4096, lane=16),
+    ProducerConfig(block=1024),
 )
-"""A thread holds three numbers for each element of its row: both operands and their product."""
+_ROWS_ONE_SCALE = (
+    ProducerConfig(lane=16, apply=4),
+    ProducerConfig(block=4096, lane=32, apply=4),
+    ProducerConfig(block=4096, lane=16, apply=4),
+    ProducerConfig(block=1024, lane=16, apply=4),
+    ProducerConfig(lane=16),
+    ProducerConfig(block=4096, lane=16, apply=0),
+)
+"""One scale for the whole tensor: few programs leave partial maxima, and each of a second launch reads all of these."""
 _ELEMENTWISE_GRADIENT = (
     ProducerConfig(block=1024),
     ProducerConfig(block=1024, apply=16),
@@ -71,8 +62,9 @@ _ELEMENTWISE_GRADIENT = (
     ProducerConfig(),
 )
 _NORM_GRADIENT = (
-    ProducerConfig(block=1024, reduce=2),
+    ProducerConfig(lane=16, reduce=2),
     ProducerConfig(block=1024),
+    ProducerConfig(block=1024, reduce=2),
     ProducerConfig(block=1024, reduce=1, apply=16),
     ProducerConfig(block=1024, lane=16, reduce=1, apply=0),
     ProducerConfig(lane=16, reduce=2, apply=0),
@@ -107,7 +99,7 @@ PRODUCER_CANDIDATES = {
     Op.RMS_NORM_OUTPUT: _ROWS_OUTPUT,
     Op.ACTIVATION_OUTPUT: _ROWS_OUTPUT,
     Op.ACTIVATION_GRAD_INPUT: _ELEMENTWISE_GRADIENT,
-    Op.GLU_OUTPUT: _GLU_OUTPUT,
+    Op.GLU_OUTPUT: _ROWS_OUTPUT,
     Op.GLU_GRAD_INPUT: _ELEMENTWISE_GRADIENT,
 }
 STORED_CANDIDATES = (
@@ -117,6 +109,11 @@ STORED_CANDIDATES = (
     StoredConfig(block=8192, warps=8),
     StoredConfig(block=4096, warps=4),
 )
+_NORMS = (Op.LAYER_NORM_OUTPUT, Op.RMS_NORM_OUTPUT)
+_LONG_NORM = 2048
+"""From rows of this length on, more of one in a thread is faster than more rows at once (one scale, an H200)."""
+_ONE_READ = 8192
+"""Longer rows are walked (:data:`~.producers.row_plans.ONE_READ`): fewer elements in a thread let more programs wait for memory."""
 _OF_ROWS = tuple(op for op in PRODUCER_CANDIDATES if op.endswith(".output") and op not in BATCH_NORMS)
 
 
@@ -255,8 +252,16 @@ def _producer_candidates(request: KernelRequest) -> Sequence[ProducerConfig]:
     configs, variant = PRODUCER_CANDIDATES[request.op], request.variant
     if request.op == Op.BATCH_NORM_OUTPUT and request.chain.residual:
         return configs[1], configs[0], *configs[2:]  # beside a tile of the shortcut a thread holds less
-    copied_as_one = variant.compute.needs_scale and variant.x_granularity is Granularity.PER_TENSOR
-    return _ROWS_ONE_SCALE if request.op in _OF_ROWS and copied_as_one else configs
+    if request.op not in _OF_ROWS:
+        return configs
+    length = request.shapes[0][-1]
+    if variant.compute.needs_scale and variant.x_granularity is Granularity.PER_TENSOR:
+        return _first(1, _ROWS_ONE_SCALE) if request.op in _NORMS and length >= _LONG_NORM else _ROWS_ONE_SCALE
+    return _first(3, configs) if length > _ONE_READ else configs
+
+
+def _first(place: int, configs: Sequence[ProducerConfig]) -> tuple[ProducerConfig, ...]:
+    return (configs[place], *configs[:place], *configs[place + 1 :])
 
 
 def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:

@@ -575,3 +575,38 @@ def test_operands_of_another_type_size_or_layout_are_refused_by_name(outputs):
     kernel = build_activation_grad_input(Activation.SILU, SMALL)
     with pytest.raises(BackendError, match=r"x_scale goes with an x of 8 bit and with no other, and x is torch.int8"):
         kernel(x, q, None, x)
+
+
+def activation_alone(outputs, activation, x, factor=None, beside=False, config=SMALL):
+    """The copy, its one scale and stream, of the result alone or ``beside`` it: each way looks for the maximum by itself."""
+    q, scale, stream = outputs.empty(x.shape, torch.int8), outputs.empty((1,)), outputs.empty((1,), torch.int64)
+    out = outputs.empty(x.shape) if beside else None
+    if factor is None:
+        build_activation_output(activation, TENSOR, Rounding.STOCHASTIC, config)(
+            x, out, q, scale, stream, None, None, SEED, X_SEED, OFFSET
+        )
+    else:
+        build_glu_output(activation, TENSOR, Rounding.STOCHASTIC, config)(
+            x, factor, out, q, scale, stream, None, None, None, None, SEED, X_SEED, FACTOR_SEED, OFFSET
+        )
+    return q, scale, stream
+
+
+@pytest.mark.parametrize("activation", [Activation.RELU, Activation.GELU, Activation.GELU_TANH, Activation.SILU])
+@pytest.mark.parametrize("least, most", [(-4, 4), (-9, -0.2), (-0.8, 0.1), (-3, 0.25), (0, 0)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_largest_result_is_found_from_inputs_alone(outputs, activation, least, most, gated):
+    """Also where no input is large enough for its result to be the largest for sure."""
+    x = least + (most - least) * torch.rand(37, 83, generator=torch.Generator().manual_seed(3))
+    factor = random(*x.shape, seed=4) if gated else None
+    alone, beside = (activation_alone(outputs, activation, x, factor, beside) for beside in (False, True))
+    for one, other in zip(alone, beside, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GELU_TANH, Activation.SILU])
+def test_an_input_that_is_not_finite_makes_the_scale_infinite(outputs, activation, value):
+    x = random(37, 83, seed=5)
+    x[20, 50] = value
+    assert torch.isinf(activation_alone(outputs, activation, x)[1]).all()

@@ -53,6 +53,49 @@ def _result(x, factor, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     return r
 
 
+@triton.jit(do_not_specialize=["rows", "units"])
+def absmax_of_activated(
+    x_ptr, factor_ptr, partial_ptr, rows: tl.int32, units: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Partial maxima of results, and behind them partial checksums of x: all that ``round_activated`` asks for; grid (programs,).
+
+    A function of x alone grows from 0 on, and is no larger in magnitude than .28 before: that of the largest x is the largest, and
+    no other is worked out, unless it is smaller than that.
+    """
+    GROWS: tl.constexpr = not GATED and ACTIVATION > 0
+    highest, bits = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    lowest, largest = highest, highest
+    length, across, column = units * UNIT, tl.cdiv(units * UNIT, BLOCK), tl.arange(0, BLOCK)
+    tiles = tl.cdiv(rows, ROWS) * across
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        x, factor, read = _loaded(
+            x_ptr, factor_ptr, row.to(tl.int64) * length, (tile % across) * BLOCK + column, row, rows, length, GATED
+        )  # fmt: skip
+        bits += read
+        if GROWS:
+            highest = tl.maximum(highest, x, propagate_nan=tl.PropagateNan.ALL)
+            lowest = tl.minimum(lowest, x)
+        else:
+            largest = larger(largest, _result(x, factor, ACTIVATION, GATED))
+    absmax = tl.max(tl.max(infinite_if_nan(largest), 1), 0)
+    if GROWS:
+        # f(-infinity) is NaN.
+        ends = tl.where(lowest == float("-inf"), float("inf"), infinite_if_nan(highest))
+        absmax = activated(tl.max(tl.max(ends, 1), 0), ACTIVATION)
+        if absmax < 0.3:
+            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                row = (tile // across) * ROWS + tl.arange(0, ROWS)
+                x, factor, read = _loaded(
+                    x_ptr, factor_ptr, row.to(tl.int64) * length, (tile % across) * BLOCK + column, row, rows, length, GATED
+                )  # fmt: skip
+                largest = larger(largest, activated(x, ACTIVATION))
+            absmax = tl.max(tl.max(largest, 1), 0)
+    tl.store(partial_ptr + tl.program_id(0), absmax)
+    tl.store(partial_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(tl.sum(bits, 1), 0)))
+
+
 @triton.jit
 def _write_factor(
     factor, factor_q_ptr, scale, inverse, first, begin, row, rows, length, seed_low, seed_high, stream_low, stream_high,

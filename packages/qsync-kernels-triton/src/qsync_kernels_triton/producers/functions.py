@@ -23,15 +23,22 @@ SILU: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
+def _reciprocal(x):
+    """1 / x of numbers from 1 on, to two units in the last place as a division is, in two instructions of its nine."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return _reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 @triton.jit
 def _sigmoid_and_slope(x):
     """sigmoid(x) and its derivative; 1 − sigmoid(x), of which rounding leaves little for large x, is worked out by itself."""
-    e = tl.exp(-tl.abs(x))
-    above = 1.0 / (1.0 + e)
+    e = tl.exp2(tl.abs(x) * -1.4426950408889634)
+    above = _reciprocal(1.0 + e)
     below = e * above
     return tl.where(x < 0, below, above), below * above
 

@@ -10,7 +10,7 @@ from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import ProducerConfig
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, signed_words
-from qsync_kernels_triton.producers.activation import activate_rows, glu_gradient, round_activated
+from qsync_kernels_triton.producers.activation import absmax_of_activated, activate_rows, glu_gradient, round_activated
 from qsync_kernels_triton.producers.functions import ACTIVATION_CODE
 from qsync_kernels_triton.producers.operands import (
     copy_problems,
@@ -53,8 +53,9 @@ def build_glu_output(
             return _fill_empty
         given = {"ACTIVATION": ACTIVATION_CODE[activation], "GATED": True}
         launches = RowLaunches(
-            x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
-        )
+            x, out, q, x_q, offset, stream, granularity, rounding, config,
+            (activate_rows, given), (round_activated, given), (absmax_of_activated, given),
+        )  # fmt: skip
 
         def run(
             x: Tensor, factor: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None,

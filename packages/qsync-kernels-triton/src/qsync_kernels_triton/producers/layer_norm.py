@@ -76,13 +76,15 @@ def _held_row_statistics(
     Outside of the matrix tiles are 0.  Not CENTERED: 0 and the mean square.
     """
     n, columns = length.to(tl.float32), tl.arange(0, BLOCK)
-    total, squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    total = tiles[0]
     if CENTERED:
-        for part in tl.static_range(HELD):
+        for part in tl.static_range(1, HELD):
             total += tiles[part]
         estimate = tl.sum(total, 1) / n
-        total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for part in tl.static_range(HELD):
+        inside = (row < rows)[:, None] & (columns < length)[None, :]
+        total = tl.where(inside, tiles[0] - estimate[:, None], 0.0)
+        squares = total * total
+        for part in tl.static_range(1, HELD):
             inside = (row < rows)[:, None] & (part * BLOCK + columns < length)[None, :]
             apart = tl.where(inside, tiles[part] - estimate[:, None], 0.0)
             total += apart
@@ -91,21 +93,21 @@ def _held_row_statistics(
         var = tl.sum(squares, 1) / n - moved * moved
         return estimate + moved, tl.where(var < 0, 0.0, var)
     else:
-        for part in tl.static_range(HELD):
+        squares = total * total
+        for part in tl.static_range(1, HELD):
             squares = tl.fma(tiles[part], tiles[part], squares)
         return tl.zeros((ROWS,), dtype=tl.float32), tl.sum(squares, 1) / n
 
 
 @triton.jit
 def _long_row_statistics(
-    x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, CENTERED: tl.constexpr,
+    x_ptr, residual_ptr, sum_ptr, bits, first, row, rows, length, RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows of several chunks, sums about the mean of the first chunk (not CENTERED: about 0); and their checksums."""
+    """The same for rows of several chunks, sums about the mean of the first chunk (not CENTERED: about 0); their bits are added."""
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < length)[None, :]
     s, read = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
-    bits = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     shift = tl.zeros((ROWS,), dtype=tl.float32)
     if CENTERED:
         shift = tl.sum(s, 1) / tl.minimum(length, BLOCK).to(tl.float32)
@@ -121,9 +123,9 @@ def _long_row_statistics(
     if CENTERED:
         moved = tl.sum(total, 1) / n
         var = tl.sum(squares, 1) / n - moved * moved
-        return shift + moved, tl.where(var < 0, 0.0, var), row_checksums(bits, ROWS, BLOCK)
+        return shift + moved, tl.where(var < 0, 0.0, var), bits
     else:
-        return shift, tl.sum(squares, 1) / n, row_checksums(bits, ROWS, BLOCK)
+        return shift, tl.sum(squares, 1) / n, bits
 
 
 @triton.jit
@@ -174,12 +176,18 @@ def normalize_rows(
     """
     length = units * UNIT
     columns = tl.arange(0, BLOCK)
-    greatest, total = tl.zeros((ROWS,), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.int32)
+    # Where no row has a scale, maxima and bits stay apart by column until the last row: each reduction waits for other threads.
+    ROWS_APART: tl.constexpr = SCALES == PER_ROW or WRITE_X
+    total = tl.zeros((ROWS,), dtype=tl.int32)
+    largest, bits = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * length
+        stream_low, stream_high = 0, 0
+        if ROWS_APART:
+            largest, bits = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
         if HELD:
-            tiles, bits = (), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+            tiles = ()
             for part in tl.static_range(HELD):
                 column = part * BLOCK + columns
                 inside = (row < rows)[:, None] & (column < length)[None, :]
@@ -187,21 +195,22 @@ def normalize_rows(
                 s, read = summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM)
                 tiles = tiles + (s,)  # noqa: RUF005
                 bits += read
-            checksum = row_checksums(bits, ROWS, BLOCK)
             mean, var = _held_row_statistics(tiles, row, rows, length, HELD, ROWS, BLOCK, CENTERED)
         else:
-            mean, var, checksum = _long_row_statistics(
-                x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK, CENTERED
+            mean, var, bits = _long_row_statistics(
+                x_ptr, residual_ptr, sum_ptr, bits, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK, CENTERED
             )  # fmt: skip
-        total += checksum
-        low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
-        stream_low, stream_high = low[:, None], high[:, None]
+        if ROWS_APART:
+            checksum = row_checksums(bits, ROWS, BLOCK)
+            total += checksum
+            low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
+            stream_low, stream_high = low[:, None], high[:, None]
         rstd = inverse_deviation(var, eps)
         if CENTERED:
             tl.store(mean_ptr + row, mean, mask=row < rows)
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
-        largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         if HELD:
             xs, zs = (), ()
             for part in tl.static_range(HELD):
@@ -220,8 +229,6 @@ def normalize_rows(
         scale, inverse, x_scale, x_inverse = 1.0, 1.0, 1.0, 1.0  # of what is not written
         if SCALES == PER_ROW:
             scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
-        if SCALES == ONE_SCALE:
-            greatest = tl.maximum(greatest, tl.max(infinite_if_nan(largest), 1))
         if WRITE_X:
             x_scale, x_inverse = scales_of_rows(x_scale_ptr, x_largest, row, rows, X_FORMAT)
 
@@ -250,10 +257,11 @@ def normalize_rows(
                     seed_low, seed_high, x_seed_low, x_seed_high, stream_low, stream_high,
                     ROWS, BLOCK, WRITE_OUT, SCALES, WRITE_X, FORMAT, X_FORMAT, ROUNDING, ALIGNED,
                 )  # fmt: skip
+    whole = tl.sum(total, 0) if ROWS_APART else tl.sum(tl.sum(bits, 1), 0)
     if SCALES == ONE_SCALE:
-        tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
-        tl.store(scale_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(total, 0)))
-    write_stream(stream_ptr, offset_ptr, offset_low, offset_high, tl.sum(total, 0), LIVE, STREAM)
+        tl.store(scale_ptr + tl.program_id(0), tl.max(tl.max(infinite_if_nan(largest), 1), 0))
+        tl.store(scale_ptr + tl.num_programs(0) + tl.program_id(0), as_float(whole))
+    write_stream(stream_ptr, offset_ptr, offset_low, offset_high, whole, LIVE, STREAM)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "offset_low", "offset_high"])

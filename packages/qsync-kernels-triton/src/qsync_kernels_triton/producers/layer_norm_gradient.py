@@ -75,8 +75,8 @@ def layer_norm_gradient(
                 g, w, x = _tile(
                     grad_ptr, x_ptr, weight_ptr, first, part * BLOCK + columns, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT
                 )
-                sum_w += w
-                sum_product += w * x
+                sum_w = sum_w + w if part else w
+                sum_product = sum_product + w * x if part else w * x
                 ws, xs = ws + (w,), xs + (x,)  # noqa: RUF005
                 with_products, with_totals = with_products + (products[part] + g * x,), with_totals + (totals[part] + g,)  # noqa: RUF005
             products, totals = with_products, with_totals

@@ -13,7 +13,7 @@ from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import ProducerConfig
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse
-from qsync_kernels_triton.producers.activation import activate_rows, activation_gradient, round_activated
+from qsync_kernels_triton.producers.activation import absmax_of_activated, activate_rows, activation_gradient, round_activated
 from qsync_kernels_triton.producers.functions import ACTIVATION_CODE
 from qsync_kernels_triton.producers.layer_norm import normalize_rows, round_normalized
 from qsync_kernels_triton.producers.layer_norm_gradient import layer_norm_gradient
@@ -134,8 +134,9 @@ def build_activation_output(
             return lambda *operands: fill(operands[3], operands[4], operands[6], operands[7], operands[-2:])
         given = {"ACTIVATION": ACTIVATION_CODE[activation], "GATED": False}
         launches = RowLaunches(
-            x, out, q, x_q, offset, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given)
-        )
+            x, out, q, x_q, offset, stream, granularity, rounding, config,
+            (activate_rows, given), (round_activated, given), (absmax_of_activated, given),
+        )  # fmt: skip
 
         def run(
             x: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None, x_q: Tensor | None,
@@ -193,16 +194,17 @@ class RowLaunches:
 
     Args:
         first, second: the kernels, each with its own constants.
+        maxima: the first one's place where it would write nothing but partial maxima; takes the tensors of the second.
     """
 
     def __init__(
         self, x: Tensor, out: Tensor | None, q: Tensor | None, x_q: Tensor | None, offset: Tensor | None, stream: Tensor | None,
         granularity: Granularity, rounding: Rounding, config: ProducerConfig, first: tuple[object, dict[str, Any]],
-        second: tuple[object, dict[str, Any]],
+        second: tuple[object, dict[str, Any]], maxima: tuple[object, dict[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         rows, length = x.shape
         cut = cut_by_rows(rows, length, ONE_READ, config)
-        self._one_scale = q is not None and granularity is Granularity.PER_TENSOR
+        self._one_scale, self._maxima = q is not None and granularity is Granularity.PER_TENSOR, None
         scales = 0 if q is None else 2 if self._one_scale else 1
         form = {"FORMAT": 0 if q is None else FORMAT_CODE[q.dtype], "ROUNDING": ROUNDING_CODE[rounding]}
         form |= {"LIVE": offset is not None}
@@ -217,11 +219,14 @@ class RowLaunches:
         self._first = Launch(first[0], constants, num_warps=cut.warps)
         if self._one_scale:
             free = cut_freely(rows, length, WIDEST, config)
+            tiles, programs = free.tiles * free.strips, programs_for(free, config.apply, x.device, strips=1)
+            if maxima is not None and out is None and x_q is None:
+                self._maxima = Launch(maxima[0], free.constants | maxima[1], num_warps=free.warps)
+                self._programs = min(tiles, programs * free.strips, MOST_PARTIALS)
             merged = {"PARTIALS": max(16, triton.next_power_of_2(self._programs))}
             merged |= {"STREAM": int(stream is not None)}
             self._second = Launch(second[0], free.constants | second[1] | merged | form | free.aligned, num_warps=free.warps)
-            tiles = free.tiles * free.strips
-            self._tiles = min(tiles, programs_for(free, config.apply, x.device, strips=1) * free.strips) if config.apply else tiles
+            self._tiles = min(tiles, programs * free.strips) if config.apply else tiles
         self._sizes = (rows, length // cut.unit)
 
     def __call__(
@@ -238,8 +243,11 @@ class RowLaunches:
         copies = [x if copy is None else as_bytes(copy) for copy in (q, x_q)]
         scales = [x if vector is None else vector for vector in (partial, x_scale)]
         random = [x if tensor is None else tensor for tensor in (offset, stream)]
-        tensors = (*own, x if out is None else out, copies[0], scales[0], copies[1], scales[1], *random)
-        self._first((self._programs, 1, 1), None, tensors, (*self._sizes, *numbers, *words))
+        if self._maxima is not None:
+            self._maxima((self._programs, 1, 1), None, (*again, partial), self._sizes)
+        else:
+            tensors = (*own, x if out is None else out, copies[0], scales[0], copies[1], scales[1], *random)
+            self._first((self._programs, 1, 1), None, tensors, (*self._sizes, *numbers, *words))
         if self._one_scale:
             rounded = (*again, scales[0], copies[0], x if scale is None else scale, *random)
             self._second((self._tiles, 1, 1), None, rounded, (*self._sizes, self._programs, *words[:2], *words[4:]))

@@ -165,16 +165,21 @@ def partial_absmax_of_matrix(
     tl.store(partial_ptr + tl.num_programs(0) + tl.program_id(0), as_float(tl.sum(tl.sum(checksum, axis=1), axis=0)))
 
 
-@triton.jit(do_not_specialize=["partials", "row_units", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=["partials", "row_units", "units", "strips", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_twice_from_partials(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, offset_ptr, stream_ptr, partials: tl.int32,
-    row_units: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    row_units: tl.int32, units: tl.int32, strips: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr,
     OVERLAP: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile."""
+    """Round tiles of (ROWS, BLOCK), the last ones first; grid (strips * programs of a strip,), as for the maxima."""
     rows, row_length = row_units * ROW_UNIT, units * UNIT
+    begin = (tl.program_id(0) % strips) * BLOCK
+    column = begin + tl.arange(0, BLOCK)
+    if MULTIPLIER == COLUMNS:
+        multiplier = tl.load(multiplier_ptr + column, mask=column < row_length, other=0.0)[None, :]
     if OVERLAP:
         gdc_wait()
     _, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
@@ -182,15 +187,13 @@ def quantize_twice_from_partials(
     if tl.program_id(0) == 0:
         write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
     stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
-    across = tl.cdiv(row_length, BLOCK)
-    tiles = tl.cdiv(rows, ROWS) * across
-    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tiles - 1 - number
-        row = (tile // across) * ROWS + tl.arange(0, ROWS)
-        begin = (tile % across) * BLOCK
-        column = begin + tl.arange(0, BLOCK)
+    tiles = tl.cdiv(rows, ROWS)
+    for number in range(tl.program_id(0) // strips, tiles, tl.num_programs(0) // strips):
+        row = (tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * row_length
-        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, NO_MULTIPLIER)
+        if MULTIPLIER == COLUMNS:
+            x = x * multiplier
         q = rounded_rows(
             x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
             FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
@@ -220,13 +223,17 @@ def _magnitude(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+REPLICAS: tl.constexpr = tl.constexpr(8)
+"""How many programs' maxima of a column are apart: those of many programs in one place wait for each other."""
+
+
 @triton.jit(do_not_specialize=["row_units", "units", "strips"])
 def maxima_of_rows_and_columns(
     x_ptr, maxima_ptr, multiplier_ptr, row_multiplier_ptr, row_units: tl.int32, units: tl.int32, strips: tl.int32,
     UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     MULTIPLIER: tl.constexpr, ROW_MULTIPLIER: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each row, behind them those of columns, and the checksum, as int32; ``maxima_ptr`` starts as zeros.
+    """The largest magnitude of each row, behind them REPLICAS of each column's, and the checksum, as int32; these start as zeros.
 
     Grid (strips * programs of a strip,): a program takes every so-many-th tile of a strip of BLOCK columns.  Maxima of columns and
     checksums are kept by column until the last tile: only a row's maximum is taken across threads for each tile.
@@ -246,51 +253,59 @@ def maxima_of_rows_and_columns(
         tl.atomic_max(maxima_ptr + row, tl.max(_magnitude(x), axis=1), mask=row < rows, sem="relaxed")
         x = _times_rows(x, row_multiplier_ptr, row, rows, FULL, ROW_MULTIPLIER)
         of_columns = tl.maximum(of_columns, tl.max(_magnitude(x), axis=0))
-    tl.atomic_max(maxima_ptr + rows + column, of_columns, mask=column < row_length, sem="relaxed")
-    tl.atomic_add(maxima_ptr + rows + row_length, tl.sum(checksum, axis=0), sem="relaxed")
+    replica = maxima_ptr + rows + (tl.program_id(0) // strips) % REPLICAS * row_length
+    tl.atomic_max(replica + column, of_columns, mask=column < row_length, sem="relaxed")
+    tl.atomic_add(maxima_ptr + rows + REPLICAS * row_length, tl.sum(checksum, axis=0), sem="relaxed")
 
 
 @triton.jit
-def _scales_from_maxima(maxima_ptr, index, inside, FORMAT: tl.constexpr):
-    """Scales and inverses of what has these largest magnitudes."""
-    absmax = infinite_if_nan(tl.load(maxima_ptr + index, mask=inside, other=0).to(tl.float32, bitcast=True))
+def _scales_from_maxima(maxima_ptr, index, inside, apart, COUNT: tl.constexpr, FORMAT: tl.constexpr):
+    """Scales and inverses of what has these largest magnitudes, of which there are COUNT each, ``apart``."""
+    largest = tl.load(maxima_ptr + index, mask=inside, other=0)
+    for replica in tl.static_range(1, COUNT):
+        largest = tl.maximum(largest, tl.load(maxima_ptr + index + replica * apart, mask=inside, other=0))
+    absmax = infinite_if_nan(largest.to(tl.float32, bitcast=True))
     scale = scale_of(absmax, FORMAT)
     return scale, inverse_of(absmax, scale, FORMAT)
 
 
-@triton.jit(do_not_specialize=["row_units", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=["row_units", "units", "strips", "seed_low", "seed_high", "offset_low", "offset_high"])
 def quantize_by_row_and_column(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, maxima_ptr, multiplier_ptr, row_multiplier_ptr, offset_ptr, stream_ptr,
-    row_units: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
+    row_units: tl.int32, units: tl.int32, strips: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, ROW_MULTIPLIER: tl.constexpr,
     LIVE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile.
+    """Round tiles of (ROWS, BLOCK), the last ones first; grid (strips * programs of a strip,), as for the maxima.
 
-    Both copies of an element take one random number.
+    Both copies of an element take one random number.  A program's columns are the same in every tile, and so are their scales.
     """
     rows, row_length = row_units * ROW_UNIT, units * UNIT
-    checksum = tl.load(maxima_ptr + rows + row_length)
+    checksum = tl.load(maxima_ptr + rows + REPLICAS * row_length)
     if tl.program_id(0) == 0:
         write_stream(stream_ptr, offset_ptr, offset_low, offset_high, checksum, LIVE, STREAM)
     stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
-    across = tl.cdiv(row_length, BLOCK)
-    tiles = tl.cdiv(rows, ROWS) * across
-    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tiles - 1 - number
-        row = (tile // across) * ROWS + tl.arange(0, ROWS)
-        begin = (tile % across) * BLOCK
-        column = begin + tl.arange(0, BLOCK)
-        inside_row, inside_column = row < rows, column < row_length
+    begin = (tl.program_id(0) % strips) * BLOCK
+    column = begin + tl.arange(0, BLOCK)
+    inside_column = column < row_length
+    column_scale, column_inverse = _scales_from_maxima(maxima_ptr, rows + column, inside_column, row_length, REPLICAS, FORMAT)
+    if tl.program_id(0) < strips:
+        tl.store(scale_ptr + rows + column, column_scale, mask=inside_column)
+    if MULTIPLIER == COLUMNS:
+        multiplier = tl.load(multiplier_ptr + column, mask=inside_column, other=0.0)[None, :]
+    tiles = tl.cdiv(rows, ROWS)
+    for number in range(tl.program_id(0) // strips, tiles, tl.num_programs(0) // strips):
+        row = (tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
+        inside_row = row < rows
         first = row.to(tl.int64) * row_length
-        row_scale, row_inverse = _scales_from_maxima(maxima_ptr, row, inside_row, FORMAT)
-        column_scale, column_inverse = _scales_from_maxima(maxima_ptr, rows + column, inside_column, FORMAT)
+        row_scale, row_inverse = _scales_from_maxima(maxima_ptr, row, inside_row, 0, 1, FORMAT)
         if begin == 0:
             tl.store(scale_ptr + row, row_scale, mask=inside_row)
-        if tile < across:
-            tl.store(scale_ptr + rows + column, column_scale, mask=inside_column)
-        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, MULTIPLIER)
+        x, _bits = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, 1, FULL, NO_MULTIPLIER)
+        if MULTIPLIER == COLUMNS:
+            x = x * multiplier
         bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
         q = rounded(x, row_scale[:, None], row_inverse[:, None], bits, FORMAT, ROUNDING)
         x = _times_rows(x, row_multiplier_ptr, row, rows, FULL, ROW_MULTIPLIER)

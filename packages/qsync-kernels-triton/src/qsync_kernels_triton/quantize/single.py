@@ -21,9 +21,10 @@ from torch import Tensor
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.elementwise import transpose_bytes
-from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, signed_words
+from qsync_kernels_triton.launching import Grid, Launch, Planned, as_bytes, refuse, signed_words
 from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE
 from qsync_kernels_triton.quantize.rows import (
+    REPLICAS,
     maxima_of_rows_and_columns,
     partial_absmax_of_matrix,
     quantize_by_row_and_column,
@@ -337,6 +338,13 @@ def _strips(shape: tuple[int, int], elements: int, widest: int, programs: int) -
     return wide, strips, strips * min(high, max(1, programs // strips))
 
 
+def _in_strips(shape: tuple[int, int], tall: int, wide: int, programs: int) -> tuple[Grid, int]:
+    """The grid of a sweep over tiles, as many programs for each strip of them, and how many strips; 0: a program a tile."""
+    rows, length = shape
+    strips, high = triton.cdiv(length, wide), triton.cdiv(rows, tall)
+    return (strips * (min(high, max(1, programs // strips)) if programs else high), 1, 1), strips
+
+
 class TwicePlan:
     """A matrix under one scale that is also written transposed."""
 
@@ -350,9 +358,8 @@ class TwicePlan:
         constants |= {"PARTIALS": max(32, triton.next_power_of_2(count))}
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(quantize_twice_from_partials, constants, num_warps=8, **options)
-        tiles = triton.cdiv(rows, 64) * triton.cdiv(length, 128)
         # A quarter of the programs of a sweep over single rows: two of these fill a multiprocessor.
-        self._second_grid = (tiles if config.sweep == 0 else min(tiles, max(1, config.sweep // 4)), 1, 1)
+        self._second_grid, self._across = _in_strips(shape, 64, 128, config.sweep // 4)
         self._sizes = rows // second["ROW_UNIT"], length // second["UNIT"]
         self._count, self._device = count, p.device
 
@@ -365,7 +372,9 @@ class TwicePlan:
         optional = [partial if tensor is None else tensor for tensor in (multiplier, offset, stream)]
         self._absmax(self._first_grid, None, (x, partial, optional[0]), (*self._sizes, self._strips))
         copies = as_bytes(q), as_bytes(transposed)
-        self._round(self._second_grid, None, (x, *copies, scale, partial, *optional), (self._count, *self._sizes, *words))
+        self._round(
+            self._second_grid, None, (x, *copies, scale, partial, *optional), (self._count, *self._sizes, self._across, *words)
+        )
 
 
 class RowsAndColumnsPlan:
@@ -382,9 +391,8 @@ class RowsAndColumnsPlan:
         cut = _tiles(p, shape, tall, across) | of_rows
         constants = p.rounding | cut | p.live | {"ALIGNED": cut["UNIT"] == 8, "STREAM": int(p.streamed)}
         self._round = Launch(quantize_by_row_and_column, constants, num_warps=warps)
-        tiles = triton.cdiv(length, across) * triton.cdiv(rows, tall)
-        self._second_grid = (tiles if config.sweep == 0 else min(tiles, max(1, config.sweep // 2)), 1, 1)
-        self._numbers, self._count = (rows // cut["ROW_UNIT"], length // cut["UNIT"]), rows + length + 1
+        self._second_grid, self._across = _in_strips(shape, tall, across, config.sweep // 2)
+        self._numbers, self._count = (rows // cut["ROW_UNIT"], length // cut["UNIT"]), rows + REPLICAS.value * length + 1
         self._device = p.device
 
     def __call__(
@@ -396,4 +404,4 @@ class RowsAndColumnsPlan:
         optional = [scale if tensor is None else tensor for tensor in (multiplier, row_multiplier, offset, stream)]
         self._maxima(self._first_grid, None, (x, maxima, *optional[:2]), (*self._numbers, self._strips))
         tensors = (x, as_bytes(q), as_bytes(transposed), scale, maxima, *optional)
-        self._round(self._second_grid, None, tensors, (*self._numbers, *words))
+        self._round(self._second_grid, None, tensors, (*self._numbers, self._across, *words))
