@@ -13,14 +13,14 @@ from pathlib import Path
 import attrs
 import torch
 
-from eight_bit.steps import BASE, WAYS, Shape, Way, llama, run_of
+from eight_bit.steps import BASE, WAYS, Attention, Shape, Way, llama, run_of
 from kernels.bench import Bench, Row
 
 UPDATES, WARM_UP, LAST = 300, 30, 30
 """Updates of a run, those in which the learning rate rises, and those over which the final loss is averaged."""
 SEEDS = 3
 LEARNING_RATE = 3e-4
-SHAPE = llama("Llama-like, 8 layers", 2048, 8192, 8, 4, 2048, causal=True)
+SHAPE = llama("Llama-like, 8 layers", 2048, 8192, 8, 4, 2048, Attention.CAUSAL)
 WAY = next(way for way in WAYS if way.name == "int8, a scale a row")
 
 

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import nn
 
-from eight_bit.steps import ALL, LARGE, TINY, Shape, batch_of, llama, made
+from eight_bit.steps import ALL, LARGE, TINY, Attention, Shape, batch_of, llama, made
 from eight_bit.steps import job_of as transformers_job
 from kernels.bench import Bench, Row
 from qsync_core.artifacts.atomic_file import write_atomically
@@ -44,7 +44,7 @@ LOW, BASE = Variant.parse(ALL), Variant.plain(Precision.BFLOAT16)
 BATCHES = 4
 CUT = {**LARGE, "num_hidden_layers": 6}
 TRANSFORMERS = {
-    "llama": llama("Llama-like 1B cut to 4 layers", 2048, 8192, 4, 4, 2048, causal=True),
+    "llama": llama("Llama-like 1B cut to 4 layers", 2048, 8192, 4, 4, 2048, Attention.CAUSAL),
     "bert": Shape("BERT-large cut to 6 layers, 16 × 512", "Bert", CUT, 16, 512),
     "vit": Shape("ViT-L cut to 6 layers, b64", "ViT", {**CUT, "num_labels": 1000}, 64, 224, classes=1000),
 }
