@@ -37,6 +37,6 @@ def test_attention_of_a_compiled_step_reads_a_mask_where_the_row_says_so(part, m
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), call.args, strict=False)) | call.kwargs
     assert (given.get("attn_mask") is not None) == masked
     assert given.get("is_causal", False) == causal
-    if masked:  # expanded from a value of each sample: the stride for which no fused kernel takes it
+    if masked:  # expanded from a value of each query: the stride for which no fused kernel takes it
         assert given["attn_mask"].meta["example_value"].stride(-1) == 0
     assert given.get("dropout_p", 0.0) == (0.1 if "bert" in part else 0.0)

@@ -109,6 +109,15 @@ def test_arguments_of_every_kind_are_decoded() -> None:
     assert result[0].tolist() == [1, 1, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_expanded_tensors_are_made_dense_unless_asked_for_as_they_are(dense):
+    mask = {"tensor": [2, 3], "dtype": "bool", "expanded": True} | ({} if dense else {"dense": False})
+    text = {"op": "aten.masked_fill.Scalar", "args": [{"input": 0}, mask, 5.0], "kwargs": {}}
+    bound = AtenCall.of(operator(text)).bind([torch.ones(2, 3)])
+    assert bound.args[1].stride() == ((3, 1) if dense else (3, 0))
+    assert torch.equal(bound(), torch.full((2, 3), 5.0))
+
+
 def test_what_can_not_run_is_none() -> None:
     assert AtenCall.of(operator({"op": "aten.f.default", "args": [{"opaque": "Generator"}], "kwargs": {}})) is None
     assert AtenCall.of(operator({"op": "other.f.default", "args": [], "kwargs": {}})) is None

@@ -9,6 +9,7 @@ Arguments stand for themselves, except::
     {"parameter": j, "shape": [...]}       the j-th parameter, or all of it in another shape
     {..., "complex": true}                 either of them, of complex numbers; the shape's last dimension is their two parts
     {"tensor": [...], "dtype": "int64", "below": n}  any other tensor; integers lie in 0..n-1
+    {"tensor": [...], "dtype": "bool", "expanded": true}  whose last dimension has stride 0; made dense; not with "dense": false
     {"tensor": [...], "dtype": "int64", "offsets": n, "first": f}  rows at which equal parts of n begin (f = 0) or end (f = 1)
     {"dtype": "bool"}, {"device": ""}, {"layout": "strided"}, {"memory_format": "channels_last"}
 """
@@ -166,7 +167,8 @@ class AtenCall:
                     ends = [(part + first) * rows // count for part in range(count)]
                     return torch.tensor(ends, dtype=getattr(torch, dtype), device=device)
                 case {"tensor": shape, "dtype": dtype}:
-                    return _make_tensor(shape, getattr(torch, dtype), value.get("below", 1), device)
+                    made = _make_tensor(shape, getattr(torch, dtype), value.get("below", 1), device)
+                    return made[..., :1].expand(shape) if "expanded" in value and "dense" in value else made
                 case {"dtype": name} | {"layout": name} | {"memory_format": name}:
                     return getattr(torch, name)
                 case {"device": _}:

@@ -458,7 +458,7 @@ def _call_text(
             return {"parameter": parameters.index(direct[argument]), "shape": shape, **pairs, **held(tensor)}
         text = {"tensor": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool:
-            return text
+            return {**text, "expanded": True} if tensor.dim() and tensor.shape[-1] > 1 and not tensor.stride(-1) else text
         if argument_names.get(argument) in _OFFSETS:
             first, counted = _OFFSETS[argument_names[argument]]
             return {**text, "offsets": int(_leaves(node.args)[counted].meta["val"].shape[0]), "first": first}
