@@ -33,7 +33,7 @@ LONGEST, NAME = 32, 90
 PARTS = {
     "quantization": re.compile(r"quantize|partial_absmax|rows_of_many|partials_of_many|round_many|transpose_bytes"),
     "producers": re.compile(
-        r"channel_(statistics|coefficients)|normalize_|_gradient|round_(normalized|activated)|activate_|finish_sums"
+        r"channel_(statistics|coefficients)|normalize_|_gradient|round_(normalized|activated)|activate_|absmax_of_activated|finish_sums"
     ),
     "attention": re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE),
     "products": re.compile(r"gemm|cutlass|xmma|wgrad|dgrad|fprop|cudnn|cublas|convolve|nvjet|sm\d\d_", re.IGNORECASE),
@@ -113,7 +113,8 @@ def kernels_of(events: Sequence[Any], device: torch.device) -> list[Kernel]:
     found = []
     for event in events:
         on_device = str(event.device_type).endswith("CUDA")
-        if on_device == (device.type == "cuda"):
+        # What PyTorch marks on the device's line, such as the optimizer's step, is the time of kernels that are there too.
+        if on_device == (device.type == "cuda") and not (on_device and event.is_user_annotation):
             taken_us = event.self_device_time_total if on_device else event.self_cpu_time_total
             found.append(Kernel(event.key, taken_us / 1e3 / STEPS, event.count / STEPS))
     return found

@@ -65,6 +65,14 @@ def test_8_bit_gradients_are_quantized_once_with_the_weights_scales_factored_out
     assert on_a_cpu["quantize"].request.shapes == ((2, 5, 16),)
 
 
+@pytest.mark.parametrize("device", [("cuda", "9.0"), ("cpu", "")])
+def test_under_scales_of_rows_the_gradient_alone_has_a_copy_by_column(device: tuple[str, str]) -> None:
+    found = by_role(LINEAR, attrs.evolve(INT8_GRADS, x_granularity=Granularity.PER_ROW), *device)
+    assert found["quantize"].request.attributes == {}
+    assert found["quantize.gradient"].request.attributes == {"multiplier": "channel", "transposed": "true"}
+    assert not found["linear.grad_weight"].request.column_scaled
+
+
 def test_convolutions_carry_their_geometry_and_only_it() -> None:
     shapes = ((2, 4, 9, 9), (6, 2, 3, 3))
     attributes = GEOMETRY | {"memory_format": "channels_last"}
