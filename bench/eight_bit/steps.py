@@ -270,6 +270,8 @@ def rows(bench: Bench, part: str, words: str) -> Iterator[Row]:
     ways = [way for way in WAYS if way == BASE or not wanted or any(word == way.name for word in wanted)]
     found = measured(shape, ways, bench, BOUNDS[part])
     others = [way.name for way in WAYS if way.name.startswith(TORCHAO.name) and way.name in found]
+    if not all(sides(found)):
+        raise RuntimeError(f"only {', '.join(found) or 'nothing'} could be measured, and a ratio has two sides")
     best, base = fastest(found)
     replayed = {way.name for way in ways if way.graphs}  # the allocator sees nothing of what a graph's replay writes
     value, spread = ratio(found[best], found[base])
