@@ -244,7 +244,7 @@ class RowLaunches:
         scales = [x if vector is None else vector for vector in (partial, x_scale)]
         random = [x if tensor is None else tensor for tensor in (offset, stream)]
         if self._maxima is not None:
-            self._maxima((self._programs, 1, 1), None, (*again, partial), self._sizes)
+            self._maxima((self._programs, 1, 1), None, (*again, scales[0]), self._sizes)
         else:
             tensors = (*own, x if out is None else out, copies[0], scales[0], copies[1], scales[1], *random)
             self._first((self._programs, 1, 1), None, tensors, (*self._sizes, *numbers, *words))
