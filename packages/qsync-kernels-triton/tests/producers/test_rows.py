@@ -610,3 +610,11 @@ def test_an_input_that_is_not_finite_makes_the_scale_infinite(outputs, activatio
     x = random(37, 83, seed=5)
     x[20, 50] = value
     assert torch.isinf(activation_alone(outputs, activation, x)[1]).all()
+
+
+def test_a_relu_of_minus_infinity_is_zero(outputs):
+    x = random(37, 83, seed=5)
+    x[20, 50] = -float("inf")
+    q, scale, _ = activation_alone(outputs, Activation.RELU, x)
+    assert q[20, 50] == 0
+    assert torch.allclose(scale, x.amax() / 127)
