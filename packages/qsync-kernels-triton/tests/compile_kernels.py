@@ -43,12 +43,12 @@ FILTER = {"KERNEL_H": 3, "KERNEL_W": 3, "GROUPS": 1, "X_SCALE": True, "W_SCALES"
 def cases(capability):
     overlap = {"OVERLAP": capability >= 90}
     yield "partial_absmax", partial_absmax, SPLIT | overlap | {"KEEP": "evict_last"}, {}
-    rounding = QUANTIZE | SPLIT | {"PARTIALS": 1024, "ALIGNED": True} | overlap
+    rounding = QUANTIZE | SPLIT | {"PARTIALS": 1024, "ALIGNED": True, "OF_ZEROS": 1.0} | overlap
     yield "quantize_from_partials", quantize_from_partials, rounding, {}
     yield "partial_absmax bf16", partial_absmax, SPLIT | overlap | {"KEEP": "evict_last"}, {"x_ptr": "*bf16"}
     yield "quantize_from_partials bf16 e5m2", quantize_from_partials, rounding | {"FORMAT": 2}, {"x_ptr": "*bf16"}
     rows = QUANTIZE | {"UNIT": 8, "ROWS": 1, "BLOCK": 4096, "ALIGNED": True, "FULL": False, "MULTIPLIER": 1, "STREAM": 2}
-    yield "quantize_rows", quantize_rows, rows, {}
+    yield "quantize_rows", quantize_rows, rows | {"OF_ZEROS": 2.0**-126}, {}
     tile = {"ROW_UNIT": 16, "ROWS": 64, "BLOCK": 128, "PARTIALS": 1024, "FULL": True}
     yield (
         "quantize_twice",

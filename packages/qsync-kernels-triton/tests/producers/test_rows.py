@@ -128,7 +128,7 @@ class Norm:
             check_copy(self.q, self.scale, self.out, granularity, self.x)
             check_stream(self.stream, self.x)
             largest = self.xhat.abs().amax(1)
-            assert torch.allclose(self.x_scale.double(), torch.where(largest == 0, 1.0, largest / 127), rtol=1e-4)
+            assert torch.allclose(self.x_scale.double(), torch.where(largest == 0, 2.0**-126, largest / 127), rtol=1e-4)
             checking.assert_is_rounded(
                 self.x_q, scales_of(self.x_q, self.x_scale), self.xhat, X_SEED, checking.streams(self.x, OFFSET, len(self.x))
             )
@@ -234,7 +234,7 @@ def rms_norm(outputs, x, weight, residual, granularity, keep, config=SMALL):
     streams = checking.streams(x, OFFSET, rows)
     checking.assert_is_rounded(w["x_q"], scales_of(w["x_q"], w["x_scale"]), xhat, X_SEED, streams)
     largest = xhat.abs().amax(1)
-    assert torch.allclose(w["x_scale"].double(), torch.where(largest == 0, 1.0, largest / 127), rtol=1e-4)
+    assert torch.allclose(w["x_scale"].double(), torch.where(largest == 0, 2.0**-126, largest / 127), rtol=1e-4)
     return w | {"s": s if w["sum"] is None else w["sum"], "xhat": xhat}
 
 
@@ -610,3 +610,11 @@ def test_an_input_that_is_not_finite_makes_the_scale_infinite(outputs, activatio
     x = random(37, 83, seed=5)
     x[20, 50] = value
     assert torch.isinf(activation_alone(outputs, activation, x)[1]).all()
+
+
+def test_a_relu_of_minus_infinity_is_zero(outputs):
+    x = random(37, 83, seed=5)
+    x[20, 50] = -float("inf")
+    q, scale, _ = activation_alone(outputs, Activation.RELU, x)
+    assert q[20, 50] == 0
+    assert torch.allclose(scale, x.amax() / 127)

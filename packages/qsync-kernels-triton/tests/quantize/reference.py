@@ -38,13 +38,13 @@ def thresholds(seed, position, stream):
     return ((half.astype(np.float32) + np.float32(0.5)) / np.float32(65536)).reshape(position.shape)
 
 
-def scales(rows, form="int8"):
+def scales(rows, form="int8", of_zeros=1.0):
     """One scale for each row of a float32 matrix."""
     with np.errstate(invalid="ignore", over="ignore"):
         absmax = np.abs(rows).max(axis=1)
         absmax = np.where(np.isnan(absmax), np.float32(np.inf), absmax).astype(np.float32)
         scale = (absmax / np.float32(LARGEST[form])).astype(np.float32)
-    return np.where(absmax == 0, np.float32(1), np.maximum(scale, np.float32(2.0**-126)))
+    return np.where(absmax == 0, np.float32(of_zeros), np.maximum(scale, np.float32(2.0**-126)))
 
 
 def inverses(rows, scale, form):
@@ -70,9 +70,9 @@ def signed(stream):
     return stream - (1 << 64) if stream >= 1 << 63 else stream
 
 
-def quantize(rows, rounding, form="int8", seed=0, streams=(0,), position=None):
+def quantize(rows, rounding, form="int8", seed=0, streams=(0,), position=None, of_zeros=1.0):
     """Values (as float32) and scales of a float32 matrix, one scale and one stream per row; ``position``: of its elements."""
-    scale = scales(rows, form)[:, None]
+    scale = scales(rows, form, of_zeros)[:, None]
     spacing = np.float32(1)
     y = rows * inverses(rows, scale, form) if rounding == "stochastic" else rows / scale
     if form != "int8":

@@ -64,8 +64,9 @@ def tensor(*shape, dtype=torch.float32, seed=0):
 def assert_is_reference(x, granularity, rounding, form="int8", seed=5, offset=(1 << 40) + 1000):
     stream = torch.tensor([77])
     q, scale = run(x, granularity, rounding, seed=seed, offset=offset, form=form, stream=stream)
+    of_zeros = 2.0**-126 if granularity is Granularity.PER_ROW else 1.0
     expected, expected_scale = reference.quantize(
-        rows_of(x, granularity), str(rounding), form, seed, streams(x, granularity, offset)
+        rows_of(x, granularity), str(rounding), form, seed, streams(x, granularity, offset), of_zeros=of_zeros
     )
     assert np.array_equal(scale.numpy(), expected_scale)
     assert np.array_equal(q.float().numpy().reshape(expected.shape), expected)
@@ -232,11 +233,21 @@ def test_nearest_rounds_ties_to_even():
     assert q.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126]]
 
 
-def test_zeros_quantize_to_zeros_under_scale_one(way):
+def test_zeros_quantize_to_zeros_under_scale_one_and_rows_of_zeros_under_the_smallest(way):
     for granularity in Granularity:
         q, scale = run(torch.zeros(3, 4), granularity, Rounding.STOCHASTIC)
         assert not q.any()
-        assert torch.equal(scale, torch.ones_like(scale))
+        assert torch.equal(scale, torch.full_like(scale, 2.0**-126 if granularity is Granularity.PER_ROW else 1.0))
+
+
+def test_rows_and_columns_of_zeros_have_the_smallest_scale():
+    x = tensor(5, 7)
+    x[2], x[:, 3] = 0, 0
+    q, transposed, scale = torch.empty(5, 7, dtype=torch.int8), torch.empty(7, 5, dtype=torch.int8), torch.empty(12)
+    build_quantize(Granularity.PER_ROW, Rounding.STOCHASTIC, SMALL)(x, q, scale, None, 5, 0, None, transposed, torch.ones(5))
+    assert (scale == 2.0**-126).nonzero().flatten().tolist() == [2, 5 + 3]
+    assert not q[2].any()
+    assert not transposed[3].any()
 
 
 NOT_FINITE = [float("nan"), float("inf"), float("-inf")]

@@ -172,6 +172,17 @@ def test_the_gradients_copy_by_column_has_the_activations_scales_in_it(device):
     assert torch.allclose(gradients(BY_ROW, x, weight, grad)[1], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_rows_of_zeros_take_nothing_from_the_gradient_of_the_weight(device):
+    """Nothing of it depends on them, so their scale must not decide how coarsely the gradient of the other rows is rounded."""
+    x, weight = torch.randn(16, 32, device=device) * 1e-3, torch.randn(8, 32, device=device)
+    grad = torch.randn(16, 8, device=device)
+    x[5] = 0
+    others = torch.arange(16, device=device) != 5
+    assert torch.allclose(
+        gradients(BY_ROW, x, weight, grad)[1], gradients(BY_ROW, x[others], weight, grad[others])[1], rtol=1e-5, atol=1e-8
+    )
+
+
 def test_more_rows_than_one_int32_sum_takes(device):
     from qsync_core.ir.precision import MAX_CONTRACTION
     from qsync_torch.aten.linear import build_linear_grad_weight

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qsync_kernels_triton.producers.functions import activated, slope
+from qsync_kernels_triton.producers.functions import RELU, activated, slope
 from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, write_tile
 from qsync_kernels_triton.quantize.rounding import (
     INT8,
@@ -81,8 +81,9 @@ def absmax_of_activated(
             largest = larger(largest, _result(x, factor, ACTIVATION, GATED))
     absmax = tl.max(tl.max(infinite_if_nan(largest), 1), 0)
     if GROWS:
-        # f(-infinity) is NaN.
-        ends = tl.where(lowest == float("-inf"), float("inf"), infinite_if_nan(highest))
+        ends = infinite_if_nan(highest)
+        if ACTIVATION != RELU:  # of which f(-infinity) is no number
+            ends = tl.where(lowest == float("-inf"), float("inf"), ends)
         absmax = activated(tl.max(tl.max(ends, 1), 0), ACTIVATION)
         if absmax < 0.3:
             for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):

@@ -42,8 +42,8 @@ ADDED: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def scale_of(absmax, FORMAT: tl.constexpr):
-    """Scale that maps absmax to the format's largest value, at least the smallest whose inverse float32 holds; 1 for zeros."""
+def scale_of(absmax, FORMAT: tl.constexpr, OF_ZEROS: tl.constexpr = 1.0):
+    """Scale that maps absmax to the format's largest value, at least the smallest whose inverse float32 holds."""
     if FORMAT == INT8:
         largest = 127.0
     elif FORMAT == E4M3:
@@ -53,7 +53,7 @@ def scale_of(absmax, FORMAT: tl.constexpr):
     scale = tl.div_rn(absmax, absmax * 0 + largest)
     # absmax * 0 is NaN for an infinite absmax, which must stay infinite.
     scale = tl.where(absmax == float("inf"), absmax, scale)
-    return tl.where(scale < SMALLEST_SCALE, tl.where(absmax == 0, 1.0, SMALLEST_SCALE), scale)
+    return tl.where(scale < SMALLEST_SCALE, tl.where(absmax == 0, OF_ZEROS, SMALLEST_SCALE), scale)
 
 
 @triton.jit
@@ -70,11 +70,11 @@ def inverse_of(absmax, scale, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def merged_scale(partial_ptr, partials, PARTIALS: tl.constexpr, FORMAT: tl.constexpr):
+def merged_scale(partial_ptr, partials, PARTIALS: tl.constexpr, FORMAT: tl.constexpr, OF_ZEROS: tl.constexpr = 1.0):
     """Largest magnitude, scale and inverse of partial maxima."""
     index = tl.arange(0, PARTIALS)
     absmax = tl.max(tl.load(partial_ptr + index, mask=index < partials, other=0.0), axis=0)
-    scale = scale_of(absmax, FORMAT)
+    scale = scale_of(absmax, FORMAT, OF_ZEROS)
     return absmax, scale, inverse_of(absmax, scale, FORMAT)
 
 

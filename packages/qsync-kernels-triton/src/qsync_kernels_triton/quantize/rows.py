@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qsync_kernels_triton.quantize.rounding import (
     COLUMNS,
     NO_MULTIPLIER,
+    SMALLEST_SCALE,
     STOCHASTIC,
     as_float,
     bits_of,
@@ -89,10 +90,10 @@ def bits_of_rows(
 
 
 @triton.jit
-def scales_of_rows(scale_ptr, largest, row, rows, FORMAT: tl.constexpr):
+def scales_of_rows(scale_ptr, largest, row, rows, FORMAT: tl.constexpr, OF_ZEROS: tl.constexpr = SMALLEST_SCALE):
     """Scale and inverse of rows as columns of a tile, from magnitudes whose largest counts; the scales are written."""
     absmax = tl.max(infinite_if_nan(largest), axis=1)
-    scale = scale_of(absmax, FORMAT)
+    scale = scale_of(absmax, FORMAT, OF_ZEROS)
     tl.store(scale_ptr + row, scale, mask=row < rows)
     return scale[:, None], inverse_of(absmax, scale, FORMAT)[:, None]
 
@@ -112,6 +113,7 @@ def quantize_rows(
     channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, LIVE: tl.constexpr, STREAM: tl.constexpr,
+    OF_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): each takes every programs-th group of ROWS rows, so that what the random generator needs is made once.
 
@@ -124,7 +126,7 @@ def quantize_rows(
         row = block * ROWS + tl.arange(0, ROWS)
         first = row.to(tl.int64) * row_length
         x, bits = loaded_rows(x_ptr, multiplier_ptr, first, columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
-        scale, inverse = scales_of_rows(scale_ptr, tl.abs(x), row, rows, FORMAT)
+        scale, inverse = scales_of_rows(scale_ptr, tl.abs(x), row, rows, FORMAT, OF_ZEROS)
         checksum = row_checksums(bits, ROWS, BLOCK)
         total += checksum
         low, high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
@@ -265,7 +267,7 @@ def _scales_from_maxima(maxima_ptr, index, inside, apart, COUNT: tl.constexpr, F
     for replica in tl.static_range(1, COUNT):
         largest = tl.maximum(largest, tl.load(maxima_ptr + index + replica * apart, mask=inside, other=0))
     absmax = infinite_if_nan(largest.to(tl.float32, bitcast=True))
-    scale = scale_of(absmax, FORMAT)
+    scale = scale_of(absmax, FORMAT, SMALLEST_SCALE)
     return scale, inverse_of(absmax, scale, FORMAT)
 
 

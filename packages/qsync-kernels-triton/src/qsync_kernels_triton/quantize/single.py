@@ -22,7 +22,7 @@ from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.elementwise import transpose_bytes
 from qsync_kernels_triton.launching import Grid, Launch, Planned, as_bytes, refuse, signed_words
-from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE
+from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE, SMALLEST_SCALE
 from qsync_kernels_triton.quantize.rows import (
     REPLICAS,
     maxima_of_rows_and_columns,
@@ -75,7 +75,7 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         refuse("quantize", (*problems, *extra, *stream_problems(offset, stream_out, x.device)))
         if x.numel() == 0:
             return _of_nothing
-        problem = Problem(x, rows, q_out.dtype, code, multiplier, offset, stream_out)
+        problem = Problem(x, rows, granularity, q_out.dtype, code, multiplier, offset, stream_out)
         if by_column:
             return RowsAndColumnsPlan(problem, config, (x.shape[0], x.shape[1]), row_multiplier is not None)
         if transposed_out is not None and rows == 1:
@@ -216,19 +216,21 @@ class Problem:
         unit: 8 where a row's length is a multiple of 8, so that loads are wide and calls of the generator shared; else 1.
         inner, channels, by_channel: elements in memory between two channels, how many channels, and which of the kernels' ways to
             multiply by them applies.
+        of_zeros: the scale of a group of zeros: of a row the smallest, because gradients are multiplied by the scales of rows.
         live: the offset of random numbers is read from memory.
         stream: which of the kernels' ways to write the stream applies.
         overlap: whether the second kernel starts before the first one ends (``griddepcontrol``, from compute capability 9.0 on).
     """
 
     def __init__(
-        self, x: Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: Tensor | None, offset: Tensor | None,
-        stream: Tensor | None,
+        self, x: Tensor, rows: int, granularity: Granularity, form: torch.dtype, rounding: int, multiplier: Tensor | None,
+        offset: Tensor | None, stream: Tensor | None,
     ) -> None:  # fmt: skip
         self.device, self.bytes = x.device, x.element_size()
         self.rows, self.length = rows, x.numel() // rows
         self.unit = 8 if self.length % 8 == 0 else 1
         self.rounding = {"FORMAT": FORMAT_CODE[form], "ROUNDING": rounding}
+        self.of_zeros = {"OF_ZEROS": SMALLEST_SCALE.value if granularity is Granularity.PER_ROW else 1.0}
         self.live = {"LIVE": offset is not None}
         self.streamed, self.stream = stream is not None, 0 if stream is None else 1 if rows == 1 else 2
         self.inner, self.channels, self.by_channel = 1, 1, 0
@@ -254,6 +256,7 @@ class RowsPlan:
             "FULL": p.length == block and p.rows % per_program == 0,
             "MULTIPLIER": COLUMNS.value if p.by_channel and p.inner == 1 and p.channels == p.length else p.by_channel,
             **p.live,
+            **p.of_zeros,
         }
         warps = max(1, min(16, per_program * block // 512))
         groups = triton.cdiv(p.rows, per_program)
@@ -295,7 +298,7 @@ class SplitPlan:
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(
             quantize_from_partials,
-            p.rounding | cut | partials | flags | p.live | {"STREAM": p.stream},
+            p.rounding | cut | partials | flags | p.live | p.of_zeros | {"STREAM": p.stream},
             num_warps=config.warps,
             **options,
         )

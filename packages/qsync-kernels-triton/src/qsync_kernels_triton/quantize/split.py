@@ -72,7 +72,7 @@ def _round_chunks(
     x_ptr, q_ptr, partial_ptr, sum_ptr, partials, multiplier_ptr, first, row_length, program, programs, full_chunks, inner,
     channels, seed_low, seed_high, offset_ptr, offset_low, offset_high,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr,
-    TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr, LIVE: tl.constexpr,
+    TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr, LIVE: tl.constexpr, OF_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Round every ``programs``-th chunk of a row, from the last full one on backward; return the row's scale and checksum.
 
@@ -86,7 +86,7 @@ def _round_chunks(
     x = tl.load(x_ptr + start + offsets, mask=offsets < tl.where(chunk >= 0, BLOCK, 0), other=0.0, eviction_policy="evict_first")
     if OVERLAP:
         gdc_wait()
-    _, scale, inverse = merged_scale(partial_ptr, partials, PARTIALS, FORMAT)
+    _, scale, inverse = merged_scale(partial_ptr, partials, PARTIALS, FORMAT, OF_ZEROS)
     checksum = merged_checksum(sum_ptr, partials, PARTIALS)
     stream_low, stream_high = words_of(stream_of(offset_ptr, offset_low, offset_high, checksum, LIVE))
     for _ in range((tl.maximum(full_chunks - program, 0) + programs - 1) // programs):
@@ -147,7 +147,7 @@ def quantize_from_partials(
     offset_low: tl.int32, offset_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr,
     ALIGNED: tl.constexpr, TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr, LIVE: tl.constexpr,
-    STREAM: tl.constexpr,
+    STREAM: tl.constexpr, OF_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Round rows by chunks, the last ones first, with ``programs`` programs for each; grid (programs * rows,).
 
@@ -160,7 +160,7 @@ def quantize_from_partials(
     scale, checksum = _round_chunks(
         x_ptr, q_ptr, maxima, maxima + rows * partials, partials, multiplier_ptr, row * row_length, row_length, program,
         programs, full_chunks, inner, channels, seed_low, seed_high, offset_ptr, offset_low, offset_high,
-        FORMAT, ROUNDING, BLOCK, PARTIALS, ALIGNED, TAIL, MULTIPLIER, OVERLAP, LIVE,
+        FORMAT, ROUNDING, BLOCK, PARTIALS, ALIGNED, TAIL, MULTIPLIER, OVERLAP, LIVE, OF_ZEROS,
     )  # fmt: skip
     if program == 0:
         tl.store(scale_ptr + row, scale)

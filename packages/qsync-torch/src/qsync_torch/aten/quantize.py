@@ -1,9 +1,9 @@
 """Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
 
 Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``
-(docs/design/precision-semantics.md#quantization); a scale is at least 2**-126 (magnitudes below 1e-36 would have less), and 1 for
-zeros.  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per row of the flattened 2-d
-activation.
+(docs/design/precision-semantics.md#quantization); a scale is at least 2**-126 (magnitudes below 1e-36 would have less), which a row
+of zeros has; other groups of zeros have 1 (:func:`scale_of_zeros`).  Groups: the whole tensor, one per entry of dimension 0 (output
+channels of a weight), or one per row of the flattened 2-d activation.
 
 Affine (int8 with ``symmetric=False``): ``x = scale * (q - zero_point)`` with q in -128..127.  The range is that of the group's
 values and 0, so that 0 is exact, with which convolutions pad.  ``scale = (max - min) / 255`` where one of the two is 0, as behind a
@@ -235,26 +235,35 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
     if x.numel() == 0:
         out.fill_(1.0)
         return
-    groups = _grouped(x, granularity)
+    groups, of_zeros = _grouped(x, granularity), scale_of_zeros(granularity)
     if groups.shape[0] == 1 and groups.device.type == "cpu":
         low, high = torch.aminmax(groups)
         # NaN is not the larger of anything, so it is kept by asking whether the other is larger.
         absmax = -float(low) if -float(low) > float(high) else float(high)
         # NaN is not the smaller of anything.
-        out.fill_(1.0 if absmax == 0 else max(absmax / LARGEST[precision], _SMALLEST))
+        out.fill_(of_zeros if absmax == 0 else max(absmax / LARGEST[precision], _SMALLEST))
         return
     if groups.device.type == "cuda":
         torch.linalg.vector_norm(groups, math.inf, dim=1, dtype=torch.float32, out=out)
     else:
         # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
         out.copy_(torch.maximum(groups.amin(1).neg(), groups.amax(1)))
-    write_scale(out, precision, out)
+    write_scale(out, precision, out, of_zeros)
 
 
-def write_scale(absmax: torch.Tensor, precision: Precision, out: torch.Tensor) -> None:
+def scale_of_zeros(granularity: Granularity) -> float:
+    """The symmetric scale of a group of zeros.
+
+    Gradients are multiplied by the scales of the weight's channels and of the activation's rows.  That of a channel without weights
+    is to stay what it is; that of a row of zeros, of which nothing depends, is to be small beside the others'.
+    """
+    return _SMALLEST if granularity is Granularity.PER_ROW else 1.0
+
+
+def write_scale(absmax: torch.Tensor, precision: Precision, out: torch.Tensor, of_zeros: float = 1.0) -> None:
     """Write the scales of groups with these largest magnitudes (float32) into ``out``, which may be ``absmax`` itself."""
     zeros = absmax == 0
-    torch.div(absmax, LARGEST[precision], out=out).clamp_(min=_SMALLEST).masked_fill_(zeros, 1.0)
+    torch.div(absmax, LARGEST[precision], out=out).clamp_(min=_SMALLEST).masked_fill_(zeros, of_zeros)
 
 
 def affine_scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

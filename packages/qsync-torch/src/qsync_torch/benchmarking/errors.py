@@ -101,7 +101,7 @@ class Reference:
         """More than is allowed where a scale is not its group's, or a value more than a step away: rounding explains neither."""
         by = self.problem.variant.x_granularity
         found, groups = _dequantized(q, scale, by), groups_of(values, by)
-        error, step = _relative(found, values), expected_scales(groups, self.problem.variant.compute)
+        error, step = _relative(found, values), expected_scales(groups, self.problem.variant.compute, by)
         off = float(((scale[: len(step)].double() - step).abs() / step).max())
         moved = float(((groups_of(found, by) - groups).abs() / step[:, None]).max())
         if off <= _SCALE_ERROR and moved <= _MOST_MOVED:

@@ -141,18 +141,19 @@ def check_stream(stream: torch.Tensor, offset: Offset, x: torch.Tensor) -> None:
     )
 
 
-def expected_scales(groups: torch.Tensor, precision: Precision) -> torch.Tensor:
-    """``absmax / 127`` (``/ 448``) of each row of (groups, elements) in float64, at least 2⁻¹²⁶; 1 for zeros."""
+def expected_scales(groups: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
+    """``absmax / 127`` (``/ 448``) of each row of (groups, elements) in float64, at least 2⁻¹²⁶; 1 for zeros, but of a row."""
+    of_zeros = 2.0**-126 if granularity is Granularity.PER_ROW else 1.0
     absmax = groups.abs().amax(1)
-    return (absmax / LARGEST[precision]).clamp(min=2.0**-126).masked_fill(absmax == 0, 1.0)
+    return (absmax / LARGEST[precision]).clamp(min=2.0**-126).masked_fill(absmax == 0, of_zeros)
 
 
 def check_scales(x: torch.Tensor, scale: torch.Tensor, granularity: Granularity, precision: Precision) -> None:
     """``absmax / 127`` (``/ 448``), at least 2⁻¹²⁶, to a few units in the last place; exactly 1 where that is the quotient."""
-    expected = expected_scales(groups_of(x.double(), granularity), precision)
+    expected = expected_scales(groups_of(x.double(), granularity), precision, granularity)
     error = ((scale.double() - expected) / expected).abs().max().item()
     assert error <= 2.0**-21, f"scales are off by a relative {error:.1e}"
-    assert bool((scale[expected == 1] == 1).all()), "a group of zeros must have the scale 1, and so must one up to 127"
+    assert bool((scale[expected == 1] == 1).all()), "zeros that are no row must have the scale 1, and so must a group up to 127"
 
 
 def check_rounding(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, variant: Variant) -> None:

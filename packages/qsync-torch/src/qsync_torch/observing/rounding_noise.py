@@ -16,7 +16,7 @@ import torch
 from qsync_core.ir.noise import StoredError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import CastTarget
-from qsync_torch.aten.quantize import affine_scale, scale_view
+from qsync_torch.aten.quantize import affine_scale, scale_of_zeros, scale_view
 from qsync_torch.aten.stored_weights import StoredWeight, dequantize_weight, quantize_weight
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -31,7 +31,7 @@ _SMALLEST = _INT8_LEVELS * torch.finfo(torch.float32).tiny
 
 
 def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity, *, symmetric: bool = True) -> torch.Tensor:
-    """Scale of a cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels, at least 2**-126; 1 for zeros.
+    """Scale of a cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels, at least 2**-126; zeros: 1, but of rows.
 
     Args:
         tensor: values, any shape.
@@ -52,7 +52,7 @@ def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granular
     else:
         largest = torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True)
     scale = torch.clamp(largest / levels, min=torch.finfo(torch.float32).tiny)
-    return torch.where(largest == 0, torch.ones_like(scale), scale)
+    return scale.masked_fill_(largest == 0, scale_of_zeros(granularity))
 
 
 def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
