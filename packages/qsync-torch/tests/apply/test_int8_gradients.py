@@ -183,6 +183,20 @@ def test_rows_of_zeros_take_nothing_from_the_gradient_of_the_weight(device):
     )
 
 
+@pytest.mark.parametrize("variant", [BOTH, BY_ROW])
+@pytest.mark.parametrize("size", [1e-2, 3e-2, 1e-1])
+def test_channels_of_zeros_keep_a_gradient_beside_the_others(device, variant, size):
+    """As rows have that pad a vocabulary: the others' part in the input's gradient is left as fine, and theirs is not lost."""
+    x, weight = torch.randn(256, 64, device=device), size * torch.randn(40, 64, device=device)
+    weight[3::8] = 0
+    grad = torch.randn(256, 40, device=device)
+    found = gradients(variant, x, weight, grad)
+    for one, exact in zip(found, (grad @ weight, grad.t() @ x), strict=True):
+        assert (one - exact).norm() < 0.05 * exact.norm()
+    of_zeros = found[1][3::8], (grad.t() @ x)[3::8]
+    assert (of_zeros[0] - of_zeros[1]).norm() < 0.1 * of_zeros[1].norm()
+
+
 def test_more_rows_than_one_int32_sum_takes(device):
     from qsync_core.ir.precision import MAX_CONTRACTION
     from qsync_torch.aten.linear import build_linear_grad_weight

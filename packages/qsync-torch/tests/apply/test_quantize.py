@@ -14,11 +14,14 @@ INT8, FLOAT8 = Precision.INT8, Precision.FLOAT8_E4M3FN
 LARGEST = {INT8: 127.0, FLOAT8: 448.0}
 
 
+OF_ZEROS = {Granularity.PER_TENSOR: 1.0, Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: 2.0**-126}
+
+
 def reference_scale(x, precision, granularity):
     """Straight from the definition, in float64, one group at a time."""
     rows = {Granularity.PER_TENSOR: [x], Granularity.PER_CHANNEL: list(x), Granularity.PER_ROW: list(x.reshape(-1, x.shape[-1]))}
     absmax = [float(row.abs().max()) for row in rows[granularity]]
-    of_zeros = 2.0**-126 if granularity is Granularity.PER_ROW else 1.0
+    of_zeros = OF_ZEROS[granularity]
     return torch.tensor([value / LARGEST[precision] if value else of_zeros for value in absmax])
 
 
@@ -111,11 +114,11 @@ def test_the_extremes_never_leave_the_range(device, precision, rounding):
 
 
 @pytest.mark.parametrize("granularity", Granularity)
-def test_all_zero_groups_have_scale_one_or_rows_the_smallest_and_quantize_to_zero(device, granularity):
+def test_groups_of_zeros_have_a_scale_of_their_own_and_quantize_to_zero(device, granularity):
     x = torch.zeros(3, 8, device=device)
     q, scale = quantize(x, INT8, granularity, Rounding.STOCHASTIC)
     assert q.abs().sum().item() == 0
-    assert scale.tolist() == [2.0**-126 if granularity is Granularity.PER_ROW else 1.0] * scale.numel()
+    assert scale.tolist() == [OF_ZEROS[granularity]] * scale.numel()
 
 
 def test_an_empty_tensor_has_an_empty_copy(device):

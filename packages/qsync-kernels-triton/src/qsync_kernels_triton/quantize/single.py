@@ -39,6 +39,9 @@ ONE_READ = 16384
 """Rows up to this many elements stay in the registers of one program between the maximum and the rounding."""
 
 
+_OF_ZEROS = {Granularity.PER_TENSOR: 1.0, Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: SMALLEST_SCALE.value}
+
+
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
     """The kernel ``quantize(x, q_out, scale_out, stream_out, seed, offset, multiplier=None, transposed_out=None,
     row_multiplier=None)``.
@@ -216,7 +219,8 @@ class Problem:
         unit: 8 where a row's length is a multiple of 8, so that loads are wide and calls of the generator shared; else 1.
         inner, channels, by_channel: elements in memory between two channels, how many channels, and which of the kernels' ways to
             multiply by them applies.
-        of_zeros: the scale of a group of zeros: of a row the smallest, because gradients are multiplied by the scales of rows.
+        of_zeros: the scale of a group of zeros.  Gradients are multiplied by the scales of rows, of which one of zeros is to be
+            small, and by those of weights' channels, of which one of zeros is to be of the others' order.
         live: the offset of random numbers is read from memory.
         stream: which of the kernels' ways to write the stream applies.
         overlap: whether the second kernel starts before the first one ends (``griddepcontrol``, from compute capability 9.0 on).
@@ -230,7 +234,7 @@ class Problem:
         self.rows, self.length = rows, x.numel() // rows
         self.unit = 8 if self.length % 8 == 0 else 1
         self.rounding = {"FORMAT": FORMAT_CODE[form], "ROUNDING": rounding}
-        self.of_zeros = {"OF_ZEROS": SMALLEST_SCALE.value if granularity is Granularity.PER_ROW else 1.0}
+        self.of_zeros = {"OF_ZEROS": _OF_ZEROS[granularity]}
         self.live = {"LIVE": offset is not None}
         self.streamed, self.stream = stream is not None, 0 if stream is None else 1 if rows == 1 else 2
         self.inner, self.channels, self.by_channel = 1, 1, 0

@@ -1,9 +1,9 @@
 """Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
 
 Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``
-(docs/design/precision-semantics.md#quantization); a scale is at least 2**-126 (magnitudes below 1e-36 would have less), which a row
-of zeros has; other groups of zeros have 1 (:func:`scale_of_zeros`).  Groups: the whole tensor, one per entry of dimension 0 (output
-channels of a weight), or one per row of the flattened 2-d activation.
+(docs/design/precision-semantics.md#quantization); a scale is at least 2**-126 (magnitudes below 1e-36 would have less); that of
+zeros is :func:`scale_of_zeros`.  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per
+row of the flattened 2-d activation.
 
 Affine (int8 with ``symmetric=False``): ``x = scale * (q - zero_point)`` with q in -128..127.  The range is that of the group's
 values and 0, so that 0 is exact, with which convolutions pad.  ``scale = (max - min) / 255`` where one of the two is 0, as behind a
@@ -254,10 +254,11 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
 def scale_of_zeros(granularity: Granularity) -> float:
     """The symmetric scale of a group of zeros.
 
-    Gradients are multiplied by the scales of the weight's channels and of the activation's rows.  That of a channel without weights
-    is to stay what it is; that of a row of zeros, of which nothing depends, is to be small beside the others'.
+    Gradients are multiplied by the scales of the weight's channels and of the activation's rows.  That of a row of zeros, of which
+    nothing depends, is to be small beside the others'.  A channel of zeros has a gradient of its own, so its scale is of the order
+    of trained weights' scales: a much larger one takes the others' range, under a much smaller one it has none itself.
     """
-    return _SMALLEST if granularity is Granularity.PER_ROW else 1.0
+    return {Granularity.PER_TENSOR: 1.0, Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: _SMALLEST}[granularity]
 
 
 def write_scale(absmax: torch.Tensor, precision: Precision, out: torch.Tensor, of_zeros: float = 1.0) -> None:

@@ -20,6 +20,8 @@ NEAR = 127 * 2.0**-20
 """How near to a tie (or, for floor, to an integer) a quotient may lie before rounding errors of the division decide."""
 NEAREST, STOCHASTIC = Rounding.NEAREST, Rounding.STOCHASTIC
 TENSOR, CHANNEL, ROW = Granularity.PER_TENSOR, Granularity.PER_CHANNEL, Granularity.PER_ROW
+OF_ZEROS = {TENSOR: 1.0, CHANNEL: 2.0**-11, ROW: 2.0**-126}
+"""The scale of a group of zeros."""
 SHAPES = [(33, 1000), (1,), (1, 1), (3, 5), (7, 129), (64, 64), (2, 3, 4), (2, 3, 5, 7), (8, 16, 3, 3)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RANGES = {
@@ -142,8 +144,8 @@ def check_stream(stream: torch.Tensor, offset: Offset, x: torch.Tensor) -> None:
 
 
 def expected_scales(groups: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
-    """``absmax / 127`` (``/ 448``) of each row of (groups, elements) in float64, at least 2⁻¹²⁶; 1 for zeros, but of a row."""
-    of_zeros = 2.0**-126 if granularity is Granularity.PER_ROW else 1.0
+    """``absmax / 127`` (``/ 448``) of each row of (groups, elements) in float64, at least 2⁻¹²⁶; zeros have :data:`OF_ZEROS`."""
+    of_zeros = OF_ZEROS[granularity]
     absmax = groups.abs().amax(1)
     return (absmax / LARGEST[precision]).clamp(min=2.0**-126).masked_fill(absmax == 0, of_zeros)
 
@@ -153,7 +155,8 @@ def check_scales(x: torch.Tensor, scale: torch.Tensor, granularity: Granularity,
     expected = expected_scales(groups_of(x.double(), granularity), precision, granularity)
     error = ((scale.double() - expected) / expected).abs().max().item()
     assert error <= 2.0**-21, f"scales are off by a relative {error:.1e}"
-    assert bool((scale[expected == 1] == 1).all()), "zeros that are no row must have the scale 1, and so must a group up to 127"
+    exact = torch.isin(expected, torch.tensor([1.0, *OF_ZEROS.values()], dtype=expected.dtype, device=expected.device))
+    assert bool((scale[exact] == expected[exact]).all()), "groups of zeros have a scale of their own, and a group up to 127 has 1"
 
 
 def check_rounding(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, variant: Variant) -> None:

@@ -31,7 +31,7 @@ _SMALLEST = _INT8_LEVELS * torch.finfo(torch.float32).tiny
 
 
 def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity, *, symmetric: bool = True) -> torch.Tensor:
-    """Scale of a cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels, at least 2**-126; zeros: 1, but of rows.
+    """Scale of a cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels, at least 2**-126; zeros: as they have it.
 
     Args:
         tensor: values, any shape.
