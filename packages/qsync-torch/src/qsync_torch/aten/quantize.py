@@ -258,7 +258,7 @@ def scale_of_zeros(granularity: Granularity) -> float:
     nothing depends, is to be small beside the others'.  A channel of zeros has a gradient of its own, so its scale is of the order
     of trained weights' scales: a much larger one takes the others' range, under a much smaller one it has none itself.
     """
-    return {Granularity.PER_TENSOR: 1.0, Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: _SMALLEST}[granularity]
+    return {Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: _SMALLEST}.get(granularity, 1.0)
 
 
 def write_scale(absmax: torch.Tensor, precision: Precision, out: torch.Tensor, of_zeros: float = 1.0) -> None:
