@@ -27,6 +27,7 @@ from qsync_torch.quantize import quantize
 INT8, FLOAT8 = Precision.INT8, Precision.FLOAT8_E4M3FN
 LARGEST = {INT8: 127.0, FLOAT8: 448.0}
 TINY = 2.0**-126
+OF_ZEROS = {Granularity.PER_TENSOR: 1.0, Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: TINY}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,6 +50,8 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 @example(torch.tensor([[1.4e36, -3.4e38, 1.0]]), INT8, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
 @example(torch.tensor([[9e-35, -5e-35]]), INT8, Granularity.PER_TENSOR, Rounding.STOCHASTIC)
 @example(torch.tensor([[-1e-37] * 8]), INT8, Granularity.PER_TENSOR, Rounding.FLOOR)
+@example(torch.tensor([[0.0], [3.0]]), INT8, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
+@example(torch.tensor([[0.0], [3.0]]), INT8, Granularity.PER_ROW, Rounding.STOCHASTIC)
 def test_no_value_moves_by_more_than_a_step(x, precision, granularity, rounding):
     q, scale = quantize(x, precision, granularity, rounding, seed=3)
     steps = scale_view(scale.double(), 2, granularity, x.shape).expand(x.shape)
@@ -56,7 +59,7 @@ def test_no_value_moves_by_more_than_a_step(x, precision, granularity, rounding)
     absmax = (
         absmax.amax().expand(x.shape) if granularity is Granularity.PER_TENSOR else absmax.amax(1, keepdim=True).expand(x.shape)
     )
-    expected = (absmax / LARGEST[precision]).clamp(min=TINY).masked_fill(absmax == 0, 1.0)
+    expected = (absmax / LARGEST[precision]).clamp(min=TINY).masked_fill(absmax == 0, OF_ZEROS[granularity])
     assert torch.allclose(steps, expected, rtol=2.0**-22, atol=0)
     if precision is FLOAT8:  # spacing doubles with the value's exponent, and a stochastic value may end on the next one's
         exponent = torch.floor(torch.log2((x.double().abs() / steps).clamp(min=2.0**-6)))
