@@ -56,8 +56,11 @@ def run(script: str, arguments: Sequence[Sequence[str]], variables: Sequence[Map
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory):
     """By case, what each of the three ranks raised: class and text."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ended = run("refusing_ranks.py", [[str(rank), str(folder)] for rank in range(3)], [{}] * 3)
+    for _ in range(2):  # gloo may find no way from one process to another of the same machine, which is none of these cases
+        folder = tmp_path_factory.mktemp("ranks")
+        ended = run("refusing_ranks.py", [[str(rank), str(folder)] for rank in range(3)], [{}] * 3)
+        if not any("Connect timeout" in error for *_, error in ended):
+            break
     assert [status for status, _, _ in ended] == [0, 0, 0], ended
     found = [json.loads(out) for _, out, _ in ended]
     return {case: [one[case] for one in found] for case in found[0]}
