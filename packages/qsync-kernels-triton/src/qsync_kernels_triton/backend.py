@@ -12,6 +12,7 @@ from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig
 from qsync_core.kernels.support import BATCH_NORMS, FLOATS, GLUS, LINEAR, product_format
 from qsync_kernels_triton.config import (
     DEQUANTIZE,
+    ONE_READ,
     ProducerConfig,
     ProductConfig,
     QuantizeConfig,
@@ -67,7 +68,6 @@ _NORM_GRADIENT = (
     ProducerConfig(block=1024, reduce=2),
     ProducerConfig(block=1024, reduce=1, apply=16),
     ProducerConfig(block=1024, lane=16, reduce=1, apply=0),
-    ProducerConfig(lane=16, reduce=2, apply=0),
     ProducerConfig(block=4096, lane=32, reduce=2, apply=0),
     ProducerConfig(),
 )
@@ -112,8 +112,6 @@ STORED_CANDIDATES = (
 _NORMS = (Op.LAYER_NORM_OUTPUT, Op.RMS_NORM_OUTPUT)
 _LONG_NORM = 2048
 """From rows of this length on, more of one in a thread is faster than more rows at once (one scale, an H200)."""
-_ONE_READ = 8192
-"""Longer rows are walked (:data:`~.producers.row_plans.ONE_READ`): fewer elements in a thread let more programs wait for memory."""
 _OF_ROWS = tuple(op for op in PRODUCER_CANDIDATES if op.endswith(".output") and op not in BATCH_NORMS)
 
 
@@ -251,13 +249,14 @@ def _quantize_candidates(request: KernelRequest) -> Iterable[QuantizeConfig]:
 def _producer_candidates(request: KernelRequest) -> Sequence[ProducerConfig]:
     configs, variant = PRODUCER_CANDIDATES[request.op], request.variant
     if request.op == Op.BATCH_NORM_OUTPUT and request.chain.residual:
-        return configs[1], configs[0], *configs[2:]  # beside a tile of the shortcut a thread holds less
+        return _first(1, configs)  # beside a tile of the shortcut a thread holds less
     if request.op not in _OF_ROWS:
         return configs
     length = request.shapes[0][-1]
     if variant.compute.needs_scale and variant.x_granularity is Granularity.PER_TENSOR:
         return _first(1, _ROWS_ONE_SCALE) if request.op in _NORMS and length >= _LONG_NORM else _ROWS_ONE_SCALE
-    return _first(3, configs) if length > _ONE_READ else configs
+    # Longer rows are walked: fewer elements in a thread let more programs wait for memory.
+    return _first(3, configs) if length > ONE_READ else configs
 
 
 def _first(place: int, configs: Sequence[ProducerConfig]) -> tuple[ProducerConfig, ...]:

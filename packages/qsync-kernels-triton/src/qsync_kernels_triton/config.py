@@ -77,6 +77,10 @@ class QuantizeConfig:
         return _parsed(cls, text)
 
 
+ONE_READ = 8192
+"""Rows up to this many elements stay in the registers of one program; a backward has γ·g and x̂ of a row, and two sums, there."""
+
+
 @attrs.frozen
 class ProducerConfig:
     """How normalizations and activations are cut into programs.

@@ -126,6 +126,16 @@ class Granularity(enum.StrEnum):
             return 1
         return shape[0] if self is Granularity.PER_CHANNEL else math.prod(shape[:-1])
 
+    @property
+    def scale_of_zeros(self) -> float:
+        """The symmetric scale of a group of zeros.
+
+        Gradients are multiplied by the scales of the weight's channels and of the activation's rows.  That of a row of zeros, of
+        which nothing depends, is to be small beside the others'.  A channel of zeros has a gradient of its own, so its scale is of
+        the order of trained weights' scales: a much larger one takes the range of others, under a much smaller one it has none.
+        """
+        return {Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: 2.0**-126}.get(self, 1.0)
+
 
 INT8_BLOCK_COLUMNS = 128
 """Columns of a row that share a scale in ``int8-block``."""

@@ -53,6 +53,15 @@ def _result(x, factor, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     return r
 
 
+@triton.jit
+def _loaded_tile(
+    x_ptr, factor_ptr, tile, across, rows, length, ROWS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """What :func:`_loaded` gives of a tile by its number, ``across`` of which are beside each other."""
+    row, column = (tile // across) * ROWS + tl.arange(0, ROWS), (tile % across) * BLOCK + tl.arange(0, BLOCK)
+    return _loaded(x_ptr, factor_ptr, row.to(tl.int64) * length, column, row, rows, length, GATED)
+
+
 @triton.jit(do_not_specialize=["rows", "units"])
 def absmax_of_activated(
     x_ptr, factor_ptr, partial_ptr, rows: tl.int32, units: tl.int32,
@@ -66,13 +75,10 @@ def absmax_of_activated(
     GROWS: tl.constexpr = not GATED and ACTIVATION > 0
     highest, bits = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     lowest, largest = highest, highest
-    length, across, column = units * UNIT, tl.cdiv(units * UNIT, BLOCK), tl.arange(0, BLOCK)
+    length, across = units * UNIT, tl.cdiv(units * UNIT, BLOCK)
     tiles = tl.cdiv(rows, ROWS) * across
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row = (tile // across) * ROWS + tl.arange(0, ROWS)
-        x, factor, read = _loaded(
-            x_ptr, factor_ptr, row.to(tl.int64) * length, (tile % across) * BLOCK + column, row, rows, length, GATED
-        )  # fmt: skip
+        x, factor, read = _loaded_tile(x_ptr, factor_ptr, tile, across, rows, length, ROWS, BLOCK, GATED)
         bits += read
         if GROWS:
             highest = tl.maximum(highest, x, propagate_nan=tl.PropagateNan.ALL)
@@ -87,10 +93,7 @@ def absmax_of_activated(
         absmax = activated(tl.max(tl.max(ends, 1), 0), ACTIVATION)
         if absmax < 0.3:
             for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                row = (tile // across) * ROWS + tl.arange(0, ROWS)
-                x, factor, read = _loaded(
-                    x_ptr, factor_ptr, row.to(tl.int64) * length, (tile % across) * BLOCK + column, row, rows, length, GATED
-                )  # fmt: skip
+                x, factor, read = _loaded_tile(x_ptr, factor_ptr, tile, across, rows, length, ROWS, BLOCK, GATED)
                 largest = larger(largest, activated(x, ACTIVATION))
             absmax = tl.max(tl.max(largest, 1), 0)
     tl.store(partial_ptr + tl.program_id(0), absmax)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Rounding
-from qsync_kernels_triton.config import ProducerConfig
+from qsync_kernels_triton.config import ONE_READ, ProducerConfig
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse
 from qsync_kernels_triton.producers.activation import absmax_of_activated, activate_rows, activation_gradient, round_activated
 from qsync_kernels_triton.producers.functions import ACTIVATION_CODE
@@ -33,8 +33,6 @@ from qsync_kernels_triton.producers.sums import finish_sums
 from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
 from qsync_kernels_triton.quantize.single import FORMAT_CODE, begin_stream, stream_problems
 
-ONE_READ = 8192
-"""Rows up to this many elements stay in the registers of one program; a backward has γ·g and x̂ of a row, and two sums, there."""
 WIDEST = 1024
 DENSE = torch.contiguous_format
 

@@ -22,7 +22,7 @@ from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.elementwise import transpose_bytes
 from qsync_kernels_triton.launching import Grid, Launch, Planned, as_bytes, refuse, signed_words
-from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE, SMALLEST_SCALE
+from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE
 from qsync_kernels_triton.quantize.rows import (
     REPLICAS,
     maxima_of_rows_and_columns,
@@ -37,9 +37,6 @@ FORMAT_CODE = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 ONE_READ = 16384
 """Rows up to this many elements stay in the registers of one program between the maximum and the rounding."""
-
-
-_OF_ZEROS = {Granularity.PER_TENSOR: 1.0, Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: SMALLEST_SCALE.value}
 
 
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
@@ -234,7 +231,7 @@ class Problem:
         self.rows, self.length = rows, x.numel() // rows
         self.unit = 8 if self.length % 8 == 0 else 1
         self.rounding = {"FORMAT": FORMAT_CODE[form], "ROUNDING": rounding}
-        self.of_zeros = {"OF_ZEROS": _OF_ZEROS[granularity]}
+        self.of_zeros = {"OF_ZEROS": granularity.scale_of_zeros}
         self.live = {"LIVE": offset is not None}
         self.streamed, self.stream = stream is not None, 0 if stream is None else 1 if rows == 1 else 2
         self.inner, self.channels, self.by_channel = 1, 1, 0
@@ -339,10 +336,9 @@ def _tiles(problem: Problem, shape: tuple[int, int], tall: int, wide: int) -> di
 
 def _strips(shape: tuple[int, int], elements: int, widest: int, programs: int) -> tuple[int, int, int]:
     """The columns of a tile of so many elements, how many strips of them a matrix has, and programs: as many for each strip."""
-    rows, length = shape
-    wide = min(widest, max(128, triton.next_power_of_2(length)))
-    strips, high = triton.cdiv(length, wide), triton.cdiv(rows, elements // wide)
-    return wide, strips, strips * min(high, max(1, programs // strips))
+    wide = min(widest, max(128, triton.next_power_of_2(shape[1])))
+    (count, *_), strips = _in_strips(shape, elements // wide, wide, programs)
+    return wide, strips, count
 
 
 def _in_strips(shape: tuple[int, int], tall: int, wide: int, programs: int) -> tuple[Grid, int]:

@@ -2,8 +2,8 @@
 
 Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``
 (docs/design/precision-semantics.md#quantization); a scale is at least 2**-126 (magnitudes below 1e-36 would have less); that of
-zeros is :func:`scale_of_zeros`.  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per
-row of the flattened 2-d activation.
+zeros is :attr:`~qsync_core.ir.precision.Granularity.scale_of_zeros`.  Groups: the whole tensor, one per entry of dimension 0
+(output channels of a weight), or one per row of the flattened 2-d activation.
 
 Affine (int8 with ``symmetric=False``): ``x = scale * (q - zero_point)`` with q in -128..127.  The range is that of the group's
 values and 0, so that 0 is exact, with which convolutions pad.  ``scale = (max - min) / 255`` where one of the two is 0, as behind a
@@ -235,7 +235,7 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
     if x.numel() == 0:
         out.fill_(1.0)
         return
-    groups, of_zeros = _grouped(x, granularity), scale_of_zeros(granularity)
+    groups, of_zeros = _grouped(x, granularity), granularity.scale_of_zeros
     if groups.shape[0] == 1 and groups.device.type == "cpu":
         low, high = torch.aminmax(groups)
         # NaN is not the larger of anything, so it is kept by asking whether the other is larger.
@@ -249,16 +249,6 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
         # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
         out.copy_(torch.maximum(groups.amin(1).neg(), groups.amax(1)))
     write_scale(out, precision, out, of_zeros)
-
-
-def scale_of_zeros(granularity: Granularity) -> float:
-    """The symmetric scale of a group of zeros.
-
-    Gradients are multiplied by the scales of the weight's channels and of the activation's rows.  That of a row of zeros, of which
-    nothing depends, is to be small beside the others'.  A channel of zeros has a gradient of its own, so its scale is of the order
-    of trained weights' scales: a much larger one takes the others' range, under a much smaller one it has none itself.
-    """
-    return {Granularity.PER_CHANNEL: 2.0**-11, Granularity.PER_ROW: _SMALLEST}.get(granularity, 1.0)
 
 
 def write_scale(absmax: torch.Tensor, precision: Precision, out: torch.Tensor, of_zeros: float = 1.0) -> None:

@@ -21,7 +21,7 @@ from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, FLOAT_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.aten import float_products
-from qsync_torch.aten.quantize import affine_parts, affine_scale, scale_of_zeros, scale_view, write_scale
+from qsync_torch.aten.quantize import affine_parts, affine_scale, scale_view, write_scale
 from qsync_torch.aten.stored_weights import dequantize_weight, quantize_weight
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -358,5 +358,5 @@ def _needed_scales(x: torch.Tensor, variant: Variant) -> torch.Tensor:
     if not variant.symmetric:
         return affine_scale(low.clamp(max=0), high.clamp(min=0))
     absmax = torch.maximum(-low, high)
-    write_scale(absmax, variant.compute, absmax, scale_of_zeros(variant.x_granularity))
+    write_scale(absmax, variant.compute, absmax, variant.x_granularity.scale_of_zeros)
     return absmax

@@ -16,7 +16,7 @@ import torch
 from qsync_core.ir.noise import StoredError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import CastTarget
-from qsync_torch.aten.quantize import affine_scale, scale_of_zeros, scale_view
+from qsync_torch.aten.quantize import affine_scale, scale_view
 from qsync_torch.aten.stored_weights import StoredWeight, dequantize_weight, quantize_weight
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -52,7 +52,7 @@ def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granular
     else:
         largest = torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True)
     scale = torch.clamp(largest / levels, min=torch.finfo(torch.float32).tiny)
-    return scale.masked_fill_(largest == 0, scale_of_zeros(granularity))
+    return scale.masked_fill_(largest == 0, granularity.scale_of_zeros)
 
 
 def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
