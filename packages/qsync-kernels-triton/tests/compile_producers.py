@@ -81,6 +81,7 @@ def cases(capability):
     yield "activation_gradient", activation_gradient, tile, {"x_ptr": "*i8"}
     wanted = {"WRITE_INPUT": True, "WRITE_FACTOR": True, "SCALES": 1}
     wanted |= {"FORMAT": 0, "ROUNDING": 1, "ALIGNED": True, "LIVE": True}
+    wanted |= {"MAXIMA": 3, "FACTOR_MAXIMA": 1}
     yield "glu_gradient", glu_gradient, tile | wanted, types | {"x_ptr": "*i8", "factor_ptr": "*i8"}
     if capability >= 89:
         yield "activation_gradient e4m3", activation_gradient, tile, {"x_ptr": "*fp8e4nv"}

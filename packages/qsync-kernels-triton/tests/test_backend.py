@@ -14,7 +14,7 @@ from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
-from qsync_kernels_triton.backend import TritonBackend
+from qsync_kernels_triton.backend import _ROWS_ONE_SCALE, PRODUCER_CANDIDATES, TritonBackend
 from qsync_kernels_triton.config import DEQUANTIZE, SHARED_BYTES, ProducerConfig, ProductConfig, QuantizeConfig, ranked
 from qsync_kernels_triton.support import OPS
 
@@ -65,6 +65,15 @@ def test_what_it_offers_on_a_recent_gpu(request_, variant):
 def test_producers_write_copies_in_8_bit_or_none(request_, variant):
     assert TritonBackend().unsupported_reasons(attrs.evolve(request_, variant=variant)) == []
     assert TritonBackend().unsupported_reasons(attrs.evolve(request_, variant=variant, shapes=())) == []
+
+
+@pytest.mark.parametrize("request_", PRODUCERS, ids=lambda r: r.op)
+@pytest.mark.parametrize("granularity", [Granularity.PER_TENSOR, Granularity.PER_ROW])
+def test_producers_of_no_shape_in_particular_have_candidates(request_, granularity):
+    variant = attrs.evolve(request_.variant, x_granularity=granularity)
+    found = TritonBackend().candidate_configs(attrs.evolve(request_, variant=variant, shapes=()))
+    assert {config.text for config in found} <= {str(config) for config in PRODUCER_CANDIDATES[request_.op] + _ROWS_ONE_SCALE}
+    assert found
 
 
 @pytest.mark.parametrize("request_", PRODUCERS, ids=lambda r: r.op)

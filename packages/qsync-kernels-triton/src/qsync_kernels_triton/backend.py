@@ -252,7 +252,7 @@ def _producer_candidates(request: KernelRequest) -> Sequence[ProducerConfig]:
         return _first(1, configs)  # beside a tile of the shortcut a thread holds less
     if request.op not in _OF_ROWS:
         return configs
-    length = request.shapes[0][-1]
+    length = request.shapes[0][-1] if request.shapes else 0
     if variant.compute.needs_scale and variant.x_granularity is Granularity.PER_TENSOR:
         return _first(1, _ROWS_ONE_SCALE) if request.op in _NORMS and length >= _LONG_NORM else _ROWS_ONE_SCALE
     # Longer rows are walked: fewer elements in a thread let more programs wait for memory.

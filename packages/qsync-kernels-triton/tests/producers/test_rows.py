@@ -409,6 +409,44 @@ def test_the_copy_that_a_gated_unit_writes_again(outputs, granularity, rounding,
         assert all(map(torch.equal, gradients, without))
 
 
+@each_once(
+    {
+        "shape": [(5, 37), (6, 136), (70, 300), (3, 1)],
+        "dtype": [torch.float32, torch.bfloat16],
+        "config": [SMALL, ProducerConfig(block=64, apply=0), ProducerConfig(block=1024)],
+        "multiplied": [(False, False), (True, False), (True, True)],
+        "partials": [40, 2048],
+    }
+)
+def test_the_maxima_of_a_gated_units_gradients_are_those_of_what_it_writes(outputs, shape, dtype, config, multiplied, partials):
+    case = Glu(shape, Activation.SILU, dtype).run(outputs, copies=False)
+    kernel, grad = build_glu_grad_input(Activation.SILU, TENSOR, Rounding.NEAREST, config), random(*shape, seed=8, dtype=dtype)
+    gradients, maxima = [outputs.empty(shape, dtype) for _ in range(2)], [outputs.empty((2, partials)) for _ in range(2)]
+    factors = [torch.logspace(-2, 2, shape[1]) if times else None for times in multiplied]
+    named = {"multiplier": factors[0], "maxima_out": maxima[0], "factor_multiplier": factors[1], "factor_maxima_out": maxima[1]}
+    kernel(grad, case.x, None, case.factor, None, *gradients, **named)
+    for gradient, times, found in zip(gradients, factors, maxima, strict=True):
+        values = gradient.float() if times is None else gradient.float() * times
+        assert found[0].max() == values.abs().max()
+        bits = gradient.view(torch.int32 if dtype is torch.float32 else torch.int16).sum(dtype=torch.int32)
+        assert found[1].view(torch.int32).sum(dtype=torch.int32) == bits
+    without = [outputs.empty(shape, dtype), outputs.empty(shape, dtype)]
+    kernel(grad, case.x, None, case.factor, None, *without)
+    assert all(map(torch.equal, gradients, without))
+
+
+def test_maxima_of_a_gradient_that_is_not_finite_are_infinite(outputs):
+    case = Glu((6, 40), Activation.SILU).run(outputs, copies=False)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        grad = random(6, 40, seed=8)
+        grad[3, 17] = bad
+        gradients, maxima = [outputs.empty((6, 40)) for _ in range(2)], outputs.empty((2, 40))
+        build_glu_grad_input(Activation.SILU, TENSOR, Rounding.NEAREST, SMALL)(
+            grad, case.x, None, case.factor, None, *gradients, factor_maxima_out=maxima
+        )
+        assert maxima[0].max() == float("inf")
+
+
 def test_operands_of_a_gated_unit_that_do_not_fit_are_refused_by_name(outputs):
     case = Glu((6, 40), Activation.SILU)
     case.factor = case.factor[:, :39]
@@ -417,6 +455,15 @@ def test_operands_of_a_gated_unit_that_do_not_fit_are_refused_by_name(outputs):
     grad, scale, kernel = random(6, 40), torch.ones(6), build_glu_grad_input(Activation.SILU, ROW, Rounding.NEAREST, SMALL)
     with pytest.raises(BackendError, match=r"glu.grad_input: x and factor are kept alike"):
         kernel(grad, grad.to(torch.int8), scale, grad, None, grad, None)
+    for named, said in (
+        ({"maxima_out": torch.ones(80)}, r"maxima_out must be contiguous float32 of shape \(2, P\), got torch.float32 \(80,\)"),
+        ({"factor_maxima_out": torch.ones(2, 80)}, "factor_maxima_out is of a gradient that is not written"),
+        ({"multiplier": torch.ones(6)}, r"multiplier must be 40 float32, got torch.float32 \(6,\)"),
+        ({"multiplier": torch.ones(80)[::2]}, r"a multiplier must be contiguous, and has strides \(2,\)"),
+        ({"maxima_out": torch.ones(2, 0)}, r"maxima of 40 columns are \(2, P\), both alike, P at least 2, got \(2, 0\)"),
+    ):
+        with pytest.raises(BackendError, match=f"glu.grad_input: {said}"):
+            kernel(grad, grad, None, grad, None, torch.empty(6, 40), None, **named)
 
 
 SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]

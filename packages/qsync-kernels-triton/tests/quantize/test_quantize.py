@@ -406,6 +406,10 @@ def test_multipliers_and_transposes_of_another_shape_are_refused_by_name():
     for wrong in (torch.ones(3), torch.ones(2).double(), torch.ones(2, 1), torch.ones(4)[::2]):
         with pytest.raises(BackendError, match=r"row_multiplier must be 2 contiguous float32, one for each row of x, got torch"):
             by_row(*both, row_multiplier=wrong)
+    with pytest.raises(BackendError, match=r"maxima are of a whole tensor, and here is a scale per row"):
+        by_row(*both, maxima=torch.ones(2, 4))
+    with pytest.raises(BackendError, match=r"maxima must be contiguous float32 of shape \(2, P\), got torch.float32 \(4,\)"):
+        kernel(*matrix, maxima=torch.ones(4))
     cube = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.int8), torch.zeros(1), None, 0, 0)
     with pytest.raises(BackendError, match=r"a multiplier goes with a 2-d or 4-d tensor, and x has shape \(2, 3, 4\)"):
         kernel(*cube, multiplier=torch.ones(4))
@@ -451,6 +455,39 @@ def test_rows_and_columns_equal_the_reference_bit_for_bit(shape, dtype, form, ro
         expected, expected_scale = reference.quantize(groups, str(rounding), form, 5, (word,), drawn)
         assert np.array_equal(its_scales.numpy(), expected_scale)
         assert np.array_equal(found.float().numpy(), expected)
+
+
+@each_once(
+    {
+        "shape": [(7, 30), (1, 1), (64, 128), (3, 401)],
+        "rounding": list(Rounding),
+        "dtype": [torch.float32, torch.bfloat16],
+        "multiplied": [False, True],
+        "transposes": [False, True],
+        "partials": [1, 5, 2048],
+    }
+)
+def test_a_tensor_whose_maxima_are_known_is_rounded_alike(way, shape, dtype, rounding, multiplied, transposes, partials):
+    """In one read; maxima that say more than the tensor has count, which shows that it is not read for them."""
+    x = tensor(*shape, dtype=dtype)
+    values = x.float() * torch.linspace(0.5, 2.0, shape[1]) if multiplied else x.float()
+    more = {"multiplier": torch.linspace(0.5, 2.0, shape[1])} if multiplied else {}
+    found = []
+    for known in (None, 1.0, 2.0):
+        transposed, stream = torch.empty(shape[::-1], dtype=torch.int8), torch.zeros(1, dtype=torch.int64)
+        given = more | ({"transposed_out": transposed} if transposes else {})
+        if known is not None:
+            maxima = torch.zeros(2, partials)
+            maxima[0, -1] = known * values.abs().max()
+            bits = x.view(torch.int32 if dtype is torch.float32 else torch.int16).flatten().int()
+            for place, part in enumerate(bits.tensor_split(partials)):
+                maxima[1].view(torch.int32)[place] = part.sum(dtype=torch.int32)
+            given["maxima"] = maxima
+        q, scale = run(x, Granularity.PER_TENSOR, rounding, offset=(1 << 40) + 7, stream=stream, **given)
+        found.append((q, scale, stream, q.t().contiguous() if not transposes else transposed))
+    assert all(map(torch.equal, found[0], found[1]))
+    if way == "two passes" or transposes:
+        assert found[2][1] == 2 * found[0][1]
 
 
 def test_a_weight_gradient_reads_the_activation_as_its_rows_are_scaled():

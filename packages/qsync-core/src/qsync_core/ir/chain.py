@@ -60,6 +60,8 @@ class ChainForm:
         grad_copy: a batch norm's backward also writes its input's gradient in int8, for the product that reads it so.
         grad_sum: a batch norm's backward takes the gradient of its result in two parts, which it adds.
         copy_again: a gated unit's backward writes the copy of its result again, which then nothing keeps for backward.
+        grad_maxima: a gated unit's backward also writes what the quantizations of its gradients would read them for first: partial
+            maxima and checksums.
     """
 
     activation: Activation = Activation.NONE
@@ -68,6 +70,7 @@ class ChainForm:
     grad_copy: bool = False
     grad_sum: bool = False
     copy_again: bool = False
+    grad_maxima: bool = False
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -81,6 +84,8 @@ class ChainForm:
             flags["grad_sum"] = "true"
         if self.copy_again:
             flags["copy_again"] = "true"
+        if self.grad_maxima:
+            flags["grad_maxima"] = "true"
         return flags if self.float_result else flags | {"float_result": "false"}
 
 

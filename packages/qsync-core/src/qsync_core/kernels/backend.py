@@ -22,6 +22,11 @@ Kernel = Callable[..., Any]
 ``docs/writing-a-backend.md`` and are checked by the conformance suite."""
 
 
+PARTIAL_MAXIMA = 2048
+"""How many partial maxima, and as many checksums behind them, stand for a tensor that its producer has read already: as many as a
+large GPU has programs at work."""
+
+
 class Op:
     """Names of the operators that a backend may provide."""
 
@@ -83,6 +88,7 @@ class KernelRequest:
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).
         multiplied: of ``quantize``: the tensor is first multiplied by one factor per channel.
         transposed: of ``quantize``: a transposed copy is written too.
+        knows_maxima: of ``quantize`` under one scale: the tensor's maxima are given, which whoever made it has found.
         chain: of a producer: what is fused with it.
     """
 
@@ -95,6 +101,7 @@ class KernelRequest:
     contiguous: bool = True
     multiplied: bool = False
     transposed: bool = False
+    knows_maxima: bool = False
     chain: ChainForm = ALONE
 
     @property

@@ -16,6 +16,7 @@ import triton.language as tl
 from qsync_kernels_triton.producers.functions import RELU, activated, slope
 from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, write_tile
 from qsync_kernels_triton.quantize.rounding import (
+    COLUMNS,
     INT8,
     as_float,
     bits_of,
@@ -256,19 +257,43 @@ def activation_gradient(
         tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit
+def _store_partials(partial_ptr, largest, bits, partials):
+    """A program's maximum and checksum, and zeros where there are more partials than programs."""
+    absmax = tl.max(tl.max(infinite_if_nan(largest), 1), 0)
+    checksum = as_float(tl.sum(tl.sum(bits, 1), 0))
+    for place in range(tl.program_id(0), partials, tl.num_programs(0)):
+        is_first = place == tl.program_id(0)
+        tl.store(partial_ptr + place, tl.where(is_first, absmax, 0.0))
+        tl.store(partial_ptr + partials + place, tl.where(is_first, checksum, 0.0))
+
+
+@triton.jit(do_not_specialize=["partials", "rows", "units", "seed_low", "seed_high", "offset_low", "offset_high"])
 def glu_gradient(
     grad_ptr, x_ptr, x_scale_ptr, factor_ptr, factor_scale_ptr, grad_input_ptr, grad_factor_ptr, scale_ptr, q_ptr, offset_ptr,
+    maxima_ptr, factor_maxima_ptr, multiplier_ptr, factor_multiplier_ptr, partials: tl.int32,
     rows: tl.int32, units: tl.int32, seed_low: tl.int32, seed_high: tl.int32, offset_low: tl.int32, offset_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, EIGHT_BIT: tl.constexpr,
     WRITE_INPUT: tl.constexpr, WRITE_FACTOR: tl.constexpr, SCALES: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+    ALIGNED: tl.constexpr, LIVE: tl.constexpr, MAXIMA: tl.constexpr, FACTOR_MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """f′(x)·factor·g and f(x)·g; grid (programs,): each takes every programs-th tile.
 
     SCALES (0: no): f(x)·factor is written in 8 bit too, under scales that are given, with the random numbers of the offset itself.
+
+    MAXIMA, FACTOR_MAXIMA (0: no; 1: of the gradient as it is; COLUMNS: times one factor a column): ``partials`` maxima of a gradient
+    as it is written, and behind them as many checksums.  Then the programs are a multiple of the tiles beside each other, so that
+    each keeps to its columns and their factors.
     """
     length = units * UNIT
+    largest, factor_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    bits, factor_bits = tl.zeros((ROWS, BLOCK), dtype=tl.int32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    own = (tl.program_id(0) % tl.cdiv(length, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    multiplier, factor_multiplier = 1.0, 1.0
+    if MAXIMA == COLUMNS:
+        multiplier = tl.load(multiplier_ptr + own, mask=own < length, other=0.0)[None, :]
+    if FACTOR_MAXIMA == COLUMNS:
+        factor_multiplier = tl.load(factor_multiplier_ptr + own, mask=own < length, other=0.0)[None, :]
     if SCALES:
         low, high = offset_low, offset_high
         if LIVE:
@@ -286,11 +311,16 @@ def glu_gradient(
             factor = factor * tl.load(factor_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
         g = tl.load(grad_ptr + where, mask=inside, other=0.0).to(tl.float32)
         if WRITE_INPUT:
-            gradient = g * factor * slope(x, ACTIVATION)
-            tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
+            written = (g * factor * slope(x, ACTIVATION)).to(grad_input_ptr.dtype.element_ty)
+            tl.store(grad_input_ptr + where, written, mask=inside)
+            if MAXIMA:
+                largest, bits = larger(largest, written.to(tl.float32) * multiplier), bits + bits_of(written)
         if WRITE_FACTOR:
-            gradient = g * activated(x, ACTIVATION)
-            tl.store(grad_factor_ptr + where, gradient.to(grad_factor_ptr.dtype.element_ty), mask=inside)
+            written = (g * activated(x, ACTIVATION)).to(grad_factor_ptr.dtype.element_ty)
+            tl.store(grad_factor_ptr + where, written, mask=inside)
+            if FACTOR_MAXIMA:
+                factor_largest = larger(factor_largest, written.to(tl.float32) * factor_multiplier)
+                factor_bits += bits_of(written)
         if SCALES:
             scale = tl.load(scale_ptr + (row if SCALES == PER_ROW else row * 0), mask=row < rows, other=1.0)[:, None]
             absmax = scale * (127.0 if FORMAT == INT8 else 448.0)
@@ -301,3 +331,7 @@ def glu_gradient(
                 seed_low, seed_high, low, high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
             )  # fmt: skip
             tl.store(q_ptr + where, q, mask=inside)
+    if MAXIMA:
+        _store_partials(maxima_ptr, largest, bits, partials)
+    if FACTOR_MAXIMA:
+        _store_partials(factor_maxima_ptr, factor_largest, factor_bits, partials)

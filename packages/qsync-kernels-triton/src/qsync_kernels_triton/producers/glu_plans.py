@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -17,13 +18,14 @@ from qsync_kernels_triton.producers.operands import (
     cut_freely,
     layout_problems,
     matrix_problems,
+    maxima_problems,
     programs_for,
     random_streams,
     saved_problems,
     vector_problems,
 )
 from qsync_kernels_triton.producers.row_plans import DENSE, WIDEST, RowLaunches, fill, gradient_problems, output_problems
-from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
+from qsync_kernels_triton.quantize.rounding import COLUMNS, ROUNDING_CODE
 from qsync_kernels_triton.quantize.single import FORMAT_CODE, stream_problems
 
 
@@ -102,7 +104,8 @@ def build_glu_grad_input(
 
     def plan(
         grad: Tensor, x: Tensor, x_scale: Tensor | None, factor: Tensor, factor_scale: Tensor | None, grad_input: Tensor | None,
-        grad_factor: Tensor | None, scale: Tensor | None, q: Tensor | None, offset: Tensor | None, *_: int,
+        grad_factor: Tensor | None, scale: Tensor | None, q: Tensor | None, multiplier: Tensor | None, maxima: Tensor | None,
+        factor_multiplier: Tensor | None, factor_maxima: Tensor | None, offset: Tensor | None, *_: int,
     ) -> Callable[..., None]:  # fmt: skip
         refuse("glu.grad_input", gradient_problems(grad, x, x_scale, grad_input))
         refuse("glu.grad_input", saved_problems(factor, factor_scale, x.shape[0]))
@@ -110,32 +113,45 @@ def build_glu_grad_input(
         refuse("glu.grad_input", copy_problems("q_out", q, scale, tuple(x.shape), "scale"))
         refuse("glu.grad_input", vector_problems("scale", (scale,), 1 if granularity is Granularity.PER_TENSOR else x.shape[0]))
         refuse("glu.grad_input", layout_problems("grad_factor_out q_out", (grad_factor, q), DENSE))
+        refuse("glu.grad_input", maxima_problems("maxima_out", maxima, grad_input, multiplier, x.shape[1]))
+        refuse("glu.grad_input", maxima_problems("factor_maxima_out", factor_maxima, grad_factor, factor_multiplier, x.shape[1]))
         if factor.shape != x.shape or (factor_scale is None) != (x_scale is None):
             said = f"got {x.dtype} {tuple(x.shape)} and {factor.dtype} {tuple(factor.shape)}"
             refuse("glu.grad_input", [f"x and factor are kept alike, {said}"])
         if x.numel() == 0:
-            return lambda *_: None
+            return _no_maxima
         rows, length = x.shape
         cut = cut_freely(rows, length, WIDEST, config)
         constants = {"ACTIVATION": ACTIVATION_CODE[activation], "EIGHT_BIT": x_scale is not None}
         constants |= {"WRITE_INPUT": grad_input is not None, "WRITE_FACTOR": grad_factor is not None}
         constants |= {"SCALES": 0 if q is None else 2 if granularity is Granularity.PER_TENSOR else 1, "LIVE": offset is not None}
         constants |= {"FORMAT": 0 if q is None else FORMAT_CODE[q.dtype], "ROUNDING": ROUNDING_CODE[rounding]}
+        constants |= {"MAXIMA": _maxima_code(maxima, multiplier), "FACTOR_MAXIMA": _maxima_code(factor_maxima, factor_multiplier)}
         launch = Launch(glu_gradient, cut.constants | constants | cut.aligned, num_warps=cut.warps)
         wanted = programs_for(cut, config.apply, x.device, strips=1) * cut.strips
         programs, sizes = min(cut.tiles * cut.strips, wanted), (rows, length // cut.unit)
+        found = [tensor for tensor in (maxima, factor_maxima) if tensor is not None]
+        partials = min((tensor.shape[1] for tensor in found), default=0)
+        if found:
+            if cut.strips > partials or found[0].shape != found[-1].shape:
+                said = ", ".join(str(tuple(tensor.shape)) for tensor in found)
+                wanted = f"(2, P), both alike, P at least {cut.strips}"
+                refuse("glu.grad_input", [f"maxima of {length} columns are {wanted}, got {said}"])
+            programs = cut.strips * max(1, min(programs, partials) // cut.strips)
 
         def run(
             grad: Tensor, x: Tensor, x_scale: Tensor | None, factor: Tensor, factor_scale: Tensor | None,
-            grad_input: Tensor | None, grad_factor: Tensor | None, scale: Tensor | None, q: Tensor | None, offset: Tensor | None,
-            *words: int,
+            grad_input: Tensor | None, grad_factor: Tensor | None, scale: Tensor | None, q: Tensor | None,
+            multiplier: Tensor | None, maxima: Tensor | None, factor_multiplier: Tensor | None, factor_maxima: Tensor | None,
+            offset: Tensor | None, *words: int,
         ) -> None:  # fmt: skip
             grad, x, factor = grad.contiguous(), x.contiguous(), factor.contiguous()
             scales = [grad if one is None else one.contiguous() for one in (x_scale, factor_scale, scale)]
             written = [grad if tensor is None else tensor for tensor in (grad_input, grad_factor)]
             copy = grad if q is None else as_bytes(q), grad if offset is None else offset
-            tensors = (grad, x, scales[0], factor, scales[1], *written, scales[2], *copy)
-            launch((programs, 1, 1), None, tensors, (*sizes, *words[:2], *words[4:]))
+            partial = [scales[0] if one is None else one for one in (maxima, factor_maxima, multiplier, factor_multiplier)]
+            tensors = (grad, x, scales[0], factor, scales[1], *written, scales[2], *copy, *partial)
+            launch((programs, 1, 1), None, tensors, (partials, *sizes, *words[:2], *words[4:]))
 
         return run
 
@@ -144,9 +160,22 @@ def build_glu_grad_input(
     def glu_grad_input(
         grad: Tensor, x: Tensor, x_scale: Tensor | None, factor: Tensor, factor_scale: Tensor | None, grad_input_out: Tensor | None,
         grad_factor_out: Tensor | None, scale: Tensor | None = None, q_out: Tensor | None = None, seed: int = 0,
-        offset: int | Tensor = 0,
+        offset: int | Tensor = 0, *, multiplier: Tensor | None = None, maxima_out: Tensor | None = None,
+        factor_multiplier: Tensor | None = None, factor_maxima_out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        planned(grad, x, x_scale, factor, factor_scale, grad_input_out, grad_factor_out, scale, q_out,
-                *random_streams(seed, 0, offset))  # fmt: skip
+        planned(grad, x, x_scale, factor, factor_scale, grad_input_out, grad_factor_out, scale, q_out, multiplier, maxima_out,
+                factor_multiplier, factor_maxima_out, *random_streams(seed, 0, offset))  # fmt: skip
 
     return glu_grad_input
+
+
+def _maxima_code(maxima: Tensor | None, multiplier: Tensor | None) -> int:
+    """0: none are wanted; of a gradient times its columns' factors, or as it is."""
+    return 0 if maxima is None else 1 if multiplier is None else COLUMNS.value
+
+
+def _no_maxima(*operands: Any) -> None:
+    """Of tensors without elements."""
+    for maxima in (operands[10], operands[12]):
+        if maxima is not None:
+            maxima.zero_()

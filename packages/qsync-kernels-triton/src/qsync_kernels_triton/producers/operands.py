@@ -62,6 +62,20 @@ def layout_problems(names: str, tensors: Sequence[Tensor | None], layout: torch.
             yield f"{name} must be {said}, and has shape {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
+def maxima_problems(
+    name: str, maxima: Tensor | None, gradient: Tensor | None, multiplier: Tensor | None, columns: int
+) -> Iterator[str]:
+    """Where maxima of a gradient go, and what it is multiplied with for them."""
+    if maxima is not None:
+        if gradient is None:
+            yield f"{name} is of a gradient that is not written"
+        if maxima.dtype is not torch.float32 or maxima.ndim != 2 or maxima.shape[0] != 2 or not maxima.is_contiguous():
+            yield f"{name} must be contiguous float32 of shape (2, P), got {maxima.dtype} {tuple(maxima.shape)}"
+    if multiplier is not None and not multiplier.is_contiguous():
+        yield f"a multiplier must be contiguous, and has strides {multiplier.stride()}"
+    yield from vector_problems("multiplier", (multiplier,), columns)
+
+
 def random_streams(seed: int, x_seed: int, offset: int | Tensor) -> tuple[Tensor | int | None, ...]:
     """The offset where it is a tensor, which kernels read when they run, and low and high words of both seeds and of the offset."""
     if isinstance(offset, Tensor):

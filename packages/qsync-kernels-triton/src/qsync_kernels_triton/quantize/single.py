@@ -41,7 +41,7 @@ ONE_READ = 16384
 
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
     """The kernel ``quantize(x, q_out, scale_out, stream_out, seed, offset, multiplier=None, transposed_out=None,
-    row_multiplier=None)``.
+    row_multiplier=None, maxima=None)``.
 
     ``x`` is a float32, float16 or bfloat16 tensor that fills its memory without gaps (channels-last does) and whose rows lie one
     after another; ``q_out`` int8, float8_e4m3fn or float8_e5m2 of the same shape and strides; ``scale_out`` float32 with
@@ -52,6 +52,9 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
     into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous; by rows that of ``x``
     with a scale for each column, which lie behind those of the rows in ``scale_out``.  That one is of ``x`` times
     ``row_multiplier`` too (float32, one element per row), in float32; no other copy takes one.
+
+    ``maxima`` (float32, (2, P); one scale): the largest of its first row is the largest magnitude that is rounded, and the bits of
+    its second row sum up to the checksum of ``x``; then ``x`` is read once.
 
     It runs on the current stream and on the device of ``x``, and raises ``BackendError`` for operands of another type or size.
     """
@@ -65,6 +68,7 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         multiplier: Tensor | None,
         transposed_out: Tensor | None,
         row_multiplier: Tensor | None,
+        maxima: Tensor | None,
         offset: Tensor | None,
         *_: int,
     ) -> Callable[..., None]:
@@ -72,6 +76,7 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         by_column = granularity is Granularity.PER_ROW and transposed_out is not None
         problems = operand_problems(x, q_out, scale_out, granularity, rows + (x.shape[-1] if by_column else 0))
         extra = (*_extra_problems(x, q_out, multiplier, transposed_out), *_row_problems(x, row_multiplier, by_column))
+        extra = (*extra, *_maxima_problems(maxima, granularity))
         refuse("quantize", (*problems, *extra, *stream_problems(offset, stream_out, x.device)))
         if x.numel() == 0:
             return _of_nothing
@@ -79,15 +84,16 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         if by_column:
             return RowsAndColumnsPlan(problem, config, (x.shape[0], x.shape[1]), row_multiplier is not None)
         if transposed_out is not None and rows == 1:
-            return TwicePlan(problem, config, (x.shape[0], x.shape[1]))
-        once: Callable[..., None] = (RowsPlan if problem.length <= ONE_READ else SplitPlan)(problem, config)
+            return TwicePlan(problem, config, (x.shape[0], x.shape[1]), maxima)
+        once: Callable[..., None] = RowsPlan(problem, config) if problem.length <= ONE_READ else SplitPlan(problem, config, maxima)
         if transposed_out is None:
             return once
 
         def quantize_then_transpose(
-            x: Tensor, q: Tensor, scale: Tensor, stream: Any, multiplier: Any, transposed: Tensor, _: None, offset: Any, *words: int
-        ) -> None:
-            once(x, q, scale, stream, multiplier, None, None, offset, *words)
+            x: Tensor, q: Tensor, scale: Tensor, stream: Any, multiplier: Any, transposed: Tensor, _: None, maxima: Any,
+            offset: Any, *words: int,
+        ) -> None:  # fmt: skip
+            once(x, q, scale, stream, multiplier, None, None, maxima, offset, *words)
             transpose_bytes(q, transposed)
 
         return quantize_then_transpose
@@ -104,8 +110,9 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         multiplier: Tensor | None = None,
         transposed_out: Tensor | None = None,
         row_multiplier: Tensor | None = None,
+        maxima: Tensor | None = None,
     ) -> None:
-        operands = (x, q_out, scale_out, stream_out, multiplier, transposed_out, row_multiplier)
+        operands = (x, q_out, scale_out, stream_out, multiplier, transposed_out, row_multiplier, maxima)
         if isinstance(offset, Tensor):
             planned(*operands, offset, *signed_words(seed), 0, 0)
         else:
@@ -115,7 +122,7 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
 
 
 def _of_nothing(
-    x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Any, transposed: Any, row_multiplier: Any,
+    x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Any, transposed: Any, row_multiplier: Any, maxima: Any,
     offset: Tensor | None, *words: int,
 ) -> None:  # fmt: skip
     scale.fill_(1.0)
@@ -201,6 +208,15 @@ def _row_problems(x: Tensor, row_multiplier: Tensor | None, by_column: bool) -> 
         yield f"row_multiplier must be {x.shape[0]} contiguous float32, one for each row of x, got {found}"
 
 
+def _maxima_problems(maxima: Tensor | None, granularity: Granularity) -> Iterator[str]:
+    if maxima is None:
+        return
+    if granularity is not Granularity.PER_TENSOR:
+        yield f"maxima are of a whole tensor, and here is a scale per {granularity}"
+    if maxima.dtype is not torch.float32 or maxima.ndim != 2 or maxima.shape[0] != 2 or not maxima.is_contiguous():
+        yield f"maxima must be contiguous float32 of shape (2, P), got {maxima.dtype} {tuple(maxima.shape)}"
+
+
 def stream_problems(offset: Tensor | None, stream: Tensor | None, device: torch.device) -> Iterator[str]:
     """What is wrong with an offset that is a tensor, and with where the stream is written."""
     for name, tensor in (("offset must be a number or", offset), ("stream_out must be", stream)):
@@ -270,7 +286,7 @@ class RowsPlan:
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, __: None,
-        offset: Tensor | None, *words: int,
+        maxima: Tensor | None, offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write ``q``, ``scale`` and ``stream``; ``words`` are the low and high words of the seed and of an offset that is none."""
         if self._adds:
@@ -281,14 +297,15 @@ class RowsPlan:
 
 
 class SplitPlan:
-    """Long rows: partial maxima, then rounding, each spread over the whole chip."""
+    """Long rows: partial maxima, then rounding, each spread over the whole chip; rounding alone where the maxima are known."""
 
-    def __init__(self, problem: Problem, config: QuantizeConfig) -> None:
+    def __init__(self, problem: Problem, config: QuantizeConfig, maxima: Tensor | None) -> None:
         p, block = problem, config.block
         full, tail = p.length // block, p.length % block != 0
-        programs = max(1, min(full + tail, config.programs // p.rows))
+        programs = max(1, min(full + tail, config.programs // p.rows)) if maxima is None else maxima.shape[1]
         cut = {"UNIT": p.unit, "BLOCK": block}
-        flags = {"TAIL": tail, "MULTIPLIER": p.by_channel, "OVERLAP": p.overlap}
+        overlap = p.overlap and maxima is None
+        flags = {"TAIL": tail, "MULTIPLIER": p.by_channel, "OVERLAP": overlap}
         policy = {"KEEP": "evict_last" if config.hold else ""}
         self._absmax = Launch(partial_absmax, cut | flags | policy, num_warps=config.warps)
         kept = config.kept_of(p.bytes * p.rows * p.length)
@@ -296,7 +313,7 @@ class SplitPlan:
         self._first_grid = (programs * p.rows, 1, 1)
         self._first_numbers = (programs, p.length // p.unit, full, keep_from, p.inner, p.channels)
         partials = {"PARTIALS": max(32, triton.next_power_of_2(programs)), "ALIGNED": p.rows == 1 or p.unit == 8}
-        options = {"launch_pdl": True} if p.overlap else {}
+        options = {"launch_pdl": True} if overlap else {}
         self._round = Launch(
             quantize_from_partials,
             p.rounding | cut | partials | flags | p.live | p.of_zeros | {"STREAM": p.stream},
@@ -310,14 +327,16 @@ class SplitPlan:
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, _: None, __: None,
-        offset: Tensor | None, *words: int,
+        maxima: Tensor | None, offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write ``q``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
         if self._adds:
             begin_stream(stream, offset, words[2:])
-        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device)  # maxima, then checksums
+        # Maxima, then checksums.
+        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device) if maxima is None else maxima
         optional = [partial if tensor is None else tensor for tensor in (multiplier, offset, stream)]
-        self._absmax(self._first_grid, None, (x, partial, optional[0]), self._first_numbers)
+        if maxima is None:
+            self._absmax(self._first_grid, None, (x, partial, optional[0]), self._first_numbers)
         self._round(self._second_grid, None, (x, as_bytes(q), scale, partial, *optional), (*self._second_numbers, *words))
 
 
@@ -349,17 +368,18 @@ def _in_strips(shape: tuple[int, int], tall: int, wide: int, programs: int) -> t
 
 
 class TwicePlan:
-    """A matrix under one scale that is also written transposed."""
+    """A matrix under one scale that is also written transposed: maxima, unless they are known, then rounding."""
 
-    def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int]) -> None:
+    def __init__(self, problem: Problem, config: QuantizeConfig, shape: tuple[int, int], maxima: Tensor | None) -> None:
         p, (rows, length) = problem, shape
-        wide, self._strips, count = _strips(shape, 4096, 512, config.programs)
-        overlap = {"OVERLAP": p.overlap}
+        wide, self._strips, programs = _strips(shape, 4096, 512, config.programs)
+        count = programs if maxima is None else maxima.shape[1]
+        overlap = {"OVERLAP": p.overlap and maxima is None}
         first, second = _tiles(p, shape, 4096 // wide, wide) | overlap, _tiles(p, shape, 64, 128) | overlap
-        self._absmax, self._first_grid = Launch(partial_absmax_of_matrix, first, num_warps=8), (count, 1, 1)
+        self._absmax, self._first_grid = Launch(partial_absmax_of_matrix, first, num_warps=8), (programs, 1, 1)
         constants = p.rounding | second | p.live | {"ALIGNED": second["UNIT"] == 8, "STREAM": p.stream}
         constants |= {"PARTIALS": max(32, triton.next_power_of_2(count))}
-        options = {"launch_pdl": True} if p.overlap else {}
+        options = {"launch_pdl": True} if overlap["OVERLAP"] else {}
         self._round = Launch(quantize_twice_from_partials, constants, num_warps=8, **options)
         # A quarter of the programs of a sweep over single rows: two of these fill a multiprocessor.
         self._second_grid, self._across = _in_strips(shape, 64, 128, config.sweep // 4)
@@ -368,12 +388,13 @@ class TwicePlan:
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor, _: None,
-        offset: Tensor | None, *words: int,
+        maxima: Tensor | None, offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write ``q``, ``transposed``, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
-        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device)
+        partial = torch.empty(2 * self._count, dtype=torch.float32, device=self._device) if maxima is None else maxima
         optional = [partial if tensor is None else tensor for tensor in (multiplier, offset, stream)]
-        self._absmax(self._first_grid, None, (x, partial, optional[0]), (*self._sizes, self._strips))
+        if maxima is None:
+            self._absmax(self._first_grid, None, (x, partial, optional[0]), (*self._sizes, self._strips))
         copies = as_bytes(q), as_bytes(transposed)
         self._round(
             self._second_grid, None, (x, *copies, scale, partial, *optional), (self._count, *self._sizes, self._across, *words)
@@ -400,7 +421,7 @@ class RowsAndColumnsPlan:
 
     def __call__(
         self, x: Tensor, q: Tensor, scale: Tensor, stream: Tensor | None, multiplier: Tensor | None, transposed: Tensor,
-        row_multiplier: Tensor | None, offset: Tensor | None, *words: int,
+        row_multiplier: Tensor | None, _: None, offset: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write both copies, ``scale`` and ``stream``; ``words`` as for :class:`RowsPlan`."""
         maxima = torch.zeros(self._count, dtype=torch.int32, device=self._device)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.variant import Variant
-from qsync_torch.aten.quantize import LARGEST, build_results, write_rounded
+from qsync_torch.aten.quantize import LARGEST, build_results, write_maxima, write_rounded
 from qsync_torch.aten.random_bits import Offset
 
 _GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
@@ -55,7 +55,7 @@ def build_glu_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
 
 
 def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
-    """The gradients of the function's argument and of the second tensor, and the copy of the result again."""
+    """The gradients of the function's argument and of the second tensor, their maxima, and the copy of the result again."""
 
     def kernel(
         grad: torch.Tensor,
@@ -69,6 +69,11 @@ def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., No
         q_out: torch.Tensor | None = None,
         seed: int = 0,
         offset: Offset = 0,
+        *,
+        multiplier: torch.Tensor | None = None,
+        maxima_out: torch.Tensor | None = None,
+        factor_multiplier: torch.Tensor | None = None,
+        factor_maxima_out: torch.Tensor | None = None,
     ) -> None:
         g_MK = grad.to(torch.float32)
         x_MK, factor_MK = (
@@ -79,6 +84,12 @@ def build_glu_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., No
             grad_input_out.copy_(_gradient(g_MK * factor_MK, x_MK, chain.activation))
         if grad_factor_out is not None:
             grad_factor_out.copy_(g_MK * _function(x_MK, chain.activation))
+        for gradient, its_multiplier, maxima in (
+            (grad_input_out, multiplier, maxima_out),
+            (grad_factor_out, factor_multiplier, factor_maxima_out),
+        ):
+            if gradient is not None and maxima is not None:
+                write_maxima(gradient, its_multiplier, maxima)
         if scale is not None and q_out is not None:
             r_MK = _function(x_MK, chain.activation) * factor_MK
             most = scale.view(-1, 1) * LARGEST[variant.compute]  # of the operands in 8 bit the product may be larger than it was

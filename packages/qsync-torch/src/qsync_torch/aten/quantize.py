@@ -11,9 +11,10 @@ ReLU, else ``/ 254``: then both integers next to any quotient are at hand, nothi
 ``zero_point = -128 + ceil(-min / scale)``.  The vector of scales holds both: the scales first, then as many zero points.
 
 The backend's kernel, which :func:`build_quantize` returns: ``kernel(x, q_out, scale_out, stream_out, seed, offset,
-multiplier=None, transposed_out=None, row_multiplier=None)``.  Under a scale for each row, the transposed copy has one for each of
-its own rows, the columns of ``x``: they lie behind the others in ``scale_out``.  That copy alone is of ``x`` times
-``row_multiplier`` too, one factor for each row of ``x``, in float32.
+multiplier=None, transposed_out=None, row_multiplier=None, maxima=None)``.  Under a scale for each row, the transposed copy has one
+for each of its own rows, the columns of ``x``: they lie behind the others in ``scale_out``.  That copy alone is of ``x`` times
+``row_multiplier`` too, one factor for each row of ``x``, in float32.  ``maxima`` are what :func:`write_maxima` writes: whoever made
+``x`` has read it for its scale.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order, in the
 stream that follows from the offset and the bits of ``x`` (:func:`~qsync_torch.aten.random_bits.stream_of`).
@@ -36,7 +37,7 @@ from qsync_core.errors import BackendError, NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import quantization_variant
-from qsync_torch.aten.random_bits import Offset, random_thresholds, stream_of, write_stream
+from qsync_torch.aten.random_bits import Offset, checksum, random_thresholds, stream_of, write_stream
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
@@ -64,6 +65,7 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
         multiplier: torch.Tensor | None = None,
         transposed_out: torch.Tensor | None = None,
         row_multiplier: torch.Tensor | None = None,
+        maxima: torch.Tensor | None = None,
     ) -> None:
         by_column = transposed_out is not None and variant.x_granularity is Granularity.PER_ROW
         if row_multiplier is not None and not by_column:
@@ -76,14 +78,14 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
                 f"backend aten cannot quantize a tensor of shape {tuple(x.shape)} and strides {x.stride()} with a scale per "
                 f"{variant.x_granularity}: what shares a scale must lie together in memory; pass x.contiguous()"
             )
-        stream = stream_of(offset, x)
+        stream = stream_of(offset, x, None if maxima is None else _checksum_in(maxima))
         if stream_out is not None:
             write_stream(stream, stream_out)
         values = x if multiplier is None else multiplied(x, multiplier)
         if transposed_out is None:
-            write_copy(values, q_out, scale_out, seed, stream)
+            write_copy(values, q_out, scale_out, seed, stream, maxima)
         elif not by_column:
-            write_copy(values, q_out, scale_out, seed, stream)
+            write_copy(values, q_out, scale_out, seed, stream, maxima)
             transposed_out.copy_(q_out.t())
         else:
             of_rows, of_columns = scale_out.split(list(x.shape))
@@ -96,13 +98,44 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
     return kernel
 
 
-def build_copy(variant: Variant) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Offset], None]:
-    """Quantization of one tensor with the random numbers of a given stream: ``write_copy(x, q_out, scale_out, seed, stream)``."""
+def write_maxima(x: torch.Tensor, multiplier: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write what a quantization of ``x`` times ``multiplier`` under one scale reads it for first.
+
+    Args:
+        out: float32 (2, P): numbers of which the largest is the largest magnitude, and below them the bits of int32 numbers whose
+            sum, which wraps around, is the checksum of ``x``.
+    """
+    out.zero_()
+    if x.numel():
+        values = x if multiplier is None else multiplied(x, multiplier)
+        out[0, 0] = torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
+        out.view(torch.int32)[1, 0] = checksum(x)
+
+
+def _checksum_in(maxima: torch.Tensor) -> torch.Tensor:
+    return maxima.view(torch.int32)[1].sum(dtype=torch.int32)
+
+
+def build_copy(variant: Variant) -> Callable[..., None]:
+    """Quantization of one tensor with the random numbers of a given stream.
+
+    ``write_copy(x, q_out, scale_out, seed, stream, maxima=None)``, with those of :func:`write_maxima`.
+    """
     precision, granularity, rounding = variant.compute, variant.x_granularity, variant.rounding
     symmetric, find = variant.symmetric, find_scale if variant.symmetric else find_affine_scale
 
-    def write_copy(x: torch.Tensor, q_out: torch.Tensor, scale_out: torch.Tensor, seed: int, stream: Offset) -> None:
-        find(x, precision, granularity, scale_out)
+    def write_copy(
+        x: torch.Tensor,
+        q_out: torch.Tensor,
+        scale_out: torch.Tensor,
+        seed: int,
+        stream: Offset,
+        maxima: torch.Tensor | None = None,
+    ) -> None:
+        if maxima is None or not x.numel():
+            find(x, precision, granularity, scale_out)
+        else:
+            write_scale(maxima[0].amax().view(1), precision, scale_out, granularity.scale_of_zeros)
         require_finite(x, scale_out, precision)
         write_rounded(x, scale_out, precision, granularity, rounding, seed, stream, q_out, symmetric)
 

@@ -21,10 +21,11 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
-from qsync_torch.compiling import copies_again, gradient_copies, gradient_sums, graph_nodes, shape_arguments
+from qsync_torch.compiling import copies_again, gradient_copies, gradient_maxima, gradient_sums, graph_nodes, shape_arguments
 from qsync_torch.compiling.copies_again import write_copies_again
 from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
+from qsync_torch.compiling.gradient_maxima import fuse_gradient_maxima
 from qsync_torch.compiling.gradient_sums import fuse_gradient_sums
 from qsync_torch.compiling.no_ops import drop_no_ops
 from qsync_torch.compiling.planned import PlannedChains
@@ -175,6 +176,7 @@ def _rewrite(graph: Graph) -> None:
     """What is done to forward and backward graphs once autograd has made them."""
     fuse_gradient_copies(graph)
     fuse_gradient_sums(graph)
+    fuse_gradient_maxima(graph)
 
 
 @functools.cache
@@ -187,7 +189,7 @@ def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
             rewrite(graph)
 
         def uuid(self) -> Any:
-            parts = (copies_again, gradient_copies, gradient_sums, graph_nodes, shape_arguments, producers)
+            parts = (copies_again, gradient_copies, gradient_maxima, gradient_sums, graph_nodes, shape_arguments, producers)
             sources = b"".join(Path(str(part.__file__)).read_bytes() for part in parts)
             return hashlib.sha256(sources + rewrite.__name__.encode()).digest()
 

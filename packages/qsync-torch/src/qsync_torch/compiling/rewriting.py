@@ -225,6 +225,7 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, ro
         binding.backward_with(grad_copy=True).backward_with(grad_sum=True)
     if chain.producer is Producer.GLU:
         binding.backward_with(copy_again=True)
+        binding.backward_with(grad_maxima=True)
     return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 

@@ -174,6 +174,7 @@ def entry_of(op: str) -> Entry:
         _add_copies_of_gradients(found, case, forms)
     elif name == GLU:
         _add_copies_again(found, forms)
+        _add_maxima(found, forms)
     return found
 
 
@@ -275,6 +276,24 @@ def _add_copies_again(entry: Entry, forms: list[str]) -> None:
                 entry.values.append(Case(name, functools.partial(again_call, form, variant, shape, 3)))
         draw = functools.partial(again_call, form, variant_of(granularity=by), (56, 40), 3)
         entry.drawn.append(Case(f"glu.grad_input, {form}, copy again by {by}, draws", draw))
+
+
+def maxima_call(form: str, variant: Variant, shape: tuple[int, int], seed: int, device: torch.device) -> Backward:
+    """A backward call of a gated unit that writes the maxima of its gradients, one of them times very different factors."""
+    problem = Producer.of(form, variant, shape, device, seed)
+    call = problem.changed(chain=attrs.evolve(problem.chain, grad_maxima=True)).backward()
+    return call.changed(multiplier=torch.logspace(-2, 2, shape[1], device=device))
+
+
+def _add_maxima(entry: Entry, forms: list[str]) -> None:
+    for form in forms:
+        for saved, output in itertools.product(_kept(form), FLOATS):
+            for shape in ((30, 13), (56, 40), (5, 3001), (1, 1), (0, 16)):
+                name = f"glu.grad_input, {form}, maxima, {shape}, kept in {saved}, {output}"
+                variant = variant_of(saved=saved if saved.needs_scale else output, output=output)
+                entry.values.append(Case(name, functools.partial(maxima_call, form, variant, shape, 4)))
+        typical = functools.partial(maxima_call, form, variant_of(saved=_kept(form)[0]), (56, 40), 4)
+        entry.typical.append(Case(f"glu.grad_input, {form}, maxima", typical))
 
 
 ENTRIES = {op: entry_of(op) for op in SIGNATURES}

@@ -15,10 +15,11 @@ from torch.nn import functional
 from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import PARTIAL_MAXIMA
 from qsync_torch.conformance.calls import Asked, Call, Written
 from qsync_torch.conformance.operands import Outputs, floats
 from qsync_torch.conformance.producer_checks import FINE, check_bits, check_close, check_copy, packed, unpacked
-from qsync_torch.conformance.quantization import LARGEST, check_stream
+from qsync_torch.conformance.quantization import LARGEST, check_maxima, check_stream
 from qsync_torch.conformance.subject import Kernel
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -354,7 +355,7 @@ class Backward(_OfProducer):
         mean, spread: the variance of a batch norm's channels and σ⁻¹ of a layer norm's rows (1 / root mean square, without a mean).
         factor, factor_scale: what a gated unit multiplies with, and the scales of its 8-bit copy.
         r_scale: of the result's copy, which is written again.
-        multiplier: of the gradient's copy, for each column.
+        multiplier: of the gradient's copy, or of its maxima, for each column; factor_multiplier: of those of the second gradient.
         wanted: names of the gradients that are.
     """
 
@@ -369,6 +370,7 @@ class Backward(_OfProducer):
     r_scale: torch.Tensor | None = None
     other: torch.Tensor | None = None
     multiplier: torch.Tensor | None = None
+    factor_multiplier: torch.Tensor | None = None
     seed: int = 21
     offset: Any = 22
     wanted: tuple[str, ...] = ("x", "residual", "factor", "weight", "bias")
@@ -379,6 +381,8 @@ class Backward(_OfProducer):
         copied, op = self.chain.grad_copy, f"{self.name}.grad_input"
         again = self.chain.copy_again
         copy = " multiplier q> scale> seed offset" if copied else " r_scale q> seed offset" if again else ""
+        if self.chain.grad_maxima:
+            copy += " multiplier= maxima>= factor_multiplier= factor_maxima>="
         return Asked(
             op,
             f"grad {'other ' if self.chain.grad_sum else ''}{SIGNATURES[op]}{copy}",
@@ -407,6 +411,9 @@ class Backward(_OfProducer):
             written |= {"q": outputs.empty(shape, torch.int8), "scale": outputs.empty((1,), torch.float32)}
         if self.chain.copy_again:
             written["q"] = outputs.empty(shape, TORCH_DTYPE[self.variant.compute])
+        if self.chain.grad_maxima:
+            for name in ("maxima", "factor_maxima"):
+                written[name] = outputs.empty((2, PARTIAL_MAXIMA), torch.float32)
         return written
 
     def normalized(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -449,6 +456,10 @@ class Backward(_OfProducer):
                 check_copy(written["q"], scale, clipped, error, most, self.variant.rounding, what)
             if "factor" in written:
                 check_close(written["factor"], r.detach() * g, slack, "the gradient of what is multiplied with")
+            for name, its_multiplier in (("x", self.multiplier), ("factor", self.factor_multiplier)):
+                maxima = written.get("maxima" if name == "x" else "factor_maxima")
+                if maxima is not None:
+                    check_maxima(maxima, written[name], its_multiplier, f"the gradient of {name}")
             return
         is_open, unsure = torch.ones_like(g, dtype=torch.bool), torch.zeros_like(g)
         if self.bits is not None:

@@ -9,8 +9,8 @@ import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import Op
-from qsync_torch.aten.random_bits import Offset, stream_of
+from qsync_core.kernels.backend import PARTIAL_MAXIMA, Op
+from qsync_torch.aten.random_bits import Offset, checksum, stream_of
 from qsync_torch.conformance.calls import Asked, Call, Written
 from qsync_torch.conformance.operands import Outputs
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -55,25 +55,28 @@ def groups_of(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 class Quantization(Call):
     """One call of ``quantize``: of x, a dense tensor, perhaps times one factor per channel, perhaps with a transposed copy.
 
-    That one, where it has scales of its own, may be of x times one factor per row too.
+    That one, where it has scales of its own, may be of x times one factor per row too.  Under one scale the maxima may be known.
     """
 
     x: torch.Tensor
     multiplier: torch.Tensor | None = None
     transposed: bool = False
     row_multiplier: torch.Tensor | None = None
+    knows_maxima: bool = False
 
     @property
     def asked(self) -> Asked:
         """What is not asked for is not given; element i in memory takes number i, whatever the launch grid."""
         multiplied, by_row = self.multiplier is not None, self.row_multiplier is not None
         copies = ("q", "transposed") if self.transposed else ("q",)
-        optional = {" multiplier=": multiplied, " transposed>=": self.transposed, " row_multiplier=": by_row}
+        optional = {
+            " multiplier=": multiplied, " transposed>=": self.transposed, " row_multiplier=": by_row, " maxima=": self.knows_maxima,
+        }  # fmt: skip
         return Asked(
             Op.QUANTIZE,
             "x q> scale> stream> seed offset" + "".join(name for name, is_given in optional.items() if is_given),
             (tuple(self.x.shape),),
-            {"multiplied": multiplied, "transposed": self.transposed},
+            {"multiplied": multiplied, "transposed": self.transposed, "knows_maxima": self.knows_maxima},
             draws={"seed": copies, "offset": copies},
             configurations_agree=self.variant.x_granularity is TENSOR,  # a row may draw from the stream of its own checksum
         )
@@ -99,6 +102,19 @@ class Quantization(Call):
         if self.transposed:
             written["transposed"] = outputs.empty((self.x.shape[1], self.x.shape[0]), dtype)
         return written
+
+    @property
+    def maxima(self) -> torch.Tensor:
+        """What somebody who made x has found: the largest magnitude is not the first number, and the checksum has many parts."""
+        found = torch.zeros(2, PARTIAL_MAXIMA, device=self.x.device)
+        if self.x.numel():
+            parts = self.values.float().abs().flatten().tensor_split(7)
+            bits = self.x.flatten().tensor_split(7)
+            for place, (part, its_bits) in enumerate(zip(parts, bits, strict=True)):
+                if part.numel():
+                    found[0, -1 - 3 * place] = part.max()
+                    found.view(torch.int32)[1, 300 * place] = checksum(its_bits)
+        return found
 
     @property
     def values(self) -> torch.Tensor:
@@ -141,6 +157,15 @@ def check_stream(stream: torch.Tensor, offset: Offset, x: torch.Tensor) -> None:
         f"the stream of a tensor of shape {list(x.shape)} in {x.dtype} with the offset {int(offset)} is {expected}, and the kernel "
         f"wrote {stream.item()}"
     )
+
+
+def check_maxima(maxima: torch.Tensor, x: torch.Tensor, multiplier: torch.Tensor | None, what: str) -> None:
+    """The largest of partial maxima is that of ``x`` times ``multiplier`` in float32, and the sum of checksums is that of ``x``."""
+    values = x.float() if multiplier is None else x.float() * multiplier
+    largest = values.abs().max() if x.numel() else values.new_zeros(())
+    assert torch.equal(maxima[0].max(), largest), f"the maxima of {what} end at {maxima[0].max()}, and its values at {largest}"
+    found, expected = int(maxima[1].view(torch.int32).sum(dtype=torch.int32)), int(checksum(x)) if x.numel() else 0
+    assert found == expected, f"the checksums of {what} sum up to {found}, and its bits to {expected}"
 
 
 def expected_scales(groups: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:

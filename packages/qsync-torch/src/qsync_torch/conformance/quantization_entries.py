@@ -32,20 +32,34 @@ Values = Callable[[torch.device], torch.Tensor]
 
 
 def quantization(
-    values: Values, variant: Variant, multiplied: bool, transposed: bool, by_row: bool, device: torch.device
+    values: Values, variant: Variant, multiplied: bool, transposed: bool, by_row: bool, known: bool, device: torch.device
 ) -> Quantization:
     """A quantization of values that are drawn on the device; factors of very different sizes."""
     x = values(device)
     multiplier = torch.logspace(-2, 2, x.shape[1], device=device) if multiplied else None
     row_multiplier = torch.logspace(1, -3, x.shape[0], device=device) if by_row else None
-    return Quantization(variant=variant, x=x, multiplier=multiplier, transposed=transposed, row_multiplier=row_multiplier)
+    return Quantization(
+        variant=variant, x=x, multiplier=multiplier, transposed=transposed, row_multiplier=row_multiplier, knows_maxima=known
+    )
 
 
 def case(
-    name: str, values: Values, variant: Variant, *, multiplied: bool = False, transposed: bool = False, by_row: bool = False
+    name: str,
+    values: Values,
+    variant: Variant,
+    *,
+    multiplied: bool = False,
+    transposed: bool = False,
+    by_row: bool = False,
+    known: bool = False,
 ) -> Case:
-    """A quantization by name; ``by_row``: its transposed copy is of the values times one factor per row."""
-    return Case(f"quantize, {name}", functools.partial(quantization, values, variant, multiplied, transposed, by_row))
+    """A quantization by name.
+
+    Args:
+        by_row: its transposed copy is of the values times one factor per row.
+        known: its maxima are given.
+    """
+    return Case(f"quantize, {name}", functools.partial(quantization, values, variant, multiplied, transposed, by_row, known))
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, order: str = "") -> Values:
@@ -166,6 +180,12 @@ def values() -> list[Case]:
             for by_row in (False, True):
                 name = f"columns of {shape}{', rows multiplied' * by_row}, {rounding}"
                 found.append(case(name, drawn, variant, multiplied=shape[1] > 3, transposed=True, by_row=by_row))
+    for shape, rounding, dtype, both in itertools.product(
+        ((24, 15), (64, 128), (3, 7000), (0, 16)), (NEAREST, STOCHASTIC), DTYPES[:2], (False, True)
+    ):
+        name = f"known maxima of {shape}{', transposed copy' * both}, {rounding} {dtype}"
+        drawn = normal(shape, dtype)
+        found.append(case(name, drawn, variant_of(rounding), multiplied=shape[0] == 64, transposed=both, known=True))
     return found + [at_random(number) for number in range(24)]
 
 
@@ -215,6 +235,7 @@ def entry() -> Entry:
         case("multiplied and transposed", normal((24, 16)), variant_of(NEAREST), multiplied=True, transposed=True),
         case("by row and column", normal((24, 16)), variant_of(NEAREST, ROW), multiplied=True, transposed=True),
         case("rows multiplied", normal((24, 16)), variant_of(NEAREST, ROW), multiplied=True, transposed=True, by_row=True),
+        case("known maxima", normal((24, 900)), variant_of(NEAREST), multiplied=True, transposed=True, known=True),
         *(case(f"zero point by {by}", normal((24, 16)), variant_of(NEAREST, by, symmetric=False)) for by in (TENSOR, ROW)),
     ]
     drawn = [
@@ -223,6 +244,7 @@ def entry() -> Entry:
         case("by row and column", normal((64, 100)), variant_of(STOCHASTIC, ROW), transposed=True),
         case("rows multiplied", normal((64, 100)), variant_of(STOCHASTIC, ROW), transposed=True, by_row=True),
         case("zero point", normal((64, 100)), variant_of(STOCHASTIC, symmetric=False)),
+        case("known maxima", normal((64, 300)), variant_of(STOCHASTIC), transposed=True, known=True),
     ]
     impossible: dict[str, Impossible] = {
         "float8 with a zero point": (variant_of(NEAREST, TENSOR, Precision.FLOAT8_E4M3FN, symmetric=False), ((64, 128),))

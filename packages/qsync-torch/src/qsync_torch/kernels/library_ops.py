@@ -70,10 +70,14 @@ def quantize(
     seed: int,
     offset: Offset,
     multiplier: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
     *,
     straight: bool = False,
 ) -> Copied:
     """Quantize ``x``, without a derivative.
+
+    Args:
+        maxima: of ``x`` times ``multiplier``, where whoever made ``x`` has found them (docs/design/fused-chains.md#backward).
 
     Returns:
         The 8-bit copy, dense in the layout of ``x``; its float32 scales as a vector, with its zero points behind them where it is
@@ -81,16 +85,17 @@ def quantize(
     """
     if not straight and not is_plain(x):
         op = _OPS.quantize.at if isinstance(offset, torch.Tensor) else _OPS.quantize.default
-        return cast(Copied, op(x, quantization.key, seed, offset, multiplier))
+        return cast(Copied, op(x, quantization.key, seed, offset, multiplier, maxima))
     if not x.is_contiguous():
         x = quantizable(x, quantization.granularity)
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x.shape)
     q, scale, stream = _quantized(x, quantization, quantization.scale_counts[x.shape], _NO_STREAM[x.device])
     written = stream if quantization.streamed else None
+    known = {} if maxima is None else {"maxima": maxima}
     if multiplier is None:
-        kernel(x, q, scale, written, seed, offset)
+        kernel(x, q, scale, written, seed, offset, **known)
     else:
-        kernel(x, q, scale, written, seed, offset, multiplier)
+        kernel(x, q, scale, written, seed, offset, multiplier, **known)
     return q, scale, stream
 
 
@@ -101,23 +106,25 @@ def quantize_transposed(
     offset: Offset,
     multiplier: torch.Tensor | None = None,
     row_multiplier: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
     *,
     straight: bool = False,
 ) -> CopiedTwice:
     """Quantize ``x`` (..., K) as :func:`quantize` does; the fourth result is the copy as (K, M), M all other dimensions.
 
     Under a scale for each row that copy has a scale for each column, and is of ``x`` times ``row_multiplier`` (M), where there is
-    one.
+    one.  ``maxima``: as there.
     """
     if not straight and not is_plain(x):
         op = _OPS.quantize_transposed.at if isinstance(offset, torch.Tensor) else _OPS.quantize_transposed.default
-        return cast(CopiedTwice, op(x, quantization.key, seed, offset, multiplier, row_multiplier))
+        return cast(CopiedTwice, op(x, quantization.key, seed, offset, multiplier, row_multiplier, maxima))
     x_MK = rows(x).contiguous()
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x_MK.shape)
     q, scale, stream, transposed = _transposed(x_MK, x.shape, quantization, quantization.scale_counts[x_MK.shape])
     written = stream if quantization.streamed else None
-    by_row = () if row_multiplier is None else (row_multiplier,)
-    kernel(x_MK, q.view(x_MK.shape), scale, written, seed, offset, multiplier, transposed, *by_row)
+    more = {"row_multiplier": row_multiplier, "maxima": maxima}
+    given = {name: tensor for name, tensor in more.items() if tensor is not None}
+    kernel(x_MK, q.view(x_MK.shape), scale, written, seed, offset, multiplier, transposed, **given)
     return q, scale, stream, transposed
 
 
@@ -397,19 +404,12 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
 
 
-def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Copied:
+def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, *more: Any) -> Copied:
     quantization = _quantization(key)
     return _quantized(quantizable(x, quantization.granularity), quantization, quantization.scale_count(x.shape))
 
 
-def _fake_quantize_transposed(
-    x: torch.Tensor,
-    key: str,
-    seed: int,
-    offset: Offset,
-    multiplier: torch.Tensor | None = None,
-    row_multiplier: torch.Tensor | None = None,
-) -> CopiedTwice:
+def _fake_quantize_transposed(x: torch.Tensor, key: str, seed: int, offset: Offset, *more: Any) -> CopiedTwice:
     x_MK, quantization = rows(x).contiguous(), _quantization(key)
     return _transposed(x_MK, x.shape, quantization, quantization.scale_count(x_MK.shape))
 
@@ -419,7 +419,7 @@ def _define_quantization(name: str, more: str, results: str, run: Callable[..., 
         return run(x, _quantization(key), seed, as_kernels_take(offset), *multipliers, straight=True)
 
     for overload, kind in (("", "SymInt"), (".at", "Tensor")):
-        arguments = f"Tensor x, str quantization, SymInt seed, {kind} offset, Tensor? multiplier=None{more}"
+        arguments = f"Tensor x, str quantization, SymInt seed, {kind} offset, Tensor? multiplier=None{more}, Tensor? maxima=None"
         define(f"{name}{overload}({arguments}) -> {results}", quantized, fake)
 
 

@@ -16,7 +16,7 @@ import torch
 from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import Op
+from qsync_core.kernels.backend import PARTIAL_MAXIMA, Op
 from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, KernelChoice
 from qsync_torch.aten.random_bits import as_kernels_take
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -314,6 +314,21 @@ def _glu_grad_copy(operands: Operands, binding: ProducerBinding, scale: torch.Te
     return written
 
 
+def _glu_grad_maxima(operands: Operands, binding: ProducerBinding, *multipliers: torch.Tensor | None) -> Written:
+    x, written = operands[1], _fake_glu_grad_maxima(operands, binding)
+    grad_input, grad_factor, maxima, factor_maxima = written
+    binding.kernel(binding.grad_op, x.device, x.shape)(
+        *operands, grad_input, grad_factor, multiplier=multipliers[0], maxima_out=maxima, factor_multiplier=multipliers[1],
+        factor_maxima_out=factor_maxima,
+    )  # fmt: skip
+    return written
+
+
+def _fake_glu_grad_maxima(operands: Operands, binding: ProducerBinding, *more: Any) -> Written:
+    maxima = tuple(operands[1].new_empty((2, PARTIAL_MAXIMA), dtype=torch.float32) for _ in range(2))
+    return *_fake_glu_grad_input(operands, binding), *maxima
+
+
 def _fake_glu_grad_copy(operands: Operands, binding: ProducerBinding, *more: Any) -> Written:
     return *_fake_glu_grad_input(operands, binding), torch.empty_like(operands[1], dtype=binding.dtype)
 
@@ -325,4 +340,8 @@ _define("glu_grad_input", _OF_GLU, "", _glu_grad_input, _fake_glu_grad_input, "(
 _define(
     "glu_grad_copy", _OF_GLU, ", Tensor scale, SymInt seed, Tensor offset", _glu_grad_copy, _fake_glu_grad_copy,
     "(Tensor, Tensor, Tensor)",
+)  # fmt: skip
+_define(
+    "glu_grad_maxima", _OF_GLU, ", Tensor? multiplier, Tensor? factor_multiplier", _glu_grad_maxima, _fake_glu_grad_maxima,
+    "(Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
