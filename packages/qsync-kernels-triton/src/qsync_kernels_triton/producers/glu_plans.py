@@ -135,8 +135,8 @@ def build_glu_grad_input(
         if found:
             if cut.strips > partials or found[0].shape != found[-1].shape:
                 said = ", ".join(str(tuple(tensor.shape)) for tensor in found)
-                wanted = f"(2, P), both alike, P at least {cut.strips}"
-                refuse("glu.grad_input", [f"maxima of {length} columns are {wanted}, got {said}"])
+                least = f"(2, P), both alike, P at least {cut.strips}"
+                refuse("glu.grad_input", [f"maxima of {length} columns are {least}, got {said}"])
             programs = cut.strips * max(1, min(programs, partials) // cut.strips)
 
         def run(

@@ -2,7 +2,8 @@
 
 The gradients of gate and up are the largest tensors of a Llama's backward pass, and under one scale each is read twice for its
 8-bit copies: for the largest magnitude, then to be rounded.  The gated unit's kernel has every number in its registers; where
-backends can, it leaves partial maxima and checksums, and the first of the two passes is gone (docs/design/fused-chains.md#backward).
+backends can, it leaves partial maxima and checksums, and the first of the two passes is gone
+(docs/design/fused-chains.md#backward).
 """
 
 from __future__ import annotations
