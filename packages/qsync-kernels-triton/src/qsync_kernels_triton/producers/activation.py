@@ -282,8 +282,8 @@ def glu_gradient(
     SCALES (0: no): f(x)·factor is written in 8 bit too, under scales that are given, with the random numbers of the offset itself.
 
     MAXIMA, FACTOR_MAXIMA (0: no; 1: of the gradient as it is; COLUMNS: times one factor a column): ``partials`` maxima of a
-    gradient as it is written, and behind them as many checksums.  Then the programs are a multiple of the tiles beside each other, so
-    that each keeps to its columns and their factors.
+    gradient as it is written, and behind them as many checksums.  Then the programs are a multiple of the tiles beside each other,
+    so that each keeps to its columns and their factors.
     """
     length = units * UNIT
     largest, factor_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
