@@ -27,7 +27,8 @@ def test_a_rungs_peak_is_that_of_training(precision):
     entries = {operator.op_id: variant for operator in trace(job).adjustable}
 
     def applied(model):
-        return apply_(model, entries) if precision != "float32" else None
+        # Not by kernels of CUTLASS, each of which its first call would compile: memory does not hang on who multiplies.
+        return apply_(model, entries, backend="triton+aten") if precision != "float32" else None
 
     runner = StepRunner.start(job, device)
     applied(runner.model)
