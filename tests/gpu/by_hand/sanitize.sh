@@ -18,7 +18,7 @@ JOBS_ALL=(
 "triton-producers|$G/test_triton_producers.py|copies_have_the_scale or every_configuration"
 "triton-random|$G/test_triton_producers.py|test_random_shapes and 100"
 "triton-products|$G/test_triton_products.py|(int8_sums and 100-70-90) or (int8_sums and 17-1-5) or (int8_sums and 256-512) or (float_gradients and 100-70-90) or (float8_products and 129-257) or any_strides or convolutions_are_exact or convolution_grad_input"
-"triton-conformance|$C --backend triton|test_values and ((batch_norm.grad_input and copy) or (conv2d.grad and 1x1 and from) or (quantize and copy) or (linear and zero) or ((layer_norm or gelu) and (30 or 84 or 1050)))"
+"triton-conformance|$C --backend triton|test_values and ((batch_norm.grad_input and copy) or (conv2d.grad and 1x1 and from) or (quantize and (copy or maxima)) or (linear and 6x0x4 and not point) or ((layer_norm or gelu) and (30 or 84 or 1050)) or (silu and maxima and 3001))"
 "cutlass-linear|$G/test_cutlass_linear.py|(int32_sums and 127 and 129) or (int32_sums and 300 and 513) or sums_in_parts or (fused_dequantization and True-True-True) or (any_strides and second-transposed) or (any_strides and sliced-contiguous) or int8_gradients or (16_bit_gradients and 100 and 77) or (float8_output and 100 and 77) or (float8_gradients and 100 and 77)"
 "cutlass-conv2d|$G/test_cutlass_conv2d.py|(sums_are_exact and 48) or (sums_are_exact and 96) or (sums_are_exact and 37 and 41) or (sums_are_exact and 13 and 20) or (errs_no_more and True-True) or gradient or not_channels_last or 1x1"
 "cutlass-conformance|$C --backend cutlass|test_values and conv2d.grad and from and not odd"
