@@ -191,8 +191,8 @@ class Overlooks(Mutant):
         if not is_plain_int8(request) or request.multiplied or str(request.variant.rounding) != "nearest":
             return kernel
 
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
             seen = self.part(x)
             if seen.numel() and scale.numel() == 1 and seen.abs().max() > 0:
                 scale.copy_((seen.abs().max().float() / 127).clamp(min=2.0**-126))

@@ -272,8 +272,8 @@ class RoundsDown(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
             if str(request.variant.rounding) == "nearest" and is_plain_int8(request):
                 q.copy_((x.float() / scale.max()).floor().clamp(-127, 127))
 
@@ -286,8 +286,8 @@ class TinyGroupsHaveTheScaleOne(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
             if scale.numel() == 1 and scale <= 2.0**-126:
                 scale.fill_(1.0)
                 q.copy_(x.float().floor() if str(request.variant.rounding) == "floor" else torch.zeros_like(q))
@@ -301,8 +301,8 @@ class OverflowsOnTheWay(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
             if is_plain_int8(request):
                 q.masked_fill_(torch.isinf(x.float() * 256), 0)
 
@@ -315,8 +315,8 @@ class BiasedRounding(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
             stochastic = is_plain_int8(request) and str(request.variant.rounding) == "stochastic"
             if stochastic and scale.numel() == 1 and x.dtype is torch.float32:
                 y = x / scale
@@ -380,10 +380,10 @@ class AddsUpProducts(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
             if multiplier is not None:
                 x, multiplier = multiplied(x, multiplier), None
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
 
         return quantize
 
@@ -424,7 +424,7 @@ class Draws(Mutant):
         if (str(v.rounding), str(v.x_granularity), v.compute, v.symmetric) != ("stochastic", "tensor", "int8", True):
             return kernel
 
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
             kernel(x, q, scale, stream, seed, offset, multiplier)
             drawn = stream_of(offset, x)
             if multiplier is not None:
@@ -491,8 +491,8 @@ class KeepsRangeOfSmallValues(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
             scale.clamp_(min=1e-20)
 
         return quantize
@@ -544,8 +544,8 @@ class ForgetsTheMultiplier(Mutant):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        return lambda x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None: kernel(
-            x, q, scale, stream, seed, offset, None, transposed_out, row_multiplier
+        return lambda x, q, scale, stream, seed, offset, multiplier=None, *more, **named: kernel(
+            x, q, scale, stream, seed, offset, None, *more, **named
         )
 
 
@@ -582,6 +582,42 @@ class OverlooksFactorsInScalesOfColumns(Mutant):
                 kernel(x, q, scale, *others, **named | {"transposed_out": named["transposed_out"].clone()})
 
         return quantize
+
+
+class KnowsOneMaximum(Mutant):
+    """Reads the last of the partial maxima that it is given."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(*operands, maxima=None, **named):
+            known = {} if maxima is None else {"maxima": torch.stack([maxima[0, -1].expand(maxima.shape[1]), maxima[1]])}
+            kernel(*operands, **named, **known)
+
+        return quantize
+
+
+class LeavesFactorsOutOfMaxima(Mutant):
+    op = Op.GLU_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        return lambda *operands, multiplier=None, **named: kernel(*operands, **named)
+
+
+class TakesMaximaBeforeTheyAreWritten(Mutant):
+    """Of float32 numbers, which the gradient's format rounds."""
+
+    op = Op.GLU_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        def gradient(*operands, maxima_out=None, **named):
+            kernel(*operands, **named)
+            if maxima_out is not None:
+                named.pop("factor_maxima_out")
+                wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype.itemsize == 2 else x for x in operands]
+                kernel(*wide, maxima_out=maxima_out, **named)
+
+        return gradient
 
 
 class SwapsGradientStrides(Mutant):
@@ -732,8 +768,8 @@ class ClipsTheEnds(Affine):
     op = Op.QUANTIZE
 
     def wrap(self, kernel, request):
-        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None):
-            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier)
+        def quantize(x, q, scale, stream, seed, offset, multiplier=None, transposed_out=None, row_multiplier=None, **named):
+            kernel(x, q, scale, stream, seed, offset, multiplier, transposed_out, row_multiplier, **named)
             low, high = x.float().amin().clamp(max=0), x.float().amax().clamp(min=0)
             if scale.numel() == 2 and x.numel() and low * high < 0:
                 step = (high - low) / 255

@@ -177,6 +177,7 @@ def normalize_rows(
     length = units * UNIT
     columns = tl.arange(0, BLOCK)
     # Where no row has a scale, maxima and bits stay apart by column until the last row: each reduction waits for other threads.
+    # The maxima of one scale do so beside an x that is kept by rows, too.
     ROWS_APART: tl.constexpr = SCALES == PER_ROW or WRITE_X
     total = tl.zeros((ROWS,), dtype=tl.int32)
     largest, bits = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
@@ -185,7 +186,9 @@ def normalize_rows(
         first = row.to(tl.int64) * length
         stream_low, stream_high = 0, 0
         if ROWS_APART:
-            largest, bits = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+            bits = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+        if SCALES == PER_ROW:  # one scale is that of all rows
+            largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         if HELD:
             tiles = ()
             for part in tl.static_range(HELD):
