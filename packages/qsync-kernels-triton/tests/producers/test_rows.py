@@ -466,25 +466,26 @@ def test_operands_of_a_gated_unit_that_do_not_fit_are_refused_by_name(outputs):
             kernel(grad, grad, None, grad, None, torch.empty(6, 40), None, **named)
 
 
-@each_once({"shape": [(40, 37), (40, 136)], "residual": [False, True], "copies": [True, False], "norm": ["layer", "rms"]})
-def test_one_scale_is_that_of_all_rows_that_a_program_takes(outputs, shape, residual, copies, norm):
-    """The largest number is in the first row of a program's, beside copies of x, too, which have a scale a row."""
-    config = ProducerConfig(block=64, apply=1)
-    case = Norm(shape, residual)
-    case.x[0, 3] = 200.0
-    q, scale, stream = outputs.empty(shape, torch.int8), outputs.empty((1,)), outputs.empty((1,), torch.int64)
-    kept = (outputs.empty(shape, torch.int8), outputs.empty(shape[:1])) if copies else (None, None)
-    summed = outputs.empty(shape) if residual else None
-    out, rstd = outputs.empty(shape), outputs.empty(shape[:1])
-    results = (out, q, scale, stream, *kept, SEED, X_SEED, OFFSET)
-    if norm == "layer":
-        build_layer_norm_output(TENSOR, Rounding.NEAREST, config)(
-            case.x, case.weight, case.bias, EPS, case.residual, summed, outputs.empty(shape[:1]), rstd, *results
-        )
-    else:
-        build_rms_norm_output(TENSOR, Rounding.NEAREST, config)(case.x, case.weight, EPS, case.residual, summed, rstd, *results)
-    assert scale.item() == out.abs().max().div(127).item()
-    assert ((q.double() * scale - out.double()).abs() <= 0.501 * scale).all()
+FEW = ProducerConfig(block=64, reduce=1, apply=1)
+"""Eight programs, each of which takes several groups of rows of a matrix of forty."""
+
+
+@in_pairs({"way": WAYS, "granularity": [ROW, TENSOR], "shape": [(40, 37), (40, 136)], "residual": [False, True]}, ["way"])
+def test_programs_that_take_several_groups_of_rows(outputs, way, granularity, shape, residual):
+    """The largest number is in the first group of a program's: one scale is that of all rows, beside copies by rows too."""
+    norm, grad = Norm(shape, residual), random(*shape, seed=9)
+    norm.x[0, 3] = 50.0
+    norm.run(outputs, granularity, FEW).check(granularity)
+    kept = norm.x if norm.sum is None else norm.sum
+    check_norm_gradients(norm, grad, norm_gradients(norm, grad, outputs, kept, None, FEW), norm.xhat)
+    found = rms_norm(outputs, norm.x, norm.weight, norm.residual, granularity, True, FEW)
+    check_rms_gradients(outputs, grad, found["s"].float(), None, found["rstd"], norm.weight, found["xhat"], FEW)
+    act, glu = Act(shape, Activation.GELU), Glu(shape, Activation.SILU)
+    for case in (act, glu):
+        case.x[0, 3] = 50.0
+        case.r = FUNCTIONS[case.activation](case.x.double()) * (case.factor.double() if case is glu else 1)
+        case.run(outputs, granularity, FEW).check(granularity)
+    act.check_gradient(outputs, act.x, None, FEW)
 
 
 SEVERAL = [((3, 301), 3), ((3, 768), 3), ((2, 603), 5), ((3, 640), 5)]
