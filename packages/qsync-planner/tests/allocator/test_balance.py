@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
+from functools import partial
 
 import attrs
 import pytest
@@ -16,7 +18,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import BatchStep, DeviceKind, MixedStep, Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import BatchProfile, Inputs, Request, allocate
-from qsync_planner.allocator.batch_scaling import BatchScaling
+from qsync_planner.allocator.batch_scaling import BatchScaling, _between, _growth_of
 from qsync_planner.allocator.dynamic_batch import balance, replay_batches
 from qsync_planner.replayer.replay import Replayer
 
@@ -145,6 +147,59 @@ def test_steps_measured_at_other_batches_say_what_kernels_take_there() -> None:
         assert kernels.tolist() == [[cost.forward_compute_ns, cost.backward_compute_ns] for cost in scaled.costs]
     assert scaling.profile_at(3).steps[0] == profile.batches[1].step
     assert scaling.profile_at(5).steps[0].forward_compute_ns == pytest.approx(1.5 * profile.steps[0].forward_compute_ns, abs=2)
+
+
+@given(fixed=st.floats(0.0, 1.0), measured=st.sampled_from([(2,), (3,), (7,), (2, 3), (3, 6), (6, 7)]), batch=st.integers(1, 12))
+def test_one_other_batch_shows_what_does_not_shrink_with_samples(fixed: float, measured: tuple[int, ...], batch: int) -> None:
+    """Beyond what was measured too, where kernels take a constant and an amount for each sample."""
+
+    def part(size: int) -> float:
+        return fixed + (1 - fixed) * size / 4
+
+    scaling = scaling_of(1, {size: (part(size), 1.0) for size in measured})
+    scaled = scaling.profile_at(batch)
+    for before, after in zip(scaling.profile.costs, scaled.costs, strict=True):
+        assert after.forward_compute_ns == pytest.approx(part(batch) * before.forward_compute_ns, rel=1e-3, abs=1)
+        assert after.backward_compute_ns == before.backward_compute_ns
+
+
+def predicted_ns(known: dict[int, int], traced: int, batch: int) -> int:
+    """A step of which some batches were measured."""
+    steps = {size: StepMeasurement(BASE, ns, 0, ns, 0, 0, 0, 0, 0) for size, ns in known.items()}
+    growth = _growth_of(traced, steps.pop(traced), steps)
+    return round(known[traced] * (_between(growth[0], batch) if growth else batch / traced))
+
+
+@pytest.mark.parametrize("traced", [8, 16, 48, 128])
+def test_two_rounds_of_measuring_predict_the_split_that_is_found(traced: int) -> None:
+    """As ``qsync prepare`` measures: steps of the split that is predicted to be the fastest, twice.
+
+    Some of a step is fixed, some is proportional to its samples, and some takes its time in waves of a few samples.
+    """
+    errors = []
+    for fixed, slower, waves in itertools.product((0.0, 0.15, 0.3, 0.45), (1.3, 1.6, 2.0, 2.5), ((1, 1), (1, 2), (2, 3), (3, 4))):
+
+        def true_ns(slower: float, fixed: float, wave: int, batch: int) -> int:
+            in_waves = math.ceil(batch / wave) / math.ceil(traced / wave)
+            return round(1e6 * slower * (fixed + (1 - fixed) * (0.6 * batch / traced + 0.4 * in_waves)))
+
+        true = [partial(true_ns, times, fixed, wave) for times, wave in zip((1.0, slower), waves, strict=True)]
+        known = [{traced: of(traced)} for of in true]
+        predicted = [partial(predicted_ns, measured, traced) for measured in known]
+        for rounds_left in (2, 1, 0):
+            split = balance([1, 1], 2 * traced, [2 * traced - 1] * 2, predicted, traced)
+            assert split is not None
+            for measured, of, batch in zip(known, true, split, strict=True):
+                measured |= {batch: of(batch)} if rounds_left else {}
+        first, second = (max(of(batch) for of, batch in zip(steps, split, strict=True)) for steps in (predicted, true))
+        errors.append(abs(first / second - 1))
+    assert statistics.mean(errors) < 0.01
+    assert statistics.quantiles(errors, n=20)[-1] < 0.05
+
+
+def test_a_step_that_was_measured_at_the_traced_batch_again_says_nothing_of_others() -> None:
+    again, once = scaling_of(1, {4: (0.9, 0.9)}), scaling_of(1, {})
+    assert again.kernels_at(7)[1].tolist() == once.kernels_at(7)[1].tolist()
 
 
 def test_noise_of_steps_at_other_batches_makes_no_larger_batch_faster() -> None:

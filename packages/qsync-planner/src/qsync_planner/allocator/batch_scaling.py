@@ -2,8 +2,8 @@
 
 A profile is made at one batch size.  With that alone, the compute time of every kernel is taken as proportional to the batch, while
 dispatch and the optimizer, measured apart, do not change.  Whole steps that were measured at other batch sizes say how much more
-or less all kernels compute there (a matrix product on few SMs takes its time in steps).  A second profile at another batch size
-shows for every operator what really does not scale.
+or less all kernels compute there (a matrix product on few SMs takes its time in steps), and what of it does not scale.  A second
+profile at another batch size shows for every operator what really does not scale.
 """
 
 from __future__ import annotations
@@ -63,12 +63,17 @@ def _growth_of(traced: int, step: StepMeasurement | None, others: Mapping[int, S
 
 
 def _between(points: Points, batch: int) -> float:
-    """On straight lines between points; outside of them proportional to the batch."""
+    """On straight lines between points; outside of them on that from the nearest point to the furthest, because some of a step does
+    not shrink with its samples.
+
+    It is never steeper than in proportion to the batch: between two points may be what kernels on few SMs take at once.
+    """
     (first, at_first), (last, at_last) = points[0], points[-1]
+    slope = (at_last - at_first) / (last - first)
     if batch < first:
-        return at_first * batch / first
+        return at_first - min(slope, at_first / first) * (first - batch)
     if batch > last:
-        return at_last * batch / last
+        return at_last + min(slope, at_last / last) * (batch - last)
     return float(np.interp(batch, [point[0] for point in points], [point[1] for point in points]))
 
 
@@ -97,7 +102,7 @@ class BatchScaling:
         steps = () if self.further else self.profile.batches
         self.measured = {(one.batch_size, one.step.variant): one.step for one in steps}
         whole = next((step for step in self.profile.steps if step.variant == base), None)
-        at_base = {batch: step for (batch, variant), step in self.measured.items() if variant == base}
+        at_base = {size: step for (size, variant), step in self.measured.items() if variant == base and size != self.batch_size}
         self._growth = _growth_of(self.batch_size, whole, at_base)
         chosen = [
             by_variant[base] if base in by_variant else min(by_variant.values())
