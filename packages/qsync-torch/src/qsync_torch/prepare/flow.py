@@ -508,7 +508,7 @@ class _Flow:
                 break
             tried.update(batches.items())
             uneven = [group for group in groups if group.name in batches]
-            self._in_waves(uneven, lambda group: bench.profile_at(group, batches[group.name]))  # noqa: B023
+            self._in_waves(uneven, lambda group: bench.profile_at(cluster.group(group.name), batches[group.name]))  # noqa: B023
         self._make(planning.last_steps() if planning else [nothing] * LAST_STEPS)
 
     def _planning(self, dag: PrecisionDag, cluster: Cluster) -> Planning:

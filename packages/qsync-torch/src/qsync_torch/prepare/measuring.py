@@ -20,7 +20,7 @@ from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.profile import DeviceKind, Profile
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import standard_ladder
 from qsync_torch.distributed.alone import Alone
@@ -177,16 +177,16 @@ class Bench:
         inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job), **chains, **tuned)
         return self._unless_kept(f"profile {group.name}", inputs, run)
 
-    def profile_at(self, group: Group, batch_size: int) -> dict[str, Made]:
+    def profile_at(self, group: DeviceGroup, batch_size: int) -> dict[str, Made]:
         """The part ``profile GROUP`` with steps at another local batch; nothing where they fail, or memory is short for them."""
         part, profile = self.folder.parts[f"profile {group.name}"], self.folder.load(f"profile {group.name}", Profile, self.dag)
         assert profile is not None  # it is measured first
         self._check_job()  # a kept profile may be all that was needed of this rank
-        stage = self.board.stage("profiling")
+        stage, ladder = self.board.stage("profiling"), ladder_under(self.dag.base, group.ladder)[0]
         stage(0, 1, f"whole steps of {batch_size} samples")
         try:
             found = measure_at(
-                self.job, self.dag, profile, make_stopwatch(self.device), Efforts().steps, batch_size, self.board.note
+                self.job, self.dag, profile, ladder, make_stopwatch(self.device), Efforts().steps, batch_size, self.board.note
             )
         except (QSyncError, RuntimeError) as error:
             self.board.note(

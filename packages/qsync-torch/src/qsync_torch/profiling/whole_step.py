@@ -238,6 +238,7 @@ def measure_at(
     job: Job,
     dag: PrecisionDag,
     profile: Profile,
+    ladder: Collection[Variant],
     stopwatch: Stopwatch,
     effort: Effort,
     batch_size: int,
@@ -245,7 +246,8 @@ def measure_at(
 ) -> tuple[BatchStep, ...]:
     """Measure whole steps at another local batch than the job's, in the base precision and at the fastest rung of its profile.
 
-    One at the rung that fails is told (``note``), and left out.
+    No plan has a rung that is not on the group's ``ladder``, and none such is measured.  A step at the rung that fails is told
+    (``note``), and left out.
 
     Raises:
         torch.OutOfMemoryError: when memory is short for it.
@@ -254,7 +256,8 @@ def measure_at(
     runner = StepRunner.start(attrs.evolve(job, batch_size=batch_size), stopwatch.device, compiled=job.compiles)
     base = Variant.plain(dag.base)
     found = [measure_step(runner, base, dag, stopwatch, effort)]
-    fastest = min(profile.steps, key=lambda step: step.iteration_ns).variant if profile.steps else base
+    of_plans = [step for step in profile.steps if step.variant == base or step.variant in ladder]
+    fastest = min(of_plans, key=lambda step: step.iteration_ns).variant if of_plans else base
     if fastest != base:
         indices = {operator.op_id: profile.cost_index[operator.op_id] for operator in dag.adjustable}
         costs = {op_id: profile.costs[index[fastest]] for op_id, index in indices.items() if fastest in index}
