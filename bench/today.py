@@ -22,6 +22,7 @@ import torch
 
 from allocator import rows_today
 from eight_bit import curves, eager, first_step, predicted, products_tuned, scales, steps, unequal
+from jobs.measured import Clock
 from kernels.bench import Bench, Row
 from results import names_in, write_rows
 
@@ -36,7 +37,7 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
     others = {"P6": partial(first_step.rows, bench), "P10": partial(curves.rows, bench, options.save)}
     others["P7"] = partial(predicted.rows, bench, options.save / "predicted", options.models)
     for part in unequal.SHARES:
-        others[part] = partial(unequal.rows, bench, part, options.gpus, options.save / "hybrid", options.minutes, options.models)
+        others[part] = partial(unequal.rows, bench, part, options.gpus, options.save / "hybrid", options.clock, options.models)
     return {**steps_of, "P4": partial(scales.rows, bench), **others, **plans_of}
 
 
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU too; nothing is written")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that contenders and ranks are ended as well
-    cuda = torch.cuda.is_available()
+    options.clock, cuda = Clock(60 * options.minutes), torch.cuda.is_available()
     options.gpus = options.gpus.split(",") if cuda and not options.tiny else []
     options.models = names_in(options.models, dict.fromkeys((*unequal.MODELS, *predicted.MODELS)), "models")
     bench = Bench(torch.device("cuda", 0) if cuda else torch.device("cpu"), quick=options.tiny)

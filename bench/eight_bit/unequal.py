@@ -42,16 +42,16 @@ BEST = 2
 """Models of which row P9 wants more."""
 
 
-def rows(bench: Bench, part: str, gpus: Sequence[str], folder: Path, minutes: float, models: Sequence[str]) -> Iterator[Row]:
+def rows(bench: Bench, part: str, gpus: Sequence[str], folder: Path, clock: Clock, models: Sequence[str]) -> Iterator[Row]:
     """The rows of one share, of a model as soon as it is measured.
 
     Args:
         gpus: the strong one and the weak one; none on a CPU.
         folder: of what is finished.
-        minutes: after which everything has ended.
+        clock: of the time that is left, for all parts together.
         models: names of :data:`MODELS`, all by default.
     """
-    share, clock, finished = SHARES[part], Clock(60 * minutes), []
+    share, finished = SHARES[part], []
     here = {**provenance(), "device": bench.device_name}
     with _places(gpus) as place_at:
         for name in models or MODELS:
