@@ -121,6 +121,7 @@ class TritonBackend:
     name = "triton"
     api_version = BACKEND_API_VERSION
     offset_tensors = True
+    hands_on_maxima = True
     reports_launches = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:

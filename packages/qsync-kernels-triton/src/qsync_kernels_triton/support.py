@@ -50,7 +50,7 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
 def _quantization_reasons(request: KernelRequest) -> Iterator[str]:
     yield from support.format_reasons(request, EIGHT_BIT)
     yield from support.layout_reasons(request)
-    yield from support.quantization_reasons(request, takes_maxima=True)
+    yield from support.quantization_reasons(request)
     if request.multiplied and any(len(shape) not in (2, 4) for shape in request.shapes):
         yield f"channels to multiply are those of 2-d and 4-d tensors, and this one has the shape {request.shapes[0]}"
 
@@ -58,7 +58,7 @@ def _quantization_reasons(request: KernelRequest) -> Iterator[str]:
 def _producer_reasons(request: KernelRequest) -> Iterator[str]:
     saved = request.variant.saved
     yield from support.layout_reasons(request)
-    yield from support.chain_reasons(request, grad_copies=True, grad_sums=True, copies_again=True, grad_maxima=True)
+    yield from support.chain_reasons(request, grad_copies=True, grad_sums=True, copies_again=True)
     yield from support.producer_format_reasons(request, _COPIES, _COPIES)
     yield from support.producer_scale_reasons(request)
     yield from support.producer_shape_reasons(request)

@@ -176,6 +176,15 @@ def takes_offset_tensors(backend: KernelBackend) -> bool:
     return bool(getattr(backend, "offset_tensors", False))
 
 
+def hands_on_maxima(backend: KernelBackend) -> bool:
+    """Whether its gated units write the maxima of their gradients (``chain.grad_maxima``), and its quantization takes such
+    (``knows_maxima``).
+
+    A backend says so by an attribute ``hands_on_maxima`` that is True.  Others are asked for neither.
+    """
+    return bool(getattr(backend, "hands_on_maxima", False))
+
+
 @runtime_checkable
 class CompilingBackend(Protocol):
     """What a backend also has if its kernels can be compiled ahead of time, several at once, on a machine without a GPU.

@@ -158,16 +158,12 @@ def layout_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"it needs dense{layout} operands, and these are not; copy them first"
 
 
-def quantization_reasons(request: KernelRequest, *, takes_maxima: bool = False) -> Iterator[str]:
-    """A quantization is asked for what no kernel does, or what its tensors cannot have.
-
-    Args:
-        takes_maxima: the backend does not look again for maxima that it is given.
-    """
-    if request.knows_maxima and not takes_maxima:
-        yield "it takes no maxima of the tensor that it quantizes; let it find them"
-    if request.knows_maxima and request.variant.x_granularity is not Granularity.PER_TENSOR:
-        yield f"maxima are given of a whole tensor, and this one has a scale per {request.variant.x_granularity}"
+def quantization_reasons(request: KernelRequest) -> Iterator[str]:
+    """A quantization is asked for what no kernel does, or what its tensors cannot have."""
+    variant = request.variant
+    if request.knows_maxima and not (variant.x_granularity is Granularity.PER_TENSOR and variant.symmetric):
+        affine = "" if variant.symmetric else " and a zero point"
+        yield f"maxima are given of a whole tensor, and this one has a scale per {variant.x_granularity}{affine}"
     if request.transposed and any(len(shape) != 2 for shape in request.shapes):
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 
@@ -185,12 +181,7 @@ def dequantization_reasons(request: KernelRequest) -> Iterator[str]:
 
 
 def chain_reasons(
-    request: KernelRequest,
-    *,
-    grad_copies: bool = False,
-    grad_sums: bool = False,
-    copies_again: bool = False,
-    grad_maxima: bool = False,
+    request: KernelRequest, *, grad_copies: bool = False, grad_sums: bool = False, copies_again: bool = False
 ) -> Iterator[str]:
     """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads.
 
@@ -198,7 +189,6 @@ def chain_reasons(
         grad_copies: the backend's batch norms write 8-bit copies of their gradients.
         grad_sums: they take the gradient of their result in two parts.
         copies_again: its gated units write the copy of their result in backward again.
-        grad_maxima: they write the maxima of their gradients, and the backend's quantization takes them.
     """
     if request.op not in Op.PRODUCERS:
         return
@@ -216,7 +206,7 @@ def chain_reasons(
         yield f"it takes no gradient in two parts in {request.op}; add them before"
     if chain.copy_again and not (copies_again and request.op == Op.GLU_GRAD_INPUT):
         yield f"it writes no copy of the result in {request.op}; keep that of the forward pass"
-    if chain.grad_maxima and not (grad_maxima and request.op == Op.GLU_GRAD_INPUT):
+    if chain.grad_maxima and request.op != Op.GLU_GRAD_INPUT:
         yield f"it writes no maxima of gradients in {request.op}; let their quantizations find them"
 
 

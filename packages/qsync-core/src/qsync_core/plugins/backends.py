@@ -23,6 +23,7 @@ from qsync_core.kernels.backend import (
     KernelRequest,
     KernelSpec,
     Op,
+    hands_on_maxima,
     takes_offset_tensors,
 )
 from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME, FLOAT_BACKEND
@@ -87,6 +88,7 @@ class CheckedBackend:
         self.name = backend.name
         self.api_version = backend.api_version
         self.offset_tensors, self.reports_launches = takes_offset_tensors(backend), reports_launches(backend)
+        self.hands_on_maxima = hands_on_maxima(backend)
         self.rehearsal = rehearsal_of(backend)
         self._backend: Any = backend
 
@@ -115,7 +117,10 @@ class CheckedBackend:
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
         """Why it cannot run the request, each reason a sentence; empty means it can."""
         method = "unsupported_reasons"
-        return list(self._ask(method, lambda found: self._list(method, "texts", str, found), request))
+        reasons = list(self._ask(method, lambda found: self._list(method, "texts", str, found), request))
+        if (request.knows_maxima or request.chain.grad_maxima) and not self.hands_on_maxima:  # which it may never have heard of
+            reasons.append("it hands on no maxima (hands_on_maxima = True says that a backend does); let quantizations find them")
+        return reasons
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
         """Configurations worth trying, best guess first; at least one."""

@@ -19,6 +19,7 @@ class AtenBackend:
     name = "aten"
     api_version = BACKEND_API_VERSION
     offset_tensors = True
+    hands_on_maxima = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """Operators, formats, devices and layouts that it offers, as data only."""

@@ -78,6 +78,14 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
                 f"backend aten cannot quantize a tensor of shape {tuple(x.shape)} and strides {x.stride()} with a scale per "
                 f"{variant.x_granularity}: what shares a scale must lie together in memory; pass x.contiguous()"
             )
+        if maxima is not None and (
+            variant.x_granularity is not Granularity.PER_TENSOR or not variant.symmetric
+            or maxima.dtype is not torch.float32 or maxima.ndim != 2 or len(maxima) != 2 or not maxima.numel()
+        ):  # fmt: skip
+            raise BackendError(
+                "backend aten cannot run quantize: maxima are float32 (2, P) of a whole tensor without a zero point, and here are "
+                f"{maxima.dtype} {tuple(maxima.shape)} with a scale per {variant.x_granularity}"
+            )
         stream = stream_of(offset, x, None if maxima is None else _checksum_in(maxima))
         if stream_out is not None:
             write_stream(stream, stream_out)

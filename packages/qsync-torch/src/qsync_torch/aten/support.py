@@ -21,11 +21,11 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     yield from support.dequantization_reasons(request)
     if request.op == Op.QUANTIZE:
         yield from support.format_reasons(request, EIGHT_BIT)
-        yield from support.quantization_reasons(request, takes_maxima=True)
+        yield from support.quantization_reasons(request)
     elif request.op in Op.UNFUSED:
         yield from _product_reasons(request)
     elif request.op in Op.PRODUCERS:
-        yield from support.chain_reasons(request, grad_copies=True, grad_sums=True, copies_again=True, grad_maxima=True)
+        yield from support.chain_reasons(request, grad_copies=True, grad_sums=True, copies_again=True)
         yield from support.producer_format_reasons(request, EIGHT_BIT, EIGHT_BIT)
         yield from support.producer_scale_reasons(request)
         yield from support.producer_shape_reasons(request)

@@ -32,7 +32,7 @@ from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
 from qsync_torch.compiling.shape_arguments import keep_no_shapes
 from qsync_torch.distributed.groups_present import run_folder_of
-from qsync_torch.kernels import producers
+from qsync_torch.kernels import library_ops, producers
 
 BACKENDS = ("inductor", "aot_eager")
 _MODES: Mapping[str, Mapping[str, bool]] = {
@@ -189,7 +189,16 @@ def _graph_pass(rewrite: Callable[[Graph], None]) -> Any:
             rewrite(graph)
 
         def uuid(self) -> Any:
-            parts = (copies_again, gradient_copies, gradient_maxima, gradient_sums, graph_nodes, shape_arguments, producers)
+            parts = (
+                copies_again,
+                gradient_copies,
+                gradient_maxima,
+                gradient_sums,
+                graph_nodes,
+                shape_arguments,
+                library_ops,
+                producers,
+            )
             sources = b"".join(Path(str(part.__file__)).read_bytes() for part in parts)
             return hashlib.sha256(sources + rewrite.__name__.encode()).digest()
 

@@ -60,7 +60,7 @@ def _parts(node: Node) -> tuple[Node, Node] | None:
     value, values = total.meta["val"], (grad.meta["val"], other.meta["val"])
     if any((x.dtype, x.shape, x.device) != (value.dtype, value.shape, value.device) for x in values):
         return None
-    return (grad, other) if binding.adds_gradients(value.device, tuple(value.shape)) else None
+    return (grad, other) if binding.also_does(value.device, tuple(value.shape), grad_sum=True) else None
 
 
 def _is_written(node: Node) -> bool:

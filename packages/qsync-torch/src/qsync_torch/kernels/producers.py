@@ -105,11 +105,11 @@ class ProducerBinding(Bound):
         """The binding of the same producer whose backward kernel does more, named as in :class:`~qsync_core.ir.chain.ChainForm`."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, **form))
 
-    def adds_gradients(self, device: torch.device, shape: tuple[int, ...]) -> bool:
-        """Whether the backend that runs its backward takes the gradient in two parts; another would take over the whole of it."""
+    def also_does(self, device: torch.device, shape: tuple[int, ...], **form: Any) -> bool:
+        """Whether the backend that runs its backward does so with more in its form; another would take over the whole of it."""
         runs = backend_of(self.request(self.grad_op, device, shape), self.choice)
-        summing = self.backward_with(grad_sum=True)
-        return runs != "" and runs == backend_of(summing.request(self.grad_op, device, shape), summing.choice)
+        more = self.backward_with(**form)
+        return runs != "" and runs == backend_of(more.request(self.grad_op, device, shape), more.choice)
 
     def _written(self, keep: bool) -> tuple[str, ...]:
         """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""

@@ -277,7 +277,7 @@ def _noted(kernel: Kernel, note: str, *arguments: Any, **named: Any) -> None:
         raise
 
 
-def _with_number(kernel: Kernel, name: str, request: KernelRequest, *arguments: Any) -> None:
+def _with_number(kernel: Kernel, name: str, request: KernelRequest, *arguments: Any, **named: Any) -> None:
     """Call a kernel that takes the offset of its random numbers as a number only.
 
     Raises:
@@ -285,7 +285,7 @@ def _with_number(kernel: Kernel, name: str, request: KernelRequest, *arguments: 
     """
     values, place = list(arguments), _OFFSET[request.op]
     values[place] = 0 if request.variant.rounding is not Rounding.STOCHASTIC else _number(values[place], name, request.op)
-    kernel(*values)
+    kernel(*values, **named)
 
 
 def _number(offset: Offset, name: str, op: str) -> int:
