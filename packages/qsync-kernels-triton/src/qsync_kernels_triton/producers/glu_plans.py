@@ -175,7 +175,7 @@ def _maxima_code(maxima: Tensor | None, multiplier: Tensor | None) -> int:
 
 
 def _no_maxima(*operands: Any) -> None:
-    """Of tensors without elements."""
+    """Fill the maxima of gradients without elements."""
     for maxima in (operands[10], operands[12]):
         if maxima is not None:
             maxima.zero_()

@@ -29,7 +29,7 @@ _MAXIMA: dict[object, int] = {torch.ops.qsync.quantize.at: 5, torch.ops.qsync.qu
 """Where the operators that quantize take maxima, behind the multiplier."""
 _MULTIPLIER = 4
 _LAYOUTS = "eager_input_vals"
-"""In which inductor must give the operands."""
+"""What nodes call the layouts in which inductor must give their operands."""
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
