@@ -408,8 +408,11 @@ def test_multipliers_and_transposes_of_another_shape_are_refused_by_name():
             by_row(*both, row_multiplier=wrong)
     with pytest.raises(BackendError, match=r"maxima are of a whole tensor, and here is a scale per row"):
         by_row(*both, maxima=torch.ones(2, 4))
-    with pytest.raises(BackendError, match=r"maxima must be contiguous float32 of shape \(2, P\), got torch.float32 \(4,\)"):
-        kernel(*matrix, maxima=torch.ones(4))
+    for wrong in (torch.ones(4), torch.ones(2, 0), torch.ones(2, 4).double()):
+        with pytest.raises(BackendError, match=r"maxima must be float32 of shape \(2, P\), P at least 1, got torch.float"):
+            kernel(*matrix, maxima=wrong)
+    with pytest.raises(BackendError, match=r"maxima must be contiguous, and have strides \(1, 2\)"):
+        kernel(*matrix, maxima=torch.ones(4, 2).t())
     cube = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.int8), torch.zeros(1), None, 0, 0)
     with pytest.raises(BackendError, match=r"a multiplier goes with a 2-d or 4-d tensor, and x has shape \(2, 3, 4\)"):
         kernel(*cube, multiplier=torch.ones(4))

@@ -216,7 +216,7 @@ def _maxima_problems(maxima: Tensor | None, granularity: Granularity) -> Iterato
     if maxima.dtype is not torch.float32 or maxima.ndim != 2 or maxima.shape[0] != 2 or not maxima.shape[1]:
         yield f"maxima must be float32 of shape (2, P), P at least 1, got {maxima.dtype} {tuple(maxima.shape)}"
     elif not maxima.is_contiguous():
-        yield f"maxima must be contiguous float32 of shape (2, P), got {maxima.dtype} {tuple(maxima.shape)}"
+        yield f"maxima must be contiguous, and have strides {maxima.stride()}"
 
 
 def stream_problems(offset: Tensor | None, stream: Tensor | None, device: torch.device) -> Iterator[str]:
