@@ -45,5 +45,9 @@ def tune(shape: Shape, bench: Bench, seconds: float) -> None:
         requests, find_backends(AUTO), open_store(bench.device, None), bench.device, effort=_EFFORT, seconds=seconds
     )
     for one in found.requests:
-        best = "nobody" if one.best is None else f"{one.best.key.backend}, {one.best.config}: {one.best.latency_ns / 1e3:.1f} µs"
+        best = (
+            "no backend runs it"
+            if one.best is None
+            else f"{one.best.key.backend}, {one.best.config}: {one.best.latency_ns / 1e3:.1f} µs"
+        )
         bench.say(f"{shape.title}, {describe(one.asked)}: {best}")

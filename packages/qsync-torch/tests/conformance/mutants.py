@@ -597,29 +597,6 @@ class KnowsOneMaximum(Mutant):
         return quantize
 
 
-class LeavesFactorsOutOfMaxima(Mutant):
-    op = Op.GLU_GRAD_INPUT
-
-    def wrap(self, kernel, request):
-        return lambda *operands, multiplier=None, **named: kernel(*operands, **named)
-
-
-class TakesMaximaBeforeTheyAreWritten(Mutant):
-    """Of float32 numbers, which the gradient's format rounds."""
-
-    op = Op.GLU_GRAD_INPUT
-
-    def wrap(self, kernel, request):
-        def gradient(*operands, maxima_out=None, **named):
-            kernel(*operands, **named)
-            if maxima_out is not None:
-                named.pop("factor_maxima_out")
-                wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype.itemsize == 2 else x for x in operands]
-                kernel(*wide, maxima_out=maxima_out, **named)
-
-        return gradient
-
-
 class SwapsGradientStrides(Mutant):
     """Takes the weight of an int8 gradient for transposed."""
 

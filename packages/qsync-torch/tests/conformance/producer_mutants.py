@@ -47,9 +47,9 @@ class ProducerMutant(Mutant):
     def wrap(self, kernel, request):
         names = NAMES[self.op].split()
 
-        def call(*arguments):
+        def call(*arguments, **named):  # maxima, by their names
             a = dict(zip(names, arguments, strict=False))  # a copy of the gradient is not always asked for
-            kernel(*(a | self.before(a)).values())
+            kernel(*(a | self.before(a)).values(), **named)
             if a[names[0]].numel():
                 self.after(a, request)
 
@@ -283,6 +283,29 @@ class WritesTheCopyAgainUnderTheScaleOfTheFirstRow(ProducerMutant):
 
     def before(self, a):
         return {} if a.get("scale") is None or not a["scale"].numel() else {"scale": a["scale"][:1].expand_as(a["scale"])}
+
+
+class LeavesFactorsOutOfMaxima(Mutant):
+    op = Op.GLU_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        return lambda *operands, multiplier=None, **named: kernel(*operands, **named)
+
+
+class TakesMaximaBeforeTheyAreWritten(Mutant):
+    """Of float32 numbers, which the gradient's format rounds."""
+
+    op = Op.GLU_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        def gradient(*operands, maxima_out=None, **named):
+            kernel(*operands, **named)
+            if maxima_out is not None:
+                named.pop("factor_maxima_out")
+                wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype.itemsize == 2 else x for x in operands]
+                kernel(*wide, maxima_out=maxima_out, **named)
+
+        return gradient
 
 
 ALL = mutants_in(vars(), ProducerMutant)

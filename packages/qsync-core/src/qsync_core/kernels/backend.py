@@ -88,7 +88,7 @@ class KernelRequest:
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).
         multiplied: of ``quantize``: the tensor is first multiplied by one factor per channel.
         transposed: of ``quantize``: a transposed copy is written too.
-        knows_maxima: of ``quantize`` under one scale: the tensor's maxima are given, which whoever made it has found.
+        knows_maxima: of ``quantize`` under one scale: the tensor's maxima are given, which the kernel that made it has found.
         chain: of a producer: what is fused with it.
     """
 

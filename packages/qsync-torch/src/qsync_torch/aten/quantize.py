@@ -13,8 +13,8 @@ ReLU, else ``/ 254``: then both integers next to any quotient are at hand, nothi
 The backend's kernel, which :func:`build_quantize` returns: ``kernel(x, q_out, scale_out, stream_out, seed, offset,
 multiplier=None, transposed_out=None, row_multiplier=None, maxima=None)``.  Under a scale for each row, the transposed copy has one
 for each of its own rows, the columns of ``x``: they lie behind the others in ``scale_out``.  That copy alone is of ``x`` times
-``row_multiplier`` too, one factor for each row of ``x``, in float32.  ``maxima`` are what :func:`write_maxima` writes: whoever made
-``x`` has read it for its scale.
+``row_multiplier`` too, one factor for each row of ``x``, in float32.  ``maxima`` are what :func:`write_maxima` writes: the kernel
+that made ``x`` has found them.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order, in the
 stream that follows from the offset and the bits of ``x`` (:func:`~qsync_torch.aten.random_bits.stream_of`).

@@ -78,7 +78,7 @@ def stream_of(offset: Offset, x: torch.Tensor, known: torch.Tensor | None = None
     """Which stream the rounding of ``x`` takes: ``offset + 0x9E3779B900000000 * checksum``, modulo 2**64.
 
     Args:
-        known: the checksum, where somebody has found it: one int32.
+        known: the checksum, one int32, where it is known.
 
     Returns:
         A number on a CPU; elsewhere one int64 of shape (1,), for which no device is waited for.

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 
 from qsync_torch.aten.random_bits import stream_key
-from qsync_torch.compiling.graph_nodes import move_before, needs
+from qsync_torch.compiling.graph_nodes import described_as, move_before, needs
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.library_ops import GRAD_WEIGHT_OF_ROWS
 from qsync_torch.kernels.producers import ProducerBinding
@@ -60,19 +60,19 @@ def _rewrite(graph: Graph, node: Node) -> bool:
     arguments = (*node.args[:5], binding.backward_with(copy_again=True).key, scale, stream_key(seed, AGAIN), stream)
     with graph.inserting_before(node):
         again = graph.call_function(_WITH_COPY, arguments)
-    again.meta |= _described_as(node) | {"val": (*node.meta["val"], q.meta["val"])}
+    again.meta |= described_as(node) | {"val": (*node.meta["val"], q.meta["val"])}
     node.replace_all_uses_with(again)
     graph.erase_node(node)
     move_before(again, min(reader for reader, _ in readers))
     with graph.inserting_after(again):
         copy = graph.call_function(operator.getitem, (again, 2))
-    copy.meta |= _described_as(again) | {"val": q.meta["val"]}
+    copy.meta |= described_as(again) | {"val": q.meta["val"]}
     for reader, layouts in readers:
         numbers = copy
         with graph.inserting_before(reader):
             for layout in layouts:
                 numbers = graph.node_copy(layout, functools.partial(_instead, layout.args[0], numbers))
-                numbers.meta = _described_as(again) | {"val": layout.meta["val"]}
+                numbers.meta = described_as(again) | {"val": layout.meta["val"]}
         reader.args = (reader.args[0], numbers, *reader.args[2:])
     return True
 
@@ -90,11 +90,6 @@ def _instead(source: object, other: Node, node: Node) -> Node:
     return other if node is source else node
 
 
-def _described_as(node: Node) -> dict[str, Any]:
-    """The description of a node without the layouts of its operands."""
-    return {name: said for name, said in node.meta.items() if name != "eager_input_vals"}
-
-
 def _part(graph: Graph, made: Node, name: str) -> Node:
     """The node of one tensor that a gated unit's forward writes."""
     binding = cast(ProducerBinding, BOUND[str(made.args[2])])
@@ -104,7 +99,7 @@ def _part(graph: Graph, made: Node, name: str) -> Node:
             return user
     with graph.inserting_after(made):
         part = graph.call_function(operator.getitem, (made, place))
-    part.meta |= _described_as(made) | {"val": made.meta["val"][place]}
+    part.meta |= described_as(made) | {"val": made.meta["val"][place]}
     return part
 
 

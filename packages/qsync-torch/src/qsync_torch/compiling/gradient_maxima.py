@@ -17,10 +17,10 @@ import torch
 from torch.fx import Graph, Node
 
 from qsync_core.ir.precision import Granularity
-from qsync_core.kernels.backend import PARTIAL_MAXIMA, Op
-from qsync_torch.compiling.graph_nodes import move_before, needs, stand_for
+from qsync_core.kernels.backend import Op
+from qsync_torch.compiling.graph_nodes import LAYOUTS, described_as, move_before, needs, stand_for
 from qsync_torch.kernels.binding import BOUND, Quantization
-from qsync_torch.kernels.producers import ProducerBinding
+from qsync_torch.kernels.producers import ProducerBinding, empty_maxima
 from qsync_torch.kernels.selection import backend_of
 
 _GRADIENT = torch.ops.qsync.glu_grad_input.default
@@ -28,8 +28,6 @@ _WITH_MAXIMA = torch.ops.qsync.glu_grad_maxima.default
 _MAXIMA: dict[object, int] = {torch.ops.qsync.quantize.at: 5, torch.ops.qsync.quantize_transposed.at: 6}
 """Where the operators that quantize take maxima, behind the multiplier."""
 _MULTIPLIER = 4
-_LAYOUTS = "eager_input_vals"
-"""What nodes call the layouts in which inductor must give their operands."""
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
@@ -61,7 +59,7 @@ def _rewrite(graph: Graph, node: Node) -> bool:
     for multiplier in arguments[-2:]:
         if isinstance(multiplier, Node):
             move_before(multiplier, node)
-    maxima = [value.new_empty((2, PARTIAL_MAXIMA), dtype=torch.float32) for value in values]
+    maxima = [empty_maxima(value) for value in values]
     with graph.inserting_before(node):
         made = graph.call_function(_WITH_MAXIMA, arguments)
     stand_for(made, (node, *both), together, (*values, *maxima))
@@ -70,12 +68,12 @@ def _rewrite(graph: Graph, node: Node) -> bool:
     for place, quantize in enumerate(both):
         with graph.inserting_before(quantize):
             known = graph.call_function(operator.getitem, (made, 2 + place))
-        known.meta |= {name: said for name, said in made.meta.items() if name != _LAYOUTS} | {"val": maxima[place]}
+        known.meta |= described_as(made) | {"val": maxima[place]}
         nothing = (None,) * (_MAXIMA[quantize.target] - len(quantize.args))
         quantize.args = (*quantize.args, *nothing, known)
-        if _LAYOUTS in quantize.meta:
-            of_quantize, named = quantize.meta[_LAYOUTS]
-            quantize.meta[_LAYOUTS] = (*of_quantize, *nothing, maxima[place]), named
+        if LAYOUTS in quantize.meta:
+            of_quantize, named = quantize.meta[LAYOUTS]
+            quantize.meta[LAYOUTS] = (*of_quantize, *nothing, maxima[place]), named
     return True
 
 

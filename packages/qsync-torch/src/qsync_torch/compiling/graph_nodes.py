@@ -52,6 +52,8 @@ _CHANGING = frozenset(
 )
 _SWITCHES = ("_set_grad_enabled", "set_grad_enabled", "_enter", "_exit", "_saved_tensors_hooks")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LAYOUTS = "eager_input_vals"
+"""What a node's description calls the layouts in which inductor must give its operands."""
 
 
 def value_of(node: object) -> torch.Tensor | None:
@@ -344,12 +346,14 @@ def stand_for(made: Node, members: Sequence[Node], arguments: Callable[..., tupl
         arguments: makes those of ``made`` from those of each member.
         value: what it gives, in fake tensors.
     """
-    made.meta |= members[0].meta | {"val": value}
-    layouts = "eager_input_vals"  # in which inductor must give the operands
-    if all(layouts in member.meta for member in members):
-        made.meta[layouts] = arguments(*(member.meta[layouts][0] for member in members)), {}
-    else:
-        made.meta.pop(layouts, None)
+    made.meta |= described_as(members[0]) | {"val": value}
+    if all(LAYOUTS in member.meta for member in members):
+        made.meta[LAYOUTS] = arguments(*(member.meta[LAYOUTS][0] for member in members)), {}
+
+
+def described_as(node: Node) -> dict[str, Any]:
+    """The description of a node without the layouts of its operands."""
+    return {name: said for name, said in node.meta.items() if name != LAYOUTS}
 
 
 def needs(node: Node, beside: Collection[Node] = ()) -> set[Node]:

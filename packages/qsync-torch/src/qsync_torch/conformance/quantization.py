@@ -105,7 +105,7 @@ class Quantization(Call):
 
     @property
     def maxima(self) -> torch.Tensor:
-        """What somebody who made x has found: the largest magnitude is not the first number, and the checksum has many parts."""
+        """What the kernel that made x has found: the largest magnitude is not the first number, and the checksum has many parts."""
         found = torch.zeros(2, PARTIAL_MAXIMA, device=self.x.device)
         if self.x.numel():
             parts = self.values.float().abs().flatten().tensor_split(7)

@@ -77,7 +77,7 @@ def quantize(
     """Quantize ``x``, without a derivative.
 
     Args:
-        maxima: of ``x`` times ``multiplier``, where whoever made ``x`` has found them (docs/design/fused-chains.md#backward).
+        maxima: of ``x`` times ``multiplier``, where the kernel that made ``x`` found them (docs/design/fused-chains.md#backward).
 
     Returns:
         The 8-bit copy, dense in the layout of ``x``; its float32 scales as a vector, with its zero points behind them where it is
@@ -122,9 +122,9 @@ def quantize_transposed(
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x_MK.shape)
     q, scale, stream, transposed = _transposed(x_MK, x.shape, quantization, quantization.scale_counts[x_MK.shape])
     written = stream if quantization.streamed else None
-    more = {"row_multiplier": row_multiplier, "maxima": maxima}
-    given = {name: tensor for name, tensor in more.items() if tensor is not None}
-    kernel(x_MK, q.view(x_MK.shape), scale, written, seed, offset, multiplier, transposed, **given)
+    by_row = () if row_multiplier is None else (row_multiplier,)
+    known = {} if maxima is None else {"maxima": maxima}
+    kernel(x_MK, q.view(x_MK.shape), scale, written, seed, offset, multiplier, transposed, *by_row, **known)
     return q, scale, stream, transposed
 
 

@@ -325,8 +325,13 @@ def _glu_grad_maxima(operands: Operands, binding: ProducerBinding, *multipliers:
 
 
 def _fake_glu_grad_maxima(operands: Operands, binding: ProducerBinding, *more: Any) -> Written:
-    maxima = tuple(operands[1].new_empty((2, PARTIAL_MAXIMA), dtype=torch.float32) for _ in range(2))
-    return *_fake_glu_grad_input(operands, binding), *maxima
+    gradients = _fake_glu_grad_input(operands, binding)
+    return *gradients, *map(empty_maxima, gradients)
+
+
+def empty_maxima(gradient: torch.Tensor) -> torch.Tensor:
+    """Allocate the partial maxima of a gradient, and below them its checksums."""
+    return gradient.new_empty((2, PARTIAL_MAXIMA), dtype=torch.float32)
 
 
 def _fake_glu_grad_copy(operands: Operands, binding: ProducerBinding, *more: Any) -> Written:
